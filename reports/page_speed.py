@@ -91,7 +91,7 @@ def write_page(folder: Path, num_layers: int, num_kv_heads: int, num_domains: in
     """Write a report page without its picture files; return its path."""
     table = make_table(num_layers, num_kv_heads, num_domains)
     layouts = propose(table, table.num_heads * 2 // 7, num_random=1)
-    with patch("spkv_nas.report.page.save_chart"):
+    with patch("spkv_nas.report.plot.save_chart"):
         return write_report(folder, ReportInputs(table, layouts, search=make_search(table, scored)))
 
 

@@ -79,7 +79,7 @@ def brief_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(alarms, "_SAMPLE", 256)
         monkeypatch.setattr(separators, "SEPARATOR_TOKENS", 512)
         monkeypatch.setattr(step_cost, "matmul_speed", measured_speed)
-        monkeypatch.setattr(forecast, "matmul_speed", measured_speed)
+        monkeypatch.setattr(forecast.step_cost, "matmul_speed", measured_speed)
         monkeypatch.setattr(sinks, "measure_sinks", partial(sinks.measure_sinks, tokens=256))
 
 

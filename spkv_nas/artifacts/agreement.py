@@ -6,20 +6,17 @@ from pathlib import Path
 
 import pandas as pd
 
-from spkv_nas.base.files import is_file
-from spkv_nas.base.limits import MAX_SHOWN
-from spkv_nas.base.records import read_record
-from spkv_nas.base.tables import Column, read_table
+from spkv_nas.base import files, limits, records, tables
 
 COLUMNS = (
-    Column("first"),
-    Column("second"),
-    Column("budget", "whole", low=1),
+    tables.Column("first"),
+    tables.Column("second"),
+    tables.Column("budget", "whole", low=1),
     *(
-        Column(name, "number", low=-1, high=MAX_SHOWN, gaps=True)
+        tables.Column(name, "number", low=-1, high=limits.MAX_SHOWN, gaps=True)
         for name in ("jaccard", "chance", "spearman", "transfer")
     ),
-    Column("mean_difference", "number", high=MAX_SHOWN, gaps=True),
+    tables.Column("mean_difference", "number", high=limits.MAX_SHOWN, gaps=True),
 )
 
 
@@ -32,6 +29,6 @@ def read_agreement(path: Path) -> pd.DataFrame:
     Warns:
         UserWarning: the table has changed since it was written.
     """
-    if is_file(record := path.with_suffix(".yaml")):
-        read_record(record, "agreement")
-    return read_table(path, "agreement", COLUMNS).reset_index(drop=True)
+    if files.is_file(record := path.with_suffix(".yaml")):
+        records.read_record(record, "agreement")
+    return tables.read_table(path, "agreement", COLUMNS).reset_index(drop=True)

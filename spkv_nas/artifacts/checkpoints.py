@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import is_file, read_json
-from spkv_nas.base.names import check_name
+from spkv_nas.base import errors, files, names
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 FILE = "checkpoints.csv"
@@ -45,7 +43,7 @@ def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
     # Refuse paths that lead out of the workspace
     for line, path in rows["checkpoint"].items():
         if not path or Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:
-            raise UserError(
+            raise errors.UserError(
                 f"table of checkpoints {folder / FILE}, line {line}: '{path[:100]}' is not in the workspace"
             )
     return [
@@ -66,10 +64,10 @@ def run_origin(checkpoint: Path) -> RunOrigin | None:
 
     A branch has a run record; a dense model is in ``runs/<recipe>/<run>/final``.
     """
-    if is_file(file := checkpoint / RUN_RECORD):
-        record = read_json(file, "run record")
+    if files.is_file(file := checkpoint / RUN_RECORD):
+        record = files.read_json(file, "run record")
         content = record.get("recipe")
         if isinstance(content, dict) and isinstance(name := content.get("name"), str):
-            return RunOrigin(check_name(name, f"{file}: the recipe's name"), str(record.get("variant", "")))
+            return RunOrigin(names.check_name(name, f"{file}: the recipe's name"), str(record.get("variant", "")))
     *_, runs, recipe, _, final = ("", "", "", "", *checkpoint.absolute().parts)
     return RunOrigin(recipe, "") if (runs, final) == ("runs", "final") else None

@@ -15,10 +15,8 @@ from pathlib import Path
 import pandas as pd
 from pydantic import Field
 
+from spkv_nas.base import limits, schema, tables
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_SHOWN
-from spkv_nas.base.schema import Recorded
-from spkv_nas.base.tables import Column, read_table, write_csv
 
 DENSE = "dense"  # the dense model as given, not retrained
 FULL_ATTENTION = "full-attention"  # the control: full attention retrained like the layouts
@@ -26,12 +24,12 @@ SP_KV = "sp-kv"
 BASELINES = (DENSE, FULL_ATTENTION, SP_KV)  # rows that are not layouts
 
 
-def _number(name: str, low: float = 0.0) -> Column:
-    return Column(name, "number", low=low, high=MAX_SHOWN, default="", gaps=True)
+def _number(name: str, low: float = 0.0) -> tables.Column:
+    return tables.Column(name, "number", low=low, high=limits.MAX_SHOWN, default="", gaps=True)
 
 
 _COLUMNS = (
-    Column("strategy"),
+    tables.Column("strategy"),
     _number("density_percent"),
     _number("coverage_percent"),
     _number("nll"),  # nats per token
@@ -44,12 +42,12 @@ _COLUMNS = (
     _number("steps"),
     _number("zero_shot_nll"),
     _number("zero_shot_delta_percent", low=-100.0),
-    Column("note", default=""),
+    tables.Column("note", default=""),
 )
 COLUMNS = tuple(column.name for column in _COLUMNS)
 
 
-class RankCorrelation(Recorded):
+class RankCorrelation(schema.Recorded):
     """Rank correlation of a predictor and the change of NLL over layouts, as ``evaluation.ranking`` computes it."""
 
     rho: float
@@ -58,14 +56,14 @@ class RankCorrelation(Recorded):
     p_value: float | None = None
 
 
-class HeldoutSize(Recorded):
+class HeldoutSize(schema.Recorded):
     """Size of the text that a comparison evaluates on."""
 
     documents: int | None = None
     effective_documents: float | None = None
 
 
-class ComparisonRecord(Recorded):
+class ComparisonRecord(schema.Recorded):
     """Keys of ``comparison.yaml`` that are read back."""
 
     heldout: HeldoutSize | None = None
@@ -75,12 +73,12 @@ class ComparisonRecord(Recorded):
 
 def write_comparison(path: Path, rows: pd.DataFrame) -> None:
     """Write the table, with numbers to six significant digits."""
-    write_csv(path, rows)
+    tables.write_csv(path, rows)
 
 
 def read_comparison(path: Path) -> pd.DataFrame:
     """Read a comparison and normalise it with ``complete``; the table is empty if nothing has been trained yet."""
-    rows = read_table(path, "comparison", _COLUMNS, others=True, empty=True)
+    rows = tables.read_table(path, "comparison", _COLUMNS, others=True, empty=True)
     return pd.DataFrame(columns=list(COLUMNS)) if rows.empty else complete(rows)
 
 

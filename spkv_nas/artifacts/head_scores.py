@@ -18,22 +18,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from spkv_nas.artifacts.diagnosis import FROZEN, missed_price, undifferentiated
+from spkv_nas.artifacts import diagnosis, head_tables, local_layers, probe_file, score_kind
 from spkv_nas.artifacts.grid import Grid, OnGrid, grid_html, grid_words
-from spkv_nas.artifacts.head_tables import Gains, array_rows, file_rows, read_positions, read_rows
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.kinds import DENSITY, SCORE
-from spkv_nas.artifacts.local_layers import ConfigLayer, cache_facts, candidate_layers, config_layers
-from spkv_nas.artifacts.probe_file import ProbeFile
-from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, digest, read_selection, write_selection
-from spkv_nas.base.arguments import convert
+from spkv_nas.base import arguments, files, records, schema, tables
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import StrPath, is_file, is_folder
-from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing, settle
-from spkv_nas.base.schema import validate
-from spkv_nas.base.tables import csv_text, write_csv
 
 _TABLE, RECORD = "density.csv", "probe.yaml"
 _POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS = "positions.csv", "histogram.npz", "documents.npz", "gains.csv"
@@ -75,7 +67,7 @@ class HeadScores(OnGrid):
     documents: DocumentCounts | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     probe_hash: str | None = None
-    gains: Gains | None = None
+    gains: head_tables.Gains | None = None
     selected_on: Selection | None = None
 
     @cached_property
@@ -101,7 +93,7 @@ class HeadScores(OnGrid):
     @cached_property
     def layers(self) -> list[int]:
         """Return the layers whose heads can be global: all but those that are local by design."""
-        return candidate_layers(self._config_layers)
+        return local_layers.candidate_layers(self._config_layers)
 
     @property
     def num_candidates(self) -> int:
@@ -111,13 +103,13 @@ class HeadScores(OnGrid):
     @property
     def native_heads(self) -> tuple[int, ...]:
         """Return the window of every KV head that is local by design."""
-        windows: tuple[int, ...] = cache_facts(self._config_layers, self.num_kv_heads)["native_heads"]
+        windows: tuple[int, ...] = local_layers.cache_facts(self._config_layers, self.num_kv_heads)["native_heads"]
         return windows
 
     @property
     def global_window(self) -> int:
         """Return how many recent keys a global head sees: all, unless every layer has a native window."""
-        return int(cache_facts(self._config_layers, self.num_kv_heads)["global_window"])
+        return int(local_layers.cache_facts(self._config_layers, self.num_kv_heads)["global_window"])
 
     @property
     def native_windows(self) -> list[int | None]:
@@ -125,8 +117,8 @@ class HeadScores(OnGrid):
         return self.metadata.get("native_windows") or [None] * self.num_layers
 
     @cached_property
-    def _config_layers(self) -> list[ConfigLayer]:
-        return config_layers(self.native_windows)
+    def _config_layers(self) -> list[local_layers.ConfigLayer]:
+        return local_layers.config_layers(self.native_windows)
 
     @property
     def local_sinks(self) -> int | None:
@@ -155,16 +147,16 @@ class HeadScores(OnGrid):
         return self.kind == DENSITY
 
     @cached_property
-    def measure(self) -> Measure:
+    def measure(self) -> score_kind.Measure:
         """Return the name, unit and colour scale of the scores."""
-        return Measure.of(self.kind, self.signal, self.metadata.get("unit"), self.values)
+        return score_kind.Measure.of(self.kind, self.signal, self.metadata.get("unit"), self.values)
 
     @property
     def missed_price(self) -> str | None:
         """Return a warning if the gates missed the target density of their price; else None."""
         target, reached = self.metadata.get("target_density"), self.metadata.get("reached_density")
-        learned = self.metadata.get("training") != FROZEN
-        return missed_price(target, reached, weights_learned=learned) if self.is_density else None
+        learned = self.metadata.get("training") != diagnosis.FROZEN
+        return diagnosis.missed_price(target, reached, weights_learned=learned) if self.is_density else None
 
     @property
     def tau_of_positions(self) -> float:
@@ -179,7 +171,7 @@ class HeadScores(OnGrid):
         """
         if self.probe_hash is not None:
             return self.probe_hash
-        key = hashlib.sha256(f"{self.tau} {self.window}\n{csv_text(file_rows(self.rows))}".encode())
+        key = hashlib.sha256(f"{self.tau} {self.window}\n{tables.csv_text(head_tables.file_rows(self.rows))}".encode())
         if self.histogram is not None:
             key.update(self.histogram.counts.astype("<i8").tobytes())
         return key.hexdigest()[:8]
@@ -265,7 +257,7 @@ class HeadScores(OnGrid):
         missed = [] if self.missed_price is None else [self.missed_price]
         # With a price, density measures need, not the number of useful keys
         is_priced = bool(self.metadata.get("price")) or self.metadata.get("target_density") is not None
-        return missed + undifferentiated(self.density, is_priced=is_priced)
+        return missed + diagnosis.undifferentiated(self.density, is_priced=is_priced)
 
     def _repr_html_(self) -> str:
         """Return an HTML table of the score of every KV head (densities in percent), for notebooks."""
@@ -292,16 +284,16 @@ class HeadScores(OnGrid):
             window: recent keys that local heads of its layouts see.
             record: entries of ``probe.yaml``, such as ``unit`` and ``sinks``.
         """
-        window = convert("window", int | None, window)
-        validate(ProbeFile, {**record, "name": name, "window": window}, "head scores")
-        return cls(name, array_rows(values, kind), window=window, metadata={**record, "kind": kind})
+        window = arguments.convert("window", int | None, window)
+        schema.validate(probe_file.ProbeFile, {**record, "name": name, "window": window}, "head scores")
+        return cls(name, head_tables.array_rows(values, kind), window=window, metadata={**record, "kind": kind})
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per layer, KV head and domain, as ``density.csv`` has them."""
-        return file_rows(self.rows, self.kind)
+        return head_tables.file_rows(self.rows, self.kind)
 
     @classmethod
-    def read(cls, path: StrPath) -> HeadScores:
+    def read(cls, path: files.StrPath) -> HeadScores:
         """Read ``density.csv``, given the file or its folder, and the probe's other files beside it.
 
         Raises:
@@ -312,16 +304,16 @@ class HeadScores(OnGrid):
         """
         path = Path(path)
         # Read the record, which only belongs to a file of the standard name
-        file = path / _TABLE if is_folder(path) else path
+        file = path / _TABLE if files.is_folder(path) else path
         folder = file.parent
         settle(folder)
         metadata: dict[str, Any] = {}
-        if file.name == _TABLE and is_file(folder / RECORD):
-            metadata = read_record(folder / RECORD, "probe")
+        if file.name == _TABLE and files.is_file(folder / RECORD):
+            metadata = records.read_record(folder / RECORD, "probe")
         has_record = bool(metadata)
-        record = validate(ProbeFile, metadata, f"probe {folder / RECORD}")
+        record = schema.validate(probe_file.ProbeFile, metadata, f"probe {folder / RECORD}")
         # Read the table
-        rows, kind = read_rows(file, record.kind)
+        rows, kind = head_tables.read_rows(file, record.kind)
         table = cls(
             name=record.name or (folder.resolve().name if file.name == _TABLE else file.stem),
             rows=rows,
@@ -334,16 +326,16 @@ class HeadScores(OnGrid):
         # Read the files beside it
         return replace(
             table,
-            positions=read_positions(folder / _POSITIONS, table.grid),
+            positions=head_tables.read_positions(folder / _POSITIONS, table.grid),
             histogram=LogitHistogram.read(folder / _HISTOGRAM, table.domains, table.grid),
             documents=DocumentCounts.read(
                 folder / _DOCUMENTS, table.domains, [table.domain_density(domain) for domain in table.domains]
             ),
-            gains=Gains.read(folder / _GAINS, table.grid),
+            gains=head_tables.Gains.read(folder / _GAINS, table.grid),
             selected_on=read_selection(metadata[SELECTION], [folder]) if SELECTION in metadata else None,
         )
 
-    def write(self, folder: StrPath) -> None:
+    def write(self, folder: files.StrPath) -> None:
         """Write ``density.csv``, ``probe.yaml`` and, where known, positions, histogram, counts per document and gains.
 
         All files of an earlier probe in the folder are replaced or removed together.
@@ -362,9 +354,9 @@ class HeadScores(OnGrid):
         # List the files of an earlier probe, which are replaced or removed
         earlier = [file.name for file in Path(folder).glob(PATTERN) if str(self.selection) not in file.name]
         with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS, *earlier)) as new:
-            write_csv(new / _TABLE, file_rows(self.rows, self.kind))
+            tables.write_csv(new / _TABLE, head_tables.file_rows(self.rows, self.kind))
             if self.positions is not None and self.tau_of_positions == self.tau:
-                write_csv(new / _POSITIONS, self.positions)
+                tables.write_csv(new / _POSITIONS, self.positions)
             if self.histogram is not None:
                 self.histogram.write(new / _HISTOGRAM)
             if self.documents is not None:
@@ -373,7 +365,7 @@ class HeadScores(OnGrid):
                 self.gains.write(new / _GAINS)
             if self.selected_on is not None:
                 record[SELECTION] = write_selection(new, self.selected_on)
-            write_record(new / RECORD, {**self.metadata, **record})
+            records.write_record(new / RECORD, {**self.metadata, **record})
 
     def _need_histogram(self) -> LogitHistogram:
         """Return the histogram, or raise ``UserError`` without one."""

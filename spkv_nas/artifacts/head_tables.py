@@ -23,13 +23,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.kinds import DENSITY, GAIN, KINDS, SCORE
+from spkv_nas.base import files, limits
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.files import is_file, read_text
-from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.tables import MAX_BYTES, Column, read_table, write_csv
 
 MAX_NATS = 1e3  # bound of gains and of their standard errors
-_MAX_SIZE = {GAIN: MAX_NATS, SCORE: MAX_SHOWN}  # by kind: bound of signed scores; others are in [0, 1]
+_MAX_SIZE = {GAIN: MAX_NATS, SCORE: limits.MAX_SHOWN}  # by kind: bound of signed scores; others are in [0, 1]
 _SCORE = "score"  # the column in memory
 _SCORE_COLUMNS = (
     Column("layer", "whole"),
@@ -99,7 +98,7 @@ def read_rows(file: Path, kind: str | None = None) -> tuple[pd.DataFrame, str]:
     what = "density table"
     # Find the column of the scores, in the header if there is no record
     if kind is None:
-        lines = read_text(file, what, max_bytes=MAX_BYTES).splitlines()
+        lines = files.read_text(file, what, max_bytes=MAX_BYTES).splitlines()
         header = [cell.strip() for cell in next(csv.reader(lines[:1]), [])]
         kind = SCORE if _SCORE in header else DENSITY
     name = _column(kind)
@@ -146,7 +145,7 @@ def _check_complete(rows: pd.DataFrame, where: str) -> None:
 
 def read_positions(path: Path, grid: Grid) -> pd.DataFrame | None:
     """Read the density by position, None without a file. Raises ``UserError`` if a head is outside ``grid``."""
-    if not is_file(path):
+    if not files.is_file(path):
         return None
     rows = read_table(path, "positions", _POSITION_COLUMNS)
     # Check the heads and the ranges of positions
@@ -180,7 +179,7 @@ class Gains:
     @classmethod
     def read(cls, path: Path, grid: Grid) -> Gains | None:
         """Read the gains, None if there is no file; ``UserError`` unless it lists each head of ``grid`` once."""
-        if not is_file(path):
+        if not files.is_file(path):
             return None
         rows = read_table(path, "gains", _GAIN_COLUMNS)
         # Check that each head of the grid occurs once

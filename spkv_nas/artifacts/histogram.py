@@ -18,17 +18,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.artifacts.grid import Grid, check_grid
+from spkv_nas.base import errors, files, limits
 from spkv_nas.base.arrays import Array, read_arrays
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import is_file, write_npz
-from spkv_nas.base.limits import MAX_WHOLE
 
 MAX_LOGIT = 500.0  # of a bin edge: larger ones overflow exp
 _LARGEST_LOGIT = 27.0  # of a threshold: a larger one rounds to 1 in float64
 EDGES = Array("edges", "number", "n+1", low=-MAX_LOGIT, high=MAX_LOGIT, ascending=True)
 _ARRAYS = (Array("counts", "whole", "P L H n+2"), EDGES, Array("domains", "text", "P"))
 _DOCUMENT_ARRAYS = (
-    Array("kept", "number", "N L H", high=MAX_WHOLE),
+    Array("kept", "number", "N L H", high=limits.MAX_WHOLE),
     Array("tokens", "whole", "N", low=1),
     Array("domain", "whole", "N"),
     Array("domains", "text", "P"),
@@ -119,7 +117,7 @@ class LogitHistogram:
 
         Raises ``UserError`` if it is damaged, is for another ``grid``, or lacks one of the ``domains``.
         """
-        if not is_file(path):
+        if not files.is_file(path):
             return None
         remedy = "probe again, or remove it: only --tau needs it"
         arrays = read_arrays(path, _ARRAYS, remedy)
@@ -129,12 +127,12 @@ class LogitHistogram:
         absent = sorted(set(domains) - set(names))
         if absent or len(set(names)) < len(names):
             reason = f"it has no domain '{absent[0]}'" if absent else "a domain occurs twice"
-            raise UserError(f"{path} does not belong to the table in its folder: {reason}\n{remedy}")
+            raise errors.UserError(f"{path} does not belong to the table in its folder: {reason}\n{remedy}")
         return cls(arrays["edges"], counts, names)
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""
-        write_npz(path, {"edges": self.edges, "counts": self.counts, "domains": np.array(self.domains)})
+        files.write_npz(path, {"edges": self.edges, "counts": self.counts, "domains": np.array(self.domains)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +186,7 @@ class DocumentCounts:
 
         Raises ``UserError`` if it is damaged, or is for other ``domains`` or another ``density`` [P, L, Hkv].
         """
-        if not is_file(path):
+        if not files.is_file(path):
             return None
         remedy = "probe again, or remove the file: only confidence intervals need it"
         arrays = read_arrays(path, _DOCUMENT_ARRAYS, remedy)
@@ -196,19 +194,19 @@ class DocumentCounts:
         kept, tokens, domain = arrays["kept"], arrays["tokens"].astype(np.int64), arrays["domain"].astype(np.int64)
         # Check that the counts belong to the table
         if names != domains or kept.shape[1:] != np.shape(density)[1:] or not (domain < len(names)).all():
-            raise UserError(
+            raise errors.UserError(
                 f"{path} does not belong to the table in its folder: other domains or another grid\n{remedy}"
             )
         counts = cls(kept, tokens, domain, names, arrays["bins"], arrays["edges"])
         if not np.allclose(counts.density(), density, rtol=0, atol=1e-5):
-            raise UserError(f"{path} does not add up to the densities of the table in its folder\n{remedy}")
+            raise errors.UserError(f"{path} does not add up to the densities of the table in its folder\n{remedy}")
         return counts
 
     def write(self, path: Path) -> None:
         """Write the file atomically, with integers in the smallest type that holds them."""
         counts = {name: _smallest(getattr(self, name)) for name in ("kept", "tokens", "domain")}
         texts = {"domains": np.array(self.domains)}
-        write_npz(path, {**counts, **texts, "bins": _smallest(self.bins), "edges": self.edges})
+        files.write_npz(path, {**counts, **texts, "bins": _smallest(self.bins), "edges": self.edges})
 
 
 def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArray[np.int64], int]:

@@ -23,12 +23,9 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
 from spkv_nas.artifacts.grid import Grid, OnGrid, check_grid, grid_html
+from spkv_nas.base import files, limits, names, schema
 from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError, shortened
-from spkv_nas.base.files import StrPath, parse_yaml, read_text, write_atomic, yaml_line
-from spkv_nas.base.limits import MAX_WINDOW
-from spkv_nas.base.names import check_name
-from spkv_nas.base.schema import Section, validate
 
 FORMAT = "spkv-nas/layout/1"
 DEFAULT_WINDOW = 128  # of local heads, if neither the probe nor the caller sets one
@@ -95,11 +92,11 @@ class Layout(OnGrid):
         # Check window, sinks and strategy
         if self.window < 1:
             raise UserError(f"window is {self.window}; it must be at least 1, because it includes the query's own key")
-        if self.window > MAX_WINDOW:
-            raise UserError(f"window is {str(self.window)[:40]}; it is at most {MAX_WINDOW}")
-        if not 0 <= self.sinks <= MAX_WINDOW:
-            raise UserError(f"sinks is {str(self.sinks)[:40]}; it must lie between 0 and {MAX_WINDOW}")
-        check_name(convert("strategy", str, self.strategy), "the strategy")
+        if self.window > limits.MAX_WINDOW:
+            raise UserError(f"window is {str(self.window)[:40]}; it is at most {limits.MAX_WINDOW}")
+        if not 0 <= self.sinks <= limits.MAX_WINDOW:
+            raise UserError(f"sinks is {str(self.sinks)[:40]}; it must lie between 0 and {limits.MAX_WINDOW}")
+        names.check_name(convert("strategy", str, self.strategy), "the strategy")
 
     @property
     def grid(self) -> Grid:
@@ -160,7 +157,7 @@ class Layout(OnGrid):
     @property
     def check(self) -> str:
         """Return 8 hexadecimal digits that hash the provenance; stored in the file beside ``hash``."""
-        return hashlib.sha256(yaml_line(dict(self.provenance)).encode()).hexdigest()[:8]
+        return hashlib.sha256(files.yaml_line(dict(self.provenance)).encode()).hexdigest()[:8]
 
     def _repr_html_(self) -> str:
         """Return an HTML grid with G for every global head, for notebooks."""
@@ -194,7 +191,7 @@ class Layout(OnGrid):
         return layout
 
     @classmethod
-    def read(cls, path: StrPath) -> Layout:
+    def read(cls, path: files.StrPath) -> Layout:
         """Read a layout from a YAML file and verify its hash and check, which are not part of ``provenance``.
 
         Raises:
@@ -205,13 +202,13 @@ class Layout(OnGrid):
         """
         # Parse and validate
         where = f"layout {path}"
-        text = read_text(Path(path), "layout")
-        data = parse_yaml(text, where)
+        text = files.read_text(Path(path), "layout")
+        data = files.parse_yaml(text, where)
         if data.get("format") != FORMAT:
             found_format = shortened(repr(data.get("format")), 40)
             problem = f"the format is {found_format}" if "format" in data else "the key 'format' is missing"
             raise UserError(f"{where}: {problem}; this version reads 'format: {FORMAT}'")
-        content = validate(_LayoutFile, data, where)
+        content = schema.validate(_LayoutFile, data, where)
         # Warn if the file is truncated
         if "provenance" not in data and _GRID_COMMENT in text:
             warnings.warn(
@@ -261,13 +258,13 @@ class Layout(OnGrid):
             sinks=_SINKS.format(self.sinks) if self.sinks else "",
             comment=_GRID_COMMENT,
             rows=self.rows,
-            strategy=yaml_line(self.strategy),
-            provenance=yaml_line({**self.provenance, "hash": self.hash, "check": self.check}),
+            strategy=files.yaml_line(self.strategy),
+            provenance=files.yaml_line({**self.provenance, "hash": self.hash, "check": self.check}),
         )
 
-    def write(self, path: StrPath) -> None:
+    def write(self, path: files.StrPath) -> None:
         """Write ``text`` atomically."""
-        write_atomic(Path(path), self.text)
+        files.write_atomic(Path(path), self.text)
 
 
 @dataclass(frozen=True)
@@ -300,7 +297,7 @@ class Difference:
         return shared / (shared + self.num_heads) if shared + self.num_heads else 1.0
 
 
-class _LayoutFile(Section):
+class _LayoutFile(schema.Section):
     """Schema of the layout file; ``Layout`` checks the values and has clearer messages."""
 
     model_config = ConfigDict(

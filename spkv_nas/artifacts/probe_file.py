@@ -6,24 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from spkv_nas.base.limits import MAX_SIZE, MAX_WINDOW
-from spkv_nas.base.names import check_name
-from spkv_nas.base.schema import Section
+from spkv_nas.base import limits, names, schema
 
 
-class ProbeFile(Section):
+class ProbeFile(schema.Section):
     """Content of ``probe.yaml``; other keys are kept as they are."""
 
     model_config = ConfigDict(extra="allow")
 
     name: str | None = None
     tau: float = Field(default=0.5, ge=0, le=1)
-    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW)
-    sinks: int = Field(default=0, ge=0, le=MAX_WINDOW)
-    native_windows: list[Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None] | None = None
-    head_dim: int | None = Field(default=None, ge=1, le=MAX_SIZE)
+    window: int | None = Field(default=None, ge=1, le=limits.MAX_WINDOW)
+    sinks: int = Field(default=0, ge=0, le=limits.MAX_WINDOW)
+    native_windows: list[Annotated[int, Field(ge=1, le=limits.MAX_WINDOW)] | None] | None = None
+    head_dim: int | None = Field(default=None, ge=1, le=limits.MAX_SIZE)
     dtype: str | None = None
-    positions: int | None = Field(default=None, ge=1, le=MAX_SIZE)
+    positions: int | None = Field(default=None, ge=1, le=limits.MAX_SIZE)
     kind: Literal["density", "share", "gain", "score"] | None = None
     unit: str | None = None
     target_density: float | None = Field(default=None, gt=0, lt=1)
@@ -41,4 +39,4 @@ class ProbeFile(Section):
     @field_validator("name")
     @classmethod
     def _can_name_a_file(cls, name: str | None) -> str | None:
-        return name if name is None else check_name(name, "the probe")
+        return name if name is None else names.check_name(name, "the probe")

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.histogram import rounded_tau
+from spkv_nas.artifacts import head_scores, histogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 
@@ -56,7 +55,7 @@ class Proposal:
         remedy = "propose all at one {}, or compare them apart"
         warn_of_windows({**windows, **(others or {})}, sinks, remedy=remedy)
 
-    def table(self, table: HeadScores) -> HeadScores:
+    def table(self, table: head_scores.HeadScores) -> head_scores.HeadScores:
         """Return the head scores at the threshold of the proposal, with its number of sink tokens.
 
         Coverage of its layouts is computed at that threshold. The table's own stays if the proposal has no threshold,
@@ -81,11 +80,11 @@ class Proposal:
         numbers = {layout.sinks for layout in self.layouts.values()}
         if len(numbers) == 1 and numbers != {table.sinks}:
             table = replace(table, metadata={**table.metadata, "sinks": numbers.pop()})
-        if self.tau is None or self.tau == rounded_tau(table.tau) or table.histogram is None:
+        if self.tau is None or self.tau == histogram.rounded_tau(table.tau) or table.histogram is None:
             return table
         return table.at_tau(self.tau)
 
-    def _of_another_probe(self, table: HeadScores) -> list[str]:
+    def _of_another_probe(self, table: head_scores.HeadScores) -> list[str]:
         """List the layouts whose files name a probe of the same name as the table, but with another hash."""
         origins = {name: layout.provenance for name, layout in self.layouts.items()}
         return [

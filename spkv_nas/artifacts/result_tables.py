@@ -18,33 +18,28 @@ import pandas as pd
 from pydantic import Field
 
 from spkv_nas.artifacts.selection import Selection, write_selection
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, limits, progress, records, replace, schema
 from spkv_nas.base.files import is_file, yaml_text
-from spkv_nas.base.limits import MAX_SHOWN
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.records import read_record, read_unchecked, write_record
-from spkv_nas.base.replace import replacing, settle
-from spkv_nas.base.schema import Recorded
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 _RESULTS = ("environment", "alarm", "answers", "inputs", "num_selection")  # keys that do not describe the inputs
 ALARM = "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
 
 
-class AlarmRecord(Recorded):
+class AlarmRecord(schema.Recorded):
     """Key of all records of measured NLL that is read back."""
 
     alarm: str | None = None
 
 
-class LeftOut(Recorded):
+class LeftOut(schema.Recorded):
     """Documents that a verdict left out because a layout was selected on them."""
 
     documents: int | None = None
     selected_by: list[str] = Field([])
 
 
-class JudgedLayout(Recorded):
+class JudgedLayout(schema.Recorded):
     """Layout of a candidate of a verdict, so that its results are found by content."""
 
     heads: str  # a word of G and L per layer
@@ -53,7 +48,7 @@ class JudgedLayout(Recorded):
     trained: bool = False  # whether the candidate is a checkpoint of its own, not the dense model's weights
 
 
-class ResultRecord(Recorded):
+class ResultRecord(schema.Recorded):
     """Keys of the records beside result tables that are read back."""
 
     inputs: str | None = None
@@ -85,7 +80,7 @@ def inputs_of(origin: Mapping[str, Any]) -> str:
 
 
 def keep_earlier(
-    folder: Path, new: Path, record: str, tables: Iterable[str], inputs: str, reporter: Reporter
+    folder: Path, new: Path, record: str, tables: Iterable[str], inputs: str, reporter: progress.Reporter
 ) -> str | None:
     """Copy an earlier result that was made from other inputs to files beside it, such as ``verdict-1a2b3c4d.csv``.
 
@@ -97,8 +92,8 @@ def keep_earlier(
         return None
     # Identify the inputs of the earlier result
     content: dict[str, Any] | None = None  # of a damaged record, which is kept as it is
-    with suppress(UserError):
-        content = read_unchecked(folder / record, "record", ResultRecord)
+    with suppress(errors.UserError):
+        content = records.read_unchecked(folder / record, "record", ResultRecord)
         content.pop("sha256", None)
     if content is None:
         earlier = hashlib.sha256((folder / record).read_bytes()).hexdigest()[:8]
@@ -112,7 +107,7 @@ def keep_earlier(
     if content is None:
         shutil.copyfile(folder / record, new / copies[record])
     else:
-        write_record(new / copies[record], content, copied)
+        records.write_record(new / copies[record], content, copied)
     reporter.announce(f"kept the earlier result, of other inputs, as {folder / copies[record]}")
     return earlier
 
@@ -134,7 +129,7 @@ class ResultTable:
         folder: Path,
         rows: pd.DataFrame,
         origin: Mapping[str, Any],
-        reporter: Reporter = SILENT,
+        reporter: progress.Reporter = progress.SILENT,
         selection: Selection | None = None,
     ) -> str | None:
         """Write the table, a record of its ``origin``, and the documents that selected layouts, if any.
@@ -143,10 +138,10 @@ class ResultTable:
         """
         origin = {"inputs": inputs_of(origin), **origin}
         table, record = f"{self.name}.csv", f"{self.name}.yaml"
-        settle(folder)  # so that an earlier result is complete
-        with replacing(folder) as new:
+        replace.settle(folder)  # so that an earlier result is complete
+        with replace.replacing(folder) as new:
             write_csv(new / table, rows)
-            write_record(new / record, origin)
+            records.write_record(new / record, origin)
             if selection is not None:
                 write_selection(new, selection)
             return keep_earlier(folder, new, record, [table], origin["inputs"], reporter)
@@ -157,10 +152,10 @@ class ResultTable:
         if not table.is_file():
             return None
         rows = read_table(table, self.name, self.columns, others=True).reset_index(drop=True)
-        return rows, read_record(record, self.name, ResultRecord) if record.is_file() else {}
+        return rows, records.read_record(record, self.name, ResultRecord) if record.is_file() else {}
 
 
-def _number(name: str, low: float = 0.0, high: float = MAX_SHOWN, default: str | None = None) -> Column:
+def _number(name: str, low: float = 0.0, high: float = limits.MAX_SHOWN, default: str | None = None) -> Column:
     return Column(name, "number", low=low, high=high, gaps=True, default=default)
 
 
@@ -169,7 +164,7 @@ def _paired(low: float) -> tuple[Column, ...]:
     return (
         _number("against", low),
         _number("against_density", high=1.0),
-        _number("difference", -MAX_SHOWN),
+        _number("difference", -limits.MAX_SHOWN),
         _number("difference_standard_error"),
     )
 
@@ -224,10 +219,10 @@ TASKS = ResultTable(
         Column("metric"),
         Column("num_fewshot", "whole", gaps=True),
         Column("num_samples", "whole"),
-        _number("value", -MAX_SHOWN),
+        _number("value", -limits.MAX_SHOWN),
         _number("standard_error"),
         _number("density", high=1.0),
-        *_paired(-MAX_SHOWN),
+        *_paired(-limits.MAX_SHOWN),
     ),
 )
 LONGPPL = ResultTable(
@@ -287,9 +282,9 @@ VERDICT = ResultTable(
         Column("answer"),  # passes, fails or open, in this criterion
         _number("margin"),
         Column("unit"),  # of margin and loss
-        _number("loss", -MAX_SHOWN),  # positive: worse than the dense model
-        _number("low", -MAX_SHOWN),  # interval of the loss that holds at any time
-        _number("high", -MAX_SHOWN),
+        _number("loss", -limits.MAX_SHOWN),  # positive: worse than the dense model
+        _number("low", -limits.MAX_SHOWN),  # interval of the loss that holds at any time
+        _number("high", -limits.MAX_SHOWN),
         Column("num_samples", "whole"),
         Column("more_samples", "whole", gaps=True),  # estimate of how many would decide
         _number("p_passes", high=1.0),  # anytime-valid

@@ -8,9 +8,7 @@ from typing import Any, Literal, get_args
 import pandas as pd
 from pydantic import Field
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_SHOWN, MAX_WINDOW
-from spkv_nas.base.schema import Recorded
+from spkv_nas.base import errors, limits, schema
 from spkv_nas.base.tables import Column, read_table
 
 BASELINE = "baseline"  # sampler of layouts that the search started from or compares with
@@ -28,14 +26,14 @@ _COLUMNS = (
     Column("trial", "whole"),
     Column("hash"),
     Column("num_global", "whole"),
-    Column("coverage_percent", "number", high=MAX_SHOWN, gaps=True),
+    Column("coverage_percent", "number", high=limits.MAX_SHOWN, gaps=True),
     Column("cost", "number", low=-_MAX_COST, high=_MAX_COST, gaps=True),
     *(
         column
         for fidelity in FIDELITIES
         for column in (
-            Column(f"{fidelity}_delta_percent", "number", low=-MAX_SHOWN, high=MAX_SHOWN, gaps=True),
-            Column(f"{fidelity}_standard_error", "number", high=MAX_SHOWN, gaps=True),
+            Column(f"{fidelity}_delta_percent", "number", low=-limits.MAX_SHOWN, high=limits.MAX_SHOWN, gaps=True),
+            Column(f"{fidelity}_standard_error", "number", high=limits.MAX_SHOWN, gaps=True),
         )
     ),
     Column("heads"),
@@ -43,17 +41,17 @@ _COLUMNS = (
 COLUMNS = tuple(column.name for column in _COLUMNS)
 
 
-class SelectionDocuments(Recorded):
+class SelectionDocuments(schema.Recorded):
     """Numbers of documents of a search."""
 
     chosen_on: int | None = None
 
 
-class SearchRecord(Recorded):
+class SearchRecord(schema.Recorded):
     """Keys of ``search.yaml`` that are read back."""
 
-    window: int | None = Field(None, ge=1, le=MAX_WINDOW)
-    sinks: int | None = Field(None, ge=0, le=MAX_WINDOW)
+    window: int | None = Field(None, ge=1, le=limits.MAX_WINDOW)
+    sinks: int | None = Field(None, ge=0, le=limits.MAX_WINDOW)
     steps: dict[Retraining, float] | None = None
     recipe: dict[str, Any] | None = None
     data: dict[str, Any] | list[str] | None = None
@@ -68,9 +66,9 @@ def read_search(path: Path) -> pd.DataFrame:
     """Read ``search.csv``; values that were not measured are NaN. ``UserError`` if the table is invalid."""
     rows = read_table(path, "search", _COLUMNS, others=True)
     if rows["zero_shot_delta_percent"].isna().all():
-        raise UserError(f"search {path}: column 'zero_shot_delta_percent' is empty: no layout has a score")
+        raise errors.UserError(f"search {path}: column 'zero_shot_delta_percent' is empty: no layout has a score")
     is_grid = rows["heads"].map(lambda heads: bool(heads) and len({len(layer) for layer in heads.split()}) == 1)
     if not is_grid.all():
         line = rows.index[~is_grid][0]
-        raise UserError(f"search {path}, line {line}: column 'heads' must have one word of G and L per layer")
+        raise errors.UserError(f"search {path}, line {line}: column 'heads' must have one word of G and L per layer")
     return rows.reset_index(drop=True)

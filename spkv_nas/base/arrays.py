@@ -18,9 +18,8 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.base import files, limits
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.files import is_file
-from spkv_nas.base.limits import MAX_WHOLE
 
 _MAX_UNPACKED = 1 << 30, 100  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
 _KINDS = {"text": ("U", "text"), "number": ("iuf", "numbers"), "whole": ("iu", "whole numbers")}  # dtypes, words
@@ -61,7 +60,7 @@ def read_arrays(path: Path, arrays: Sequence[Array], remedy: str) -> dict[str, N
 
 def read_npz(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray[Any]]:
     """Read arrays without checking their contents; ``UserError`` if the file is damaged or lacks one."""
-    if not is_file(path):
+    if not files.is_file(path):
         raise UserError(f"{path} does not exist or is not a regular file\n{remedy}")
     try:
         # Open the file here, because ``np.load`` does not close it on failure
@@ -114,7 +113,7 @@ def _wrong_values(values: NDArray[Any], array: Array) -> str:
             return "holds what is no text"
         return ""
     # Check the range
-    high = min(array.high, MAX_WHOLE) if array.kind == "whole" else array.high
+    high = min(array.high, limits.MAX_WHOLE) if array.kind == "whole" else array.high
     is_valid = np.isfinite(values) & (values >= array.low) & (values <= high)
     if not is_valid.all():
         kind = "finite numbers" if array.kind == "number" else "whole numbers"

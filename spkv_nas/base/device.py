@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from spkv_nas.base.distributed import num_processes
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import distributed, errors
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,7 @@ def choose_device(device: str | None = None) -> str:
 
     check_device(device)
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: no CUDA device is available")
+        raise errors.UserError("--device cuda: no CUDA device is available")
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -34,18 +33,18 @@ def check_device(device: str | None, *, spreads: bool = False) -> None:
     Raises ``UserError`` if the name is not cpu, cuda or cuda:N; None stands for the default.
     """
     if device == AUTO and not spreads:
-        raise UserError(
+        raise errors.UserError(
             "--device auto is for probe, evaluate and score, which place a model's layers on all GPUs\n"
             "leave it out; training uses several GPUs with torchrun, and sharding: fsdp in the recipe"
         )
     if device not in (None, AUTO) and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device):
-        raise UserError(f"--device '{device}' is unknown; expected cpu or cuda")
+        raise errors.UserError(f"--device '{device}' is unknown; expected cpu or cuda")
 
 
 def measuring_device(device: str | None) -> str:
     """Return the device of the first layers, as ``choose_device`` but also for ``AUTO``, in a single process."""
-    if device == AUTO and num_processes() > 1:
-        raise UserError(
+    if device == AUTO and distributed.num_processes() > 1:
+        raise errors.UserError(
             "--device auto places a model on all GPUs in one process, but torchrun starts a process per GPU\n"
             "use one of the two: torchrun is faster if the model fits on one GPU"
         )
@@ -69,7 +68,7 @@ def choose_dtype(device: str, checkpoint_dtype: torch.dtype, dtype: str | None =
 def check_dtype(dtype: str | None) -> None:
     """Raise ``UserError`` for a dtype that is not one of ``DTYPES``; None means not specified."""
     if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype '{dtype}' is unknown; expected one of {', '.join(DTYPES)}")
+        raise errors.UserError(f"--dtype '{dtype}' is unknown; expected one of {', '.join(DTYPES)}")
 
 
 def named_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -79,7 +78,7 @@ def named_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if not isinstance(dtype, str):
         return dtype
     if dtype != "auto" and dtype not in DTYPES:
-        raise UserError(f"dtype '{dtype}' is unknown; expected auto, {', '.join(DTYPES)}")
+        raise errors.UserError(f"dtype '{dtype}' is unknown; expected auto, {', '.join(DTYPES)}")
     return None if dtype == "auto" else getattr(torch, dtype)
 
 

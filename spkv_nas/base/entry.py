@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
-from spkv_nas.base.arguments import convert
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import arguments, errors
 from spkv_nas.base.flag import SHOWN, Flag
 from spkv_nas.base.registry import Registry
 
@@ -74,12 +73,12 @@ def _checked(name: str, kind: Any, flag: Flag | None, value: Any) -> Any:
     """Return a value as an option's type. Raises ``UserError`` for another type, or outside of its bounds."""
     if isinstance(value, int) and str in (kind, *get_args(kind)):
         return str(value)  # a budget of 18, or of "25%"
-    value = convert(name, kind, value)
+    value = arguments.convert(name, kind, value)
     if flag is not None and isinstance(value, int | float):
         if flag.low is not None and value < flag.low:
-            raise UserError(f"{name} must be at least {flag.low:g}; found {value}")
+            raise errors.UserError(f"{name} must be at least {flag.low:g}; found {value}")
         if flag.high is not None and value > flag.high:
-            raise UserError(f"{name} must be at most {flag.high:g}; found {value}")
+            raise errors.UserError(f"{name} must be at most {flag.high:g}; found {value}")
     return value
 
 
@@ -111,7 +110,7 @@ def shared_options(registry: Registry[Any]) -> dict[str, SharedOption]:
             known = shared.setdefault(name, SharedOption(name, option.type, option.flag, {}))
             if (known.type, known.flag) != (option.type, option.flag):
                 other = next(iter(known.defaults))
-                raise UserError(
+                raise errors.UserError(
                     f"{registry.noun}s {other} and {entry.name} declare --{name.replace('_', '-')} with different "
                     f"flags\nrename the option of {entry.name}, or reuse the flag of {other}"
                 )
@@ -124,7 +123,7 @@ def check_options(registry: Registry[Any], entry: Entry, values: Mapping[str, An
     for name, shared in shared_options(registry).items():
         if values.get(name) is not None and name not in entry.options():
             noun = registry.noun.rpartition(" ")[2]
-            raise UserError(
+            raise errors.UserError(
                 f"--{name.replace('_', '-')} does not apply to --{noun} {entry.name}; "
                 f"it applies to {', '.join(shared.defaults)}"
             )

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base import errors, progress
 
 _LOCK, _OWNER = ".lock", ".lock-owner"
 
@@ -34,7 +33,7 @@ class FolderLock:
         self._lock = shared_lock(folder / _LOCK)
         self._has_waited = False
 
-    def take(self, seconds: float, announce: Announce = silent) -> bool:
+    def take(self, seconds: float, announce: progress.Announce = progress.silent) -> bool:
         """Try to acquire the lock for some seconds, or if negative until it is free; return whether it was acquired.
 
         If this process has to wait, ``announce`` is called once with the holder. Raises ``UserError`` if the folder
@@ -53,8 +52,8 @@ class FolderLock:
         except Timeout:
             return False
         except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
-            raise UserError(
-                f"cannot lock {self._folder}: {first_line(error)}\nchoose a writable folder with --workspace"
+            raise errors.UserError(
+                f"cannot lock {self._folder}: {errors.first_line(error)}\nchoose a writable folder with --workspace"
             ) from error
         # Record this process as the holder; the lock works without that
         with suppress(OSError):
@@ -71,7 +70,7 @@ class FolderLock:
 
 
 @contextmanager
-def locked(folder: Path, what: str, announce: Announce = silent) -> Iterator[None]:
+def locked(folder: Path, what: str, announce: progress.Announce = progress.silent) -> Iterator[None]:
     """Hold the lock of ``folder`` while the block runs; see ``FolderLock``."""
     lock = FolderLock(folder, what)
     lock.take(-1.0, announce)

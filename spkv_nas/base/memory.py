@@ -13,8 +13,7 @@ from typing import TypeVar
 
 import psutil
 
-from spkv_nas.base.distributed import num_local_processes
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import distributed, errors
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes
 
@@ -39,7 +38,7 @@ def available_bytes(device: str = "cpu") -> int:
 
 def available_bytes_per_process(device: str = "cpu") -> int:
     """Return ``available_bytes``, divided by the number of local torchrun processes for machine memory."""
-    return available_bytes(device) // (1 if device.startswith("cuda") else num_local_processes())
+    return available_bytes(device) // (1 if device.startswith("cuda") else distributed.num_local_processes())
 
 
 def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") -> None:
@@ -49,7 +48,7 @@ def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") ->
     """
     free = available_bytes(device)
     if num_bytes > free:
-        raise UserError(
+        raise errors.UserError(
             f"{what}: needs at least {format_bytes(round(num_bytes))} of memory, but only {format_bytes(free)} is "
             f"available\n{remedy}"
         )

@@ -18,9 +18,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, locks
 from spkv_nas.base.files import as_user_error
-from spkv_nas.base.locks import shared_lock
 
 _NEW, _COMMIT, _STALE, _LOCK = ".new-", ".commit", ".stale.json", ".commit-lock"
 _DAY = 86_400.0  # seconds
@@ -45,7 +44,7 @@ def replacing(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
             written_names = {file.name for file in new_files.iterdir()}
             (new_files / _STALE).write_text(json.dumps(sorted(set(stale) - written_names)))
             flush(new_files)
-            with shared_lock(folder / _LOCK):
+            with locks.shared_lock(folder / _LOCK):
                 # Complete an interrupted replacement before committing this one
                 _settle(folder)
                 _tidy(folder)
@@ -58,7 +57,7 @@ def replacing(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
 def settle(folder: Path) -> None:
     """Complete an interrupted replacement: move the files of a committed result to their target."""
     if (folder / _COMMIT).is_dir():
-        with as_user_error(folder), shared_lock(folder / _LOCK):
+        with as_user_error(folder), locks.shared_lock(folder / _LOCK):
             _settle(folder)
 
 
@@ -92,9 +91,9 @@ def check_new(folder: Path) -> Path:
     """Resolve a folder that ``new_folder`` may write; ``UserError`` for the current folder, or one with files."""
     target = folder.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder: choose another --out")
+        raise errors.UserError(f"{folder} exists and is not an empty folder: choose another --out")
     if target == Path.cwd():  # replacing it would leave the shell in a deleted folder
-        raise UserError(f"{folder} is the current folder: choose a new one with --out")
+        raise errors.UserError(f"{folder} is the current folder: choose a new one with --out")
     return target
 
 

@@ -16,9 +16,8 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
+from spkv_nas.base import files, limits
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_text, write_atomic
-from spkv_nas.base.limits import MAX_WHOLE
 
 MAX_BYTES = 2 << 30  # maximum size; a search of 100,000 layouts with 640 heads has 80 MB
 
@@ -54,7 +53,7 @@ def write_csv(path: Path, rows: pd.DataFrame, *, digits: int | None = 6) -> None
 
     ``digits`` are the significant digits of fractional numbers; None for as many as needed to tell them apart.
     """
-    write_atomic(path, csv_text(rows, digits=digits))
+    files.write_atomic(path, csv_text(rows, digits=digits))
 
 
 def csv_text(rows: pd.DataFrame, *, digits: int | None = 6) -> str:
@@ -83,7 +82,7 @@ def read_table(
             header, or there are no rows; names file, line and column.
     """
     where = f"{what} {file}"
-    cells = _read_cells(read_text(file, what, max_bytes=MAX_BYTES), columns, where, others=others, empty=empty)
+    cells = _read_cells(files.read_text(file, what, max_bytes=MAX_BYTES), columns, where, others=others, empty=empty)
     parsed = {}
     for column in columns:
         texts = cells[column.name] if column.name in cells else pd.Series(column.default, cells.index)
@@ -147,5 +146,5 @@ def _is_valid(values: pd.Series[float], column: Column) -> pd.Series[bool]:
     is_valid = np.isfinite(values) & (values <= column.high)
     is_valid &= values >= column.low if column.above is None else values > column.above
     if column.kind == "whole":
-        is_valid &= (values == values.round()) & (values.abs() <= MAX_WHOLE)
+        is_valid &= (values == values.round()) & (values.abs() <= limits.MAX_WHOLE)
     return is_valid

@@ -6,10 +6,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import is_file
+from spkv_nas.base import errors, files, replace
 from spkv_nas.base.names import check_name
-from spkv_nas.base.replace import settle
 
 _PROBES, _REPORTS = "probes", "reports"
 # Folders below ``layouts/<name>/``: of a budget range, of several solutions at one budget, of a search
@@ -44,7 +42,7 @@ class Workspace:
         """Return the folder of layouts and their coverage, ``layouts/<name>/``."""
         folder = self._dir("layouts", name)
         for inner in LAYOUT_FOLDERS:
-            settle(folder / inner)
+            replace.settle(folder / inner)
         return folder
 
     def has_layouts(self, name: str) -> bool:
@@ -63,9 +61,9 @@ class Workspace:
         """Return the folder of one result, completing an interrupted replacement."""
         folder = self.root / kind / check_name(name, "the name")
         for path in (self.root, folder.parent, folder):
-            if is_file(path):
-                raise UserError(f"{path} is a file, where the workspace has a folder: move it away")
-        settle(folder)
+            if files.is_file(path):
+                raise errors.UserError(f"{path} is a file, where the workspace has a folder: move it away")
+        replace.settle(folder)
         return folder
 
     def check_writable(self) -> None:
@@ -75,7 +73,7 @@ class Workspace:
             with tempfile.TemporaryFile(dir=self.root):
                 pass
         except OSError as error:
-            raise UserError(
+            raise errors.UserError(
                 f"the workspace {self.root} cannot be written: {error.strerror or error}\n"
                 "choose a writable folder with --workspace"
             ) from error

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from spkv_nas.base.console import fail
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import console, errors
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line, by default ``sys.argv[1:]``, and exit with its code; see ``app.main``."""
     try:
         from spkv_nas.cli import app
-    except UserError as error:  # an entry point of another package cannot be loaded
-        fail(str(error))
+    except errors.UserError as error:  # an entry point of another package cannot be loaded
+        console.fail(str(error))
         sys.exit(2)
     app.main(arguments)

@@ -16,33 +16,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from spkv_nas.base.console import PACKAGE, err, fail, out, warn
+from spkv_nas.base import console, errors, extras, interrupt, registry
 from spkv_nas.base.distributed import is_lost_process, leave, num_processes, process_index
-from spkv_nas.base.errors import UserError, first_line, printable, shortened
-from spkv_nas.base.extras import missing_extra
-from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.progress import Reporter
-from spkv_nas.base.registry import reinstall_hint
 from spkv_nas.base.version import __version__
-from spkv_nas.cli import evaluate
+from spkv_nas.cli import evaluate, options
 from spkv_nas.cli.demo import demo
-from spkv_nas.cli.options import Debug, Device, Quiet, Root, Verbose, command
 from spkv_nas.stages.command_group import ADDED_COMMANDS, COMMAND_GROUPS, runner
 from spkv_nas.stages.generate import generate
+from spkv_nas.stages.options import plan, plan_attention, probe, propose, report, score, train, train_hybrid, verdict
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
-from spkv_nas.stages.options.plan import PlanOptions
-from spkv_nas.stages.options.plan_attention import AttentionOptions
-from spkv_nas.stages.options.probe import ProbeOptions
-from spkv_nas.stages.options.propose import ProposeOptions
-from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.options.score import ScoreOptions
-from spkv_nas.stages.options.train import TrainOptions
-from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
-from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.result import Results
 from spkv_nas.stages.schema import schema
 from spkv_nas.stages.serve_check import serve_check
@@ -78,14 +65,14 @@ def _added(name: str) -> Any:
     """Return a command, or a group of commands, that an entry point adds; None if there is none of that name."""
     if name in ADDED_COMMANDS.names:
         holder = typer.Typer(add_completion=False)
-        command(holder, name)(ADDED_COMMANDS[name].run)
+        options.command(holder, name)(ADDED_COMMANDS[name].run)
         return typer.main.get_command(holder)
     if name not in COMMAND_GROUPS.names:
         return None
     entry = COMMAND_GROUPS[name]
     holder = typer.Typer(name=name, no_args_is_help=True, help=entry.help, add_completion=False)
     for function in entry.commands:
-        command(holder)(function)
+        options.command(holder)(function)
     return typer.main.get_group(holder)
 
 
@@ -103,26 +90,26 @@ app = typer.Typer(
 LAYOUT_COMMANDS = (runner(ShowLayoutsOptions, "show"), runner(DiffOptions, "diff"), runner(ConvertOptions, "convert"))
 layout = typer.Typer(help="Show, compare and convert layout files.", no_args_is_help=True)
 for _function in LAYOUT_COMMANDS:
-    command(layout)(_function)
+    options.command(layout)(_function)
 
 COMMANDS: dict[str, Callable[[Any, Reporter], Results | None] | typer.Typer] = {  # and groups, in the order of --help
     "init": runner(InitOptions),
-    "probe": runner(ProbeOptions),
-    "propose": runner(ProposeOptions),
-    "score": runner(ScoreOptions),
-    "train-hybrid": runner(TrainHybridOptions),
+    "probe": runner(probe.ProbeOptions),
+    "propose": runner(propose.ProposeOptions),
+    "score": runner(score.ScoreOptions),
+    "train-hybrid": runner(train_hybrid.TrainHybridOptions),
     "evaluate": evaluate.app,
-    "verdict": runner(VerdictOptions),
+    "verdict": runner(verdict.VerdictOptions),
     "critical-budget": runner(CriticalBudgetOptions),
-    "report": runner(ReportOptions),
+    "report": runner(report.ReportOptions),
     "generate": generate,
     "export": runner(ExportOptions),
     "serve-check": serve_check,
     "layout": layout,
-    "plan": runner(PlanOptions),
-    "plan attention": runner(AttentionOptions),
+    "plan": runner(plan.PlanOptions),
+    "plan attention": runner(plan_attention.AttentionOptions),
     "calibrate": runner(CalibrateOptions),
-    "train": runner(TrainOptions),
+    "train": runner(train.TrainOptions),
     "schema": schema,
     "demo": demo,
 }
@@ -130,13 +117,13 @@ for _name, _entry in COMMANDS.items():
     if isinstance(_entry, typer.Typer):
         app.add_typer(_entry, name=_name)
     else:
-        command(app, _name)(_entry)
+        options.command(app, _name)(_entry)
 
 
 def _version(value: bool) -> None:
     """Print the version and exit."""
     if value:
-        out.print(f"spkv-nas {__version__}")
+        console.out.print(f"spkv-nas {__version__}")
         raise typer.Exit
 
 
@@ -146,14 +133,14 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    workspace: Root = None,
-    device: Device = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
+    workspace: options.Root = None,
+    device: options.Device = None,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
 ) -> None:
     if num_processes() > 1 and (name := context.invoked_subcommand) not in DISTRIBUTED:
-        raise UserError(
+        raise errors.UserError(
             f"{name} does not run under torchrun (only {', '.join(DISTRIBUTED)} do): run it without torchrun"
         )
 
@@ -167,7 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         # Run the command, and exit with its code
-        with raising(), warnings.catch_warnings():
+        with interrupt.raising(), warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             code = app(name_each(arguments), standalone_mode=False)
         if code:
@@ -180,14 +167,14 @@ def main(arguments: list[str] | None = None) -> None:
         if process_index():
             if not is_lost_process(error):  # if it is, rank 0 itself may be gone, and this rank must report at once
                 time.sleep(OTHERS_WAIT)
-            err.quiet = False
+            console.err.quiet = False
         # Print the message, and exit with the error's code
         message, code = explained(error)
         if message:
-            fail(message)
+            console.fail(message)
         sys.exit(code)
-    except Interrupted as stop:
-        err.print(f"interrupted by {stop}: run the same command again to resume")
+    except interrupt.Interrupted as stop:
+        console.err.print(f"interrupted by {stop}: run the same command again to resume")
         leave(stop.exit_code)
         sys.exit(stop.exit_code)
 
@@ -195,23 +182,23 @@ def main(arguments: list[str] | None = None) -> None:
 def explained(error: Exception) -> tuple[str, int]:
     """Return the message for an error, "" if the help was printed instead, and the exit code: 1 for a bug, else 2."""
     # Errors that the user can fix
-    if isinstance(error, UserError):
+    if isinstance(error, errors.UserError):
         return str(error), 2
-    if isinstance(error, ModuleNotFoundError) and (missing := missing_extra(error)) is not None:
+    if isinstance(error, ModuleNotFoundError) and (missing := extras.missing_extra(error)) is not None:
         return str(missing), 2
     if hasattr(error, "format_message"):  # a usage error raised by typer or click
         command_path, message = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"), error.format_message()
         # Empty where no command was named: typer has printed the help already
-        return message and f"{message}\nsee '{command_path} --help'{reinstall_hint()}", 2
+        return message and f"{message}\nsee '{command_path} --help'{registry.reinstall_hint()}", 2
     if is_lost_process(error):
         return "another process of this run has exited\nrun the same command again to resume", 2
     # Errors of the machine: memory, disk
-    message = shortened(printable(shortened(first_line(error), 2000)), 300)
+    message = errors.shortened(errors.printable(errors.shortened(errors.first_line(error), 2000)), 300)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory: {message}\nuse a smaller batch, block, text or model", 2
     if isinstance(error, OSError):
         path_note = f" ({error.filename})" if isinstance(error.filename, str) and error.filename not in message else ""
-        return str(UserError(f"{message}{path_note}\ncheck free space and permissions, or use another path")), 2
+        return str(errors.UserError(f"{message}{path_note}\ncheck free space and permissions, or use another path")), 2
     # Bugs
     message = "" if message == type(error).__name__ else f": {message}"
     return (
@@ -225,8 +212,8 @@ def _show_warning(
     python_showwarning: Callable[..., None], message: Warning | str, kind: type[Warning], file: str, *details: Any
 ) -> None:
     """Print this package's warnings as their text only, and all others in Python's format."""
-    if kind is UserWarning and Path(file).is_relative_to(PACKAGE):
-        warn(str(message))
+    if kind is UserWarning and Path(file).is_relative_to(console.PACKAGE):
+        console.warn(str(message))
     else:
         python_showwarning(message, kind, file, *details)
 

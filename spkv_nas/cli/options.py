@@ -20,8 +20,7 @@ import typer
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.cli.present import print_results
-from spkv_nas.cli.screen import working
+from spkv_nas.cli import present, screen
 from spkv_nas.stages.flags import DEVICE, WORKSPACE
 from spkv_nas.stages.options import OnDevice, Trains
 from spkv_nas.stages.result import Results
@@ -78,14 +77,14 @@ def command(
             check(options)
             # Run the command and print its result
             verbosity = {key: bool(shared[key]) for key in ("quiet", "verbose")}
-            with working(_title(invocation), takes_long=isinstance(options, OnDevice), **verbosity) as reporter:
+            with screen.working(_title(invocation), takes_long=isinstance(options, OnDevice), **verbosity) as reporter:
                 if isinstance(options, Trains) and options.dry_run:
                     from spkv_nas.stages.dry_run import dry_run
 
                     results: Results | None = dry_run(options, reporter)
                 else:
                     results = function(options, reporter)
-                code = 0 if results is None else print_results(results, as_json=bool(shared["json"]))
+                code = 0 if results is None else present.print_results(results, as_json=bool(shared["json"]))
             raise typer.Exit(code)
 
         # Give typer the signature that it reads the options from

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.console import RenderableType
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TaskID
 from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
@@ -99,7 +99,7 @@ class _Rows:
         if self._shown is None:
             self._shown = Progress(
                 SpinnerColumn(),
-                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+                _Cell(_title, Column()),  # the only column that is truncated in a narrow terminal
                 *map(_Cell, (_bar, _count, lambda task: Text(task.fields["note"], style="dim"), _time)),
                 console=err,
                 transient=True,
@@ -136,14 +136,19 @@ class _Rows:
 
 
 class _Cell(ProgressColumn):
-    """A column that shows what a function makes of a task, and is never truncated."""
+    """A column that shows what a function makes of a task, by default without truncation."""
 
-    def __init__(self, show: Callable[[Task], RenderableType]) -> None:
-        super().__init__(Column(no_wrap=True))
+    def __init__(self, show: Callable[[Task], RenderableType], column: Column | None = None) -> None:
+        super().__init__(column or Column(no_wrap=True))
         self._show = show
 
     def render(self, task: Task) -> RenderableType:
         return self._show(task)
+
+
+def _title(task: Task) -> RenderableType:
+    """Return the name of the step."""
+    return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
 def _bar(task: Task) -> RenderableType:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_WINDOW
+from spkv_nas.base import errors, limits
 from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes
 from spkv_nas.cost.formulas import head_bytes, visible_keys
 from spkv_nas.engines.cache import CachePlan, ServedCache, Serving
@@ -28,17 +27,17 @@ class CacheCost:
     # windows of the KV heads that are local by design, whose letter in a layout has no effect
     native_heads: tuple[int, ...] = ()
     # visible recent keys of a global head, if every layer of the model has a native window
-    global_window: int = MAX_WINDOW
+    global_window: int = limits.MAX_WINDOW
 
     def __post_init__(self) -> None:
         """Raise ``UserError`` if a number is too small, or the dtype is unknown."""
         for name in ("context", "batch", "window", "head_dim"):
             if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
+                raise errors.UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
         if self.sinks < 0:
-            raise UserError(f"--sinks must be at least 0; found {self.sinks}")
+            raise errors.UserError(f"--sinks must be at least 0; found {self.sinks}")
         if self.dtype not in ITEM_BYTES:
-            raise UserError(
+            raise errors.UserError(
                 f"the data type '{self.dtype}' of keys and values is unknown; expected one of {', '.join(ITEM_BYTES)}"
             )
 
@@ -77,7 +76,7 @@ class CacheCost:
         if not budget:
             most = num_heads - len(self.native_heads) if most is None else most
             least = min(self.total(number, num_heads) for number in range(1, max(1, most) + 1))
-            raise UserError(
+            raise errors.UserError(
                 f"{format_bytes(limit)} is too small{self.where}: {self.batch} requests of {self.context:,} tokens "
                 f"need at least {format_bytes(least)} with 1 to {max(1, most)} global heads\n"
                 "use more memory, a shorter --context, fewer sequences or a smaller data type"
@@ -111,7 +110,7 @@ def parse_memory(memory: str | float) -> float:
     if share >= 1.0 and not text.endswith("%"):
         return parse_bytes(text)
     if not 0.0 < share < 1.0:
-        raise UserError(
+        raise errors.UserError(
             f"--memory {text[:40]}: give a share of full attention's KV cache between 0 and 100 %, such as 20%, or "
             "bytes, such as 2GiB"
         )
@@ -139,7 +138,7 @@ class EngineCost(CacheCost):
         super().__post_init__()
         self.serving.engine.check_sinks(self.sinks, "leave out --engine, or use fewer --sinks")
         if self.native_heads or self.global_window < self.context:
-            raise UserError(
+            raise errors.UserError(
                 "layers of the model have a sliding window by design, which --engine does not count\nleave out --engine"
             )
 

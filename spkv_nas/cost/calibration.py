@@ -25,18 +25,15 @@ from pydantic import Field
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base import limits, replace, schema, tables
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_SHOWN, MAX_WINDOW
 from spkv_nas.base.records import read_record, write_record
-from spkv_nas.base.replace import replacing, settle
-from spkv_nas.base.schema import Recorded, validate
-from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.cost.formulas import visible_keys
 
 COLUMNS = (
-    Column("context", "whole", low=1),
-    Column("num_global", "whole"),
-    Column("seconds_per_token", "number", high=MAX_SHOWN),
+    tables.Column("context", "whole", low=1),
+    tables.Column("num_global", "whole"),
+    tables.Column("seconds_per_token", "number", high=limits.MAX_SHOWN),
 )
 _MAX_COUNTS = 5  # maximum numbers of global heads to measure
 _FIRST_CONTEXT = 1024
@@ -181,34 +178,34 @@ class Calibration:
     def write(self, folder: Path) -> None:
         """Write ``calibration.csv`` and ``calibration.yaml``, replacing an earlier calibration."""
         machine = {"hardware": self.hardware, "num_threads": self.num_threads, "environment": dict(self.environment)}
-        with replacing(folder) as new:
-            write_csv(new / "calibration.csv", pd.DataFrame(self.timings, columns=Timing._fields))
+        with replace.replacing(folder) as new:
+            tables.write_csv(new / "calibration.csv", pd.DataFrame(self.timings, columns=Timing._fields))
             write_record(new / "calibration.yaml", {**vars(self.case), **machine})
 
     @classmethod
     def read(cls, folder: Path) -> Calibration:
         """Read a calibration that ``write`` wrote. Raises ``UserError`` if a file is missing or damaged."""
-        settle(folder)
+        replace.settle(folder)
         where = f"calibration {folder / 'calibration.yaml'}"
-        record = validate(_CalibrationFile, read_record(folder / "calibration.yaml", "calibration"), where)
+        record = schema.validate(_CalibrationFile, read_record(folder / "calibration.yaml", "calibration"), where)
         case = LayerCase(**record.model_dump(include=set(LayerCase.__dataclass_fields__)))
         try:
-            rows = read_table(folder / "calibration.csv", "calibration", COLUMNS)
+            rows = tables.read_table(folder / "calibration.csv", "calibration", COLUMNS)
             timings = tuple(Timing(*row) for row in rows.itertuples(index=False, name=None))
             return cls(case, record.hardware, record.num_threads, timings, record.environment)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
 
 
-class _CalibrationFile(Recorded):
+class _CalibrationFile(schema.Recorded):
     """Schema of ``calibration.yaml``."""
 
-    num_heads: int = Field(ge=1, le=MAX_WINDOW)
-    num_kv_heads: int = Field(ge=1, le=MAX_WINDOW)
-    head_dim: int = Field(ge=1, le=MAX_WINDOW)
+    num_heads: int = Field(ge=1, le=limits.MAX_WINDOW)
+    num_kv_heads: int = Field(ge=1, le=limits.MAX_WINDOW)
+    head_dim: int = Field(ge=1, le=limits.MAX_WINDOW)
     dtype: str
-    window: int = Field(ge=1, le=MAX_WINDOW)
-    batch: int = Field(ge=1, le=MAX_WINDOW)
+    window: int = Field(ge=1, le=limits.MAX_WINDOW)
+    batch: int = Field(ge=1, le=limits.MAX_WINDOW)
     device: str
     hardware: str
     num_threads: int = Field(ge=1)

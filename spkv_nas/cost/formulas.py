@@ -43,10 +43,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
 
-from spkv_nas.artifacts.gate_config import GATED, GateConfig
-from spkv_nas.artifacts.grid import check_grid
+from spkv_nas.artifacts import gate_config, grid, local_layers
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.local_layers import candidate_layers, config_layers, layout_window
 from spkv_nas.artifacts.shape import HeadShape, ModelSize, Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import chunk_tokens
@@ -169,10 +167,11 @@ def cost(
         native_windows: sliding window of each layer in the checkpoint, None for full attention; empty: none has one.
         element_size: bytes per number (2: bfloat16).
     """
-    layers = config_layers(native_windows or [None])
+    layers = local_layers.config_layers(native_windows or [None])
     # Average the visible keys over the layers
     reaches = [
-        (min(context, layer.checkpoint_window), layout_window(layer, window, is_global=False)) for layer in layers
+        (min(context, layer.checkpoint_window), local_layers.layout_window(layer, window, is_global=False))
+        for layer in layers
     ]
     keys = sum(visible_keys(reach, density=density, window=local) for reach, local in reaches) / len(layers)
     # Average the growth of the cache, which stops where a window is full
@@ -194,9 +193,9 @@ def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | 
 
     Raises ``UserError`` if the layout has another grid than the model.
     """
-    check_grid(f"layout '{layout.strategy}'", layout.grid, "the model", shape.grid)
+    grid.check_grid(f"layout '{layout.strategy}'", layout.grid, "the model", shape.grid)
     counts = layout.global_mask.sum(1)
-    candidates = candidate_layers(config_layers(native_windows or [None] * layout.num_layers))
+    candidates = local_layers.candidate_layers(local_layers.config_layers(native_windows or [None] * layout.num_layers))
     return int(counts[candidates].sum()) / (len(candidates) * layout.num_kv_heads)
 
 
@@ -206,7 +205,7 @@ def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, learns: bool = F
     return min(num_tokens, chunk_tokens(vocabulary)) * vocabulary * (item + copies)
 
 
-def num_predictor_parameters(size: ModelSize, gates: GateConfig) -> int:
+def num_predictor_parameters(size: ModelSize, gates: gate_config.GateConfig) -> int:
     """Return the number of parameters of all gate predictors on a model."""
     channels, heads, width = size.hidden_size, size.heads.num_kv_heads, gates.width(size.hidden_size)
     per_layer = (channels if gates.predictor == "linear" else width) * heads + heads
@@ -230,9 +229,9 @@ def num_adapter_parameters(size: ModelSize, rank: int, targets: str | Sequence[s
     return rank * size.heads.num_layers * sum(widths[name] for name in adapted_layers)
 
 
-def num_gated(size: ModelSize, gates: GateConfig) -> int:
+def num_gated(size: ModelSize, gates: gate_config.GateConfig) -> int:
     """Return the number of layers that have a predictor."""
-    return size.num_full if gates.heads is None else sum(GATED in row for row in gates.heads)
+    return size.num_full if gates.heads is None else sum(gate_config.GATED in row for row in gates.heads)
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ class PassMemory:
 
     size: ModelSize  # size of the decoder
     item: int = FLOAT32  # bytes of an activation
-    gates: GateConfig | None = None  # its gates, if any
+    gates: gate_config.GateConfig | None = None  # its gates, if any
     mixes: bool = False  # whether heads mix global and local attention and keep both results
     autocast: bool = False  # whether the model's weights are float32 and cast for every product
     on_cpu: bool = False  # whether gated attention computes and stores float32

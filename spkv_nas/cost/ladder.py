@@ -29,8 +29,7 @@ from functools import cache
 from typing import Any
 
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.assets import PAPER_TABLE
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import assets, errors
 from spkv_nas.cost.formulas import training_flops
 
 PAPER_BLOCK_SIZE = 8192
@@ -135,7 +134,7 @@ def ladder() -> dict[str, Level]:
 
     They are ``level-0`` .. ``level-10``, ``level-13``, ``llama-3-8b``, and ``micro-0`` .. ``micro-4``.
     """
-    with PAPER_TABLE.open(newline="") as file:
+    with assets.PAPER_TABLE.open(newline="") as file:
         rows = list(csv.DictReader(file))
     whole = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "batch_tokens")
     paper = [
@@ -158,7 +157,7 @@ def ladder() -> dict[str, Level]:
 def find_level(name: str) -> Level:
     """Return a preset by name. Raises ``UserError``, which lists all, if there is none."""
     if name not in ladder():
-        raise UserError(f"no level '{name}'; expected one of {', '.join(ladder())}")
+        raise errors.UserError(f"no level '{name}'; expected one of {', '.join(ladder())}")
     return ladder()[name]
 
 

@@ -16,9 +16,8 @@ from spkv_kernels import PagedKVCache, decode_attention
 from spkv_kernels.timing import device_name, interleaved
 from torch import Tensor
 
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, version
 from spkv_nas.base.progress import Progress
-from spkv_nas.base.version import environment
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
 from spkv_nas.cost.formulas import head_bytes, visible_keys
 
@@ -41,12 +40,12 @@ def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progre
                 report(done, len(contexts))
                 timings += _time_decoding(case, context)
     except torch.OutOfMemoryError as error:
-        raise UserError(
+        raise errors.UserError(
             f"{case.device} is out of memory for a layer with {context:,} tokens x {case.batch}\n"
             "use a shorter --context or a smaller --batch"
         ) from error
     report(len(contexts), len(contexts))
-    return Calibration(case, device_name(case.device), torch.get_num_threads(), tuple(timings), environment())
+    return Calibration(case, device_name(case.device), torch.get_num_threads(), tuple(timings), version.environment())
 
 
 def _time_decoding(case: LayerCase, context: int) -> list[Timing]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from spkv_nas.base.distributed import num_connected, own_share
 from spkv_nas.base.memory import AdaptiveBatchSize, Result
@@ -16,13 +15,13 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 
 
-def block_tokens(blocks: TokenBlocks, start: int, number: int, device: torch.device) -> Tensor:
+def block_tokens(blocks: TokenBlocks, start: int, number: int, device: torch.device) -> torch.Tensor:
     """Return int64 [at most ``number``, T] on ``device``: the tokens of the blocks from ``start`` on."""
     return torch.from_numpy(blocks.tokens[start : start + number].astype(np.int64)).to(device)
 
 
 def run_own_batches(
-    run: Callable[[int, Tensor], Result],
+    run: Callable[[int, torch.Tensor], Result],
     add: Callable[[int, Result], None],
     blocks: TokenBlocks,
     batch_size: int,

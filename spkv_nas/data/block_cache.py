@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_json, write_json
-from spkv_nas.base.locks import locked
+from spkv_nas.base import errors, files, locks
 from spkv_nas.base.progress import Reporter
-from spkv_nas.data.config import Bos, SourceConfig
-from spkv_nas.data.readers import open_source
+from spkv_nas.data import config, readers
 from spkv_nas.data.sources import Document
 from spkv_nas.data.tokenizer import Tokenizer, boundaries
 
@@ -36,13 +33,13 @@ class BlockCache:
     def __init__(
         self,
         root: Path,
-        sources: Iterable[str | SourceConfig],
+        sources: Iterable[str | config.SourceConfig],
         base: Path,
         tokenizer: Tokenizer,
         settings: str,
         block_size: int,
         separator: str,
-        bos: Bos,
+        bos: config.Bos,
     ) -> None:
         """Describe the text: its sources, relative to ``base``, and all else that determines its blocks.
 
@@ -61,7 +58,7 @@ class BlockCache:
         """
         if (folder := self._find(has_all)) is not None:
             return folder
-        with locked(self.root, "reads and tokenises the text", reporter.announce):
+        with locks.locked(self.root, "reads and tokenises the text", reporter.announce):
             # Look again under the lock, as another process may have written the text
             return self._find(has_all) or write()
 
@@ -80,13 +77,13 @@ class BlockCache:
         """Return the folder of the text with this content, which holds the text in its current state."""
         folder = self.root / content.name(self._decided)
         states = [state for state in _read_states(folder / _STATES) if state != self._state]
-        write_json(folder / _STATES, {"states": [self._state, *states][:_MAX_STATES]})
+        files.write_json(folder / _STATES, {"states": [self._state, *states][:_MAX_STATES]})
         return folder
 
     @cached_property
     def _state(self) -> str:
         """Return a hash of the current state of the sources."""
-        states = [open_source(source, self._base).identity for source in self._sources]
+        states = [readers.open_source(source, self._base).identity for source in self._sources]
         key = hashlib.sha256()
         for part in (*states, *self._decided):
             key.update(f"{part}\0".encode("utf-8", "surrogateescape"))
@@ -117,8 +114,8 @@ class ContentKey:
 def _read_states(file: Path) -> list[str]:
     """Read the states of a folder; empty for a missing or damaged file, so that the text is read again."""
     try:
-        states = read_json(file, "states of text sources").get("states")
-    except UserError:
+        states = files.read_json(file, "states of text sources").get("states")
+    except errors.UserError:
         return []
     return [str(state) for state in states] if isinstance(states, list) else []
 

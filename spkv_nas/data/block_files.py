@@ -17,21 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from spkv_nas.base import files, manifest, replace, schema
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.files import as_user_error, read_json, write_json
-from spkv_nas.base.manifest import is_complete, write_manifest
-from spkv_nas.base.replace import flush
-from spkv_nas.base.schema import Recorded, validate
+from spkv_nas.data import sources, tokenizer
 from spkv_nas.data.blocks import REMEDY, DocumentInfo, TokenBlocks, aligned, check_enough
-from spkv_nas.data.sources import Document
-from spkv_nas.data.tokenizer import PLAIN, Boundaries
 
 _TOKENS, _OWNER, _DOCUMENTS, _RECORD = "tokens.bin", "document.bin", "documents.jsonl", "blocks.json"
 _WHAT = "record of token blocks"
 _INT32 = np.dtype("<i4")
 
 
-class _Notes(Recorded):
+class _Notes(schema.Recorded):
     """Notes on a text in a record."""
 
     notes: list[str]
@@ -49,10 +45,10 @@ class _Record(_Notes):
 
 def write_blocks(
     partial: Path,
-    documents: Iterable[tuple[Document, NDArray[np.int32]]],
+    documents: Iterable[tuple[sources.Document, NDArray[np.int32]]],
     block_size: int,
     what: str,
-    boundaries: Boundaries = PLAIN,
+    boundaries: tokenizer.Boundaries = tokenizer.PLAIN,
 ) -> dict[str, Any]:
     """Write documents as blocks to the folder ``partial``, which ``publish`` completes; return their record.
 
@@ -62,7 +58,7 @@ def write_blocks(
     opening, size = np.array(boundaries.opening, dtype=_INT32), block_size - len(boundaries.opening)
     num_documents = num_tokens = 0  # of text, those of an incomplete last block included
     shutil.rmtree(partial, ignore_errors=True)
-    with as_user_error(partial):
+    with files.as_user_error(partial):
         partial.mkdir(parents=True)
         token_file, owner_file, lines = ((partial / name).open("wb") for name in (_TOKENS, _OWNER, _DOCUMENTS))
         with token_file, owner_file, lines:
@@ -95,15 +91,15 @@ def write_blocks(
 
 def publish(partial: Path, final: Path, record: dict[str, Any], notes: Sequence[str] = ()) -> None:
     """Complete a folder with its record and notes on the text, and rename it to ``final``, unless that is complete."""
-    write_json(partial / _RECORD, {**record, "notes": list(notes)})
-    with as_user_error(final):
-        write_manifest(partial)
-        flush(partial)
+    files.write_json(partial / _RECORD, {**record, "notes": list(notes)})
+    with files.as_user_error(final):
+        manifest.write_manifest(partial)
+        replace.flush(partial)
         if not is_written(final):
             final.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(final, ignore_errors=True)  # a damaged one
             partial.rename(final)
-            flush(final.parent, files=False)
+            replace.flush(final.parent, files=False)
         shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -136,7 +132,7 @@ class _Documents(Collection[DocumentInfo]):
 
 def is_written(folder: Path) -> bool:
     """Return whether ``publish`` has completed the folder."""
-    return is_complete(folder, (_TOKENS, _OWNER, _DOCUMENTS, _RECORD))
+    return manifest.is_complete(folder, (_TOKENS, _OWNER, _DOCUMENTS, _RECORD))
 
 
 def map_blocks(folder: Path) -> TokenBlocks:
@@ -145,7 +141,7 @@ def map_blocks(folder: Path) -> TokenBlocks:
     Raises:
         UserError: the files do not fit together.
     """
-    record = validate(_Record, read_json(folder / _RECORD, _WHAT), f"{_WHAT} {folder / _RECORD}")
+    record = schema.validate(_Record, files.read_json(folder / _RECORD, _WHAT), f"{_WHAT} {folder / _RECORD}")
     # Map tokens and document indices of the recorded shape
     shape = record.num_blocks, record.block_size
     try:
@@ -155,10 +151,10 @@ def map_blocks(folder: Path) -> TokenBlocks:
     if not 0 <= owner[-1, -1] < record.num_documents:  # the last document has the largest index
         raise UserError(f"token blocks {folder} are damaged: their documents do not match their tokens\n{REMEDY}")
     documents = _Documents(folder / _DOCUMENTS, record.num_documents)
-    limits = Boundaries(**{name: tuple(tokens) for name, tokens in record.boundaries.items()})
+    limits = tokenizer.Boundaries(**{name: tuple(tokens) for name, tokens in record.boundaries.items()})
     return TokenBlocks(tokens, owner, documents, record.largest_token, limits)
 
 
 def read_notes(folder: Path, name: str = _RECORD) -> list[str]:
     """Return the notes on a text, from a file of its folder."""
-    return validate(_Notes, read_json(folder / name, _WHAT), f"{_WHAT} {folder / name}").notes
+    return schema.validate(_Notes, files.read_json(folder / name, _WHAT), f"{_WHAT} {folder / name}").notes

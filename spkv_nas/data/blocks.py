@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
+from spkv_nas.base import errors, files
 from spkv_nas.base.arrays import Array, read_arrays
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_npz
-from spkv_nas.data.config import AUTO, Bos
-from spkv_nas.data.sources import Document, as_documents, tokenised
+from spkv_nas.data import config, sources
 from spkv_nas.data.tokenizer import PLAIN, Boundaries, boundaries
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ class DocumentInfo:
         return (self.whole or self.id)[:16]
 
     @classmethod
-    def of(cls, document: Document) -> DocumentInfo:
+    def of(cls, document: sources.Document) -> DocumentInfo:
         """Return the information on a document."""
         return cls(document.id, document.domain, document.label, document.whole)
 
@@ -204,7 +202,7 @@ class TokenBlocks:
         """Write the blocks and their documents as ``.npz``, atomically."""
         infos = json.dumps([asdict(info) for info in self.documents])
         arrays = {"tokens": self.tokens, "document": self.document, "documents": np.array(infos)}
-        write_npz(path, arrays, compressed=False)
+        files.write_npz(path, arrays, compressed=False)
 
     @classmethod
     def read(cls, path: Path, boundaries: Boundaries = PLAIN) -> TokenBlocks:
@@ -216,18 +214,18 @@ class TokenBlocks:
             infos = ()
         is_text = all(isinstance(value, str) for info in infos for value in astuple(info))
         if not is_text or arrays["document"].max() >= len(infos):
-            raise UserError(f"{path} is damaged: its documents do not match its tokens\n{REMEDY}")
+            raise errors.UserError(f"{path} is damaged: its documents do not match its tokens\n{REMEDY}")
         tokens, document = (arrays[name].astype(np.int32, copy=False) for name in ("tokens", "document"))
         return cls(tokens, document, infos, boundaries=boundaries)
 
 
 def build_blocks(
-    texts: Iterable[str | Document],
+    texts: Iterable[str | sources.Document],
     tokenizer: PreTrainedTokenizerBase,
     block_size: int = BLOCK_SIZE,
     max_tokens: int | None = None,
-    bos: Bos = AUTO,
-    separator: str = AUTO,
+    bos: config.Bos = config.AUTO,
+    separator: str = config.AUTO,
 ) -> TokenBlocks:
     """Tokenise texts and pack them into blocks, with a separator after each text.
 
@@ -252,7 +250,7 @@ def build_blocks(
     infos: list[DocumentInfo] = []
     num_tokens = 0
     # Tokenise documents up to the limit
-    for document, ids in tokenised(as_documents(texts, block_size), tokenizer, limits.separator):
+    for document, ids in sources.tokenised(sources.as_documents(texts, block_size), tokenizer, limits.separator):
         if max_tokens is not None and num_tokens >= max_tokens:
             break
         pieces.append((ids, len(infos)))
@@ -335,9 +333,9 @@ def spread_order(number: int, offset: float = 0.0) -> NDArray[np.intp]:
 def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str) -> None:
     """Raise ``UserError`` if a text has no document or less than one block of tokens."""
     if not num_documents:
-        raise UserError(f"the {what} is empty: no document in any source")
+        raise errors.UserError(f"the {what} is empty: no document in any source")
     if num_tokens < block_size:
-        raise UserError(
+        raise errors.UserError(
             f"the {what} has {num_tokens} tokens, fewer than one block of {block_size}\n"
             "use more text, or smaller blocks (--block-size; data.block_size in a recipe)"
         )

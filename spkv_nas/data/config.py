@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from spkv_nas.artifacts.defaults import BLOCK_SIZE, HELDOUT_TOKENS
-from spkv_nas.base.limits import MAX_BLOCK_SIZE, MAX_WHOLE
-from spkv_nas.base.schema import Section
+from spkv_nas.base import limits, schema
 
 ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
 AUTO: Literal["auto"] = "auto"
@@ -17,7 +16,7 @@ NO_SEPARATOR, EOS, BOS, EOS_BOS = SEPARATORS = ("none", "eos", "bos", "eos+bos")
 Bos = Literal["auto"] | bool
 
 
-class SourceConfig(Section):
+class SourceConfig(schema.Section):
     """Name a text source with options; exactly one of ``path`` and ``dataset``."""
 
     path: str | None = Field(None, description="file, folder, stdlib or installed")
@@ -27,7 +26,7 @@ class SourceConfig(Section):
     text_field: str | None = Field(None, description="field or column with the text; default: text")
     domain: str | None = Field(None, description="domain of all documents of this source")
     domain_field: str | None = Field(None, description="field or column with the document's domain; default: domain")
-    max_documents: int | None = Field(None, ge=1, le=MAX_WHOLE, description="maximum number of documents")
+    max_documents: int | None = Field(None, ge=1, le=limits.MAX_WHOLE, description="maximum number of documents")
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceConfig:
@@ -39,7 +38,7 @@ class SourceConfig(Section):
         return self
 
 
-class RulerMix(Section):
+class RulerMix(schema.Section):
     """Mix samples of RULER, with their answers, into the training blocks (SP-KV paper: 1.7 % of the decay's)."""
 
     share: float = Field(gt=0.0, le=1.0, description="share of the training blocks")
@@ -61,24 +60,24 @@ class RulerMix(Section):
         return known if self.tasks == ALL_TASKS else list(self.tasks)
 
 
-class MixConfig(Section):
+class MixConfig(schema.Section):
     """Mix other samples into the training text; evaluations of training runs measure on text alone."""
 
     ruler: RulerMix = Field(description="samples of RULER")
 
 
-class DataConfig(Section):
+class DataConfig(schema.Section):
     """Choose the text, and how to cut it into blocks."""
 
     sources: list[str | SourceConfig] = Field(
         min_length=1, description="files, folders, stdlib, installed, or sections with path or dataset"
     )
-    block_size: int = Field(BLOCK_SIZE, ge=2, le=MAX_BLOCK_SIZE, description="tokens per block")
+    block_size: int = Field(BLOCK_SIZE, ge=2, le=limits.MAX_BLOCK_SIZE, description="tokens per block")
     heldout: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents held out, chosen by content hash")
     max_heldout_tokens: int = Field(
         HELDOUT_TOKENS,
         ge=1,
-        le=MAX_WHOLE,
+        le=limits.MAX_WHOLE,
         description="maximum number of held-out tokens, taken from all held-out documents",
     )
     bos: Bos = Field(

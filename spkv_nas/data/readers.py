@@ -19,9 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import BYTE_ORDER_MARK, check_utf8, is_file, is_folder, parse_json
-from spkv_nas.data import installed, stdlib
-from spkv_nas.data.config import SourceConfig
-from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, cut
+from spkv_nas.data import config, installed, stdlib, tokenizer
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 TABLE_SUFFIXES = (".jsonl", ".parquet")
@@ -57,7 +55,7 @@ class Source(Protocol):
         """Yield the texts in a fixed order, long texts of a file in pieces of ``piece`` characters."""
 
 
-def open_source(source: str | SourceConfig, base: Path) -> Source:
+def open_source(source: str | config.SourceConfig, base: Path) -> Source:
     """Return the source that ``source`` names, with paths relative to ``base``; ``UserError`` if it does not exist."""
     options = {"path": source} if isinstance(source, str) else source.model_dump(exclude_none=True)
     if "dataset" in options:
@@ -259,15 +257,15 @@ def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
     with file.open("rb") as start:
         check_utf8(start.read(4))
     with file.open(encoding="utf-8-sig") as stream:
-        head = stream.read(MAX_ENCODED_CHARACTERS + 1)
-        if len(head) <= MAX_ENCODED_CHARACTERS:
+        head = stream.read(tokenizer.MAX_ENCODED_CHARACTERS + 1)
+        if len(head) <= tokenizer.MAX_ENCODED_CHARACTERS:
             yield None, head
             return
         # Cut a long text while reading it
         number = 0
         try:
             chunks = chain([head], iter(lambda: stream.read(_CHUNK), ""))
-            for number, text in enumerate(cut(chunks, piece)):
+            for number, text in enumerate(tokenizer.cut(chunks, piece)):
                 yield number, text
         except (UnicodeError, OSError) as error:
             raise UserError(f"cannot read {file} after {number + 1} chunks: {first_line(error)}") from error

@@ -20,11 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base.errors import UserError, printable, shortened
-from spkv_nas.base.files import BYTE_ORDER_MARK
+from spkv_nas.base import errors, files
 from spkv_nas.base.progress import Progress
-from spkv_nas.data.config import SourceConfig
-from spkv_nas.data.readers import Source, Text, open_source
+from spkv_nas.data import config, readers
 from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, Tokenizer, cut, encode, piece_size
 
 MAX_DOMAIN = 100  # maximum characters of a domain
@@ -86,7 +84,7 @@ class LeftOut:
 
 
 def documents(
-    sources: Iterable[str | SourceConfig],
+    sources: Iterable[str | config.SourceConfig],
     base: Path,
     *,
     piece: int = PIECE,
@@ -100,7 +98,7 @@ def documents(
     are known, and ``left_out`` counts what is left out. Raises ``UserError`` if a source is missing, has no readable
     file, or lacks its text field.
     """
-    opened = [(source, open_source(source, base)) for source in sources]
+    opened = [(source, readers.open_source(source, base)) for source in sources]
     return in_pieces(_distinct(_read(opened, piece, progress), left_out or LeftOut()), piece)
 
 
@@ -130,11 +128,13 @@ def _item(number: int, item: Any) -> Document:
     text: object = document.text
     if not isinstance(text, str):
         kind = type(text).__name__
-        raise UserError(f"text {number} is of type {kind}: expected a string (str) or a document")
-    return replace(document, text=encodable(text.removeprefix(BYTE_ORDER_MARK)))
+        raise errors.UserError(f"text {number} is of type {kind}: expected a string (str) or a document")
+    return replace(document, text=encodable(text.removeprefix(files.BYTE_ORDER_MARK)))
 
 
-def _read(opened: list[tuple[str | SourceConfig, Source]], piece: int, progress: Progress | None) -> Iterator[Document]:
+def _read(
+    opened: list[tuple[str | config.SourceConfig, readers.Source]], piece: int, progress: Progress | None
+) -> Iterator[Document]:
     """Yield the documents of opened sources, and call ``progress`` a thousand times if their sizes are known."""
     sizes = [] if progress is None else [source.size for _, source in opened]
     total = 0 if None in sizes else sum(size or 0 for size in sizes)
@@ -178,9 +178,9 @@ def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Docu
         yield document
 
 
-def _document(text: Text) -> Document:
+def _document(text: readers.Text) -> Document:
     """Return a document that can be written: without lone surrogates, and with a domain that fits a CSV cell."""
-    domain = shortened(printable(" ".join(text.domain.split())), MAX_DOMAIN)
+    domain = errors.shortened(errors.printable(" ".join(text.domain.split())), MAX_DOMAIN)
     name = encodable(text.name)
     whole = "" if text.piece is None else hashlib.sha256(f"name\0{name}".encode()).hexdigest()
     return Document(encodable(text.text), domain or "text", name, text.piece, whole)

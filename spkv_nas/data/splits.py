@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_json
-from spkv_nas.base.manifest import check_manifest
+from spkv_nas.base import errors, files, manifest
 from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
 from spkv_nas.data.block_cache import BlockCache, ContentKey
 from spkv_nas.data.block_files import is_written, map_blocks, publish, read_notes, write_blocks
@@ -73,9 +71,9 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
 def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
     """Return how many of the sorted (hash, characters) to hold out: near ``number``, with ``least`` on each side."""
     if not hashed:
-        raise UserError("the text is empty: no document in any source")
+        raise errors.UserError("the text is empty: no document in any source")
     if len(hashed) == 1:
-        raise UserError(
+        raise errors.UserError(
             f"the text is one document of {hashed[0][1]} characters, too short to hold out a part\n"
             "use more text, or smaller blocks (--block-size; data.block_size in a recipe); each part needs four"
         )
@@ -209,7 +207,7 @@ def _write_sample(
         sample.add(document, ids)
     folder = cache.folder(content)
     sample.blocks(cache.block_size, "text", cache.boundaries).save(folder / _SAMPLE)
-    write_json(folder / _NOTES, {"notes": left_out.notes()})
+    files.write_json(folder / _NOTES, {"notes": left_out.notes()})
     return folder
 
 
@@ -274,7 +272,7 @@ class _Split:
 
 def _checked(folder: Path, name: str, reporter: Reporter) -> Path:
     """Return a cache folder after checking its blocks ``name``, on which ``reporter`` receives the notes."""
-    check_manifest(folder / name, what="token blocks")
+    manifest.check_manifest(folder / name, what="token blocks")
     for note in read_notes(folder / name):
         reporter.announce(note)
     return folder

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.data import sources, tokenizer
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, packed, spread_order
-from spkv_nas.data.sources import Document
-from spkv_nas.data.tokenizer import PLAIN, Boundaries
 
 _LARGEST_SHARE = 0.1  # maximum share of tokens from one document, if there are enough documents
 _TWICE_EVEN = 2.0  # maximum multiple of a document's even share, if there are few
@@ -59,11 +58,11 @@ class SpreadSample:
         self._total = 0
         self._kept: list[_Stretch] = []  # ascending by key
 
-    def wants(self, document: Document) -> bool:
+    def wants(self, document: sources.Document) -> bool:
         """Return True if a stretch of the document would be kept, given the documents so far."""
         return self._takes(_Key(0, document.id))
 
-    def add(self, document: Document, ids: Tokens) -> None:
+    def add(self, document: sources.Document, ids: Tokens) -> None:
         """Take stretches of a document, tokens int32 [tokens]."""
         size, info = self._stretch, DocumentInfo.of(document)
         # Cut it into whole stretches in an order spread over the document; what remains of it comes last
@@ -82,7 +81,7 @@ class SpreadSample:
             self._total -= len(self._kept.pop().tokens)
 
     def blocks(
-        self, block_size: int, what: str, boundaries: Boundaries = PLAIN, *, balanced: bool = False
+        self, block_size: int, what: str, boundaries: tokenizer.Boundaries = tokenizer.PLAIN, *, balanced: bool = False
     ) -> TokenBlocks:
         """Pack the sample into blocks, document by document in the order of their hashes; arguments as of ``packed``.
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.special_tokens import tokens_before
+from spkv_nas.base import errors, special_tokens
 from spkv_nas.data.config import AUTO, BOS, EOS, EOS_BOS, NO_SEPARATOR, Bos
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ PLAIN = Boundaries()  # text without special tokens
 
 def default_separator(tokenizer: Tokenizer, bos: Bos = AUTO) -> str:
     """Return the separator to assume where no model measures it: what begins a text, else EOS, else none."""
-    if bos is not False and tokens_before(tokenizer):
+    if bos is not False and special_tokens.tokens_before(tokenizer):
         return BOS
     return NO_SEPARATOR if tokenizer.eos_token_id is None else EOS
 
@@ -133,13 +132,13 @@ def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int) 
     separator = default_separator(tokenizer, bos) if separator == AUTO else separator
     begins = separator in (BOS, EOS_BOS)
     if begins and bos is False:
-        raise UserError(f"data.separator is {separator}, but data.bos is false: leave one of them out")
+        raise errors.UserError(f"data.separator is {separator}, but data.bos is false: leave one of them out")
     # What begins a block
-    opening = tokens_before(tokenizer) if bos is not False else ()
+    opening = special_tokens.tokens_before(tokenizer) if bos is not False else ()
     if (bos is True or begins) and not opening:
         opening = (_special(tokenizer.bos_token_id, "BOS", "data.bos is true" if bos is True else separator),)
     if len(opening) >= block_size:
-        raise UserError(
+        raise errors.UserError(
             f"blocks of {block_size} tokens have no room for text after the {len(opening)} that begin every text\n"
             "use larger blocks (--block-size; data.block_size in a recipe), or data.bos: false"
         )
@@ -156,7 +155,7 @@ def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int) 
 def _special(token: int | None, name: str, asked_for: str) -> int:
     """Return a token. Raises ``UserError`` if the tokenizer lacks it."""
     if token is None:
-        raise UserError(
+        raise errors.UserError(
             f"the tokenizer has no {name} token, but the separator of documents, or what begins a block, is set to "
             f"{asked_for}\nexpected none, eos, bos, eos+bos or a token of its vocabulary (--separator; data.separator)"
         )

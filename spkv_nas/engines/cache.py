@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import ITEM_BYTES, format_bytes
+from spkv_nas.base import errors, units
 from spkv_nas.engines.engine import Engine
 
 
@@ -37,7 +36,7 @@ class ServedCache:
     @property
     def head_bytes(self) -> int:
         """Return the bytes of one token in one KV head, keys and values."""
-        return 2 * self.head_dim * ITEM_BYTES[self.dtype]
+        return 2 * self.head_dim * units.ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class CachePlan:
 
     def cells(self, context: int, memory: int | None) -> tuple[str, ...]:
         """Format the bytes of a request and, if memory is limited, the requests and the tokens that fit."""
-        size = format_bytes(self.request_bytes)
+        size = units.format_bytes(self.request_bytes)
         if memory is None:
             return (size,)
         concurrency = self.concurrency(memory)
@@ -99,7 +98,7 @@ class PlannedEngine(Engine, ABC):
     def check_sinks(self, sinks: int, advice: str) -> None:
         """Raise ``UserError``, with ``advice``, if local heads see more sink tokens than the engine keeps."""
         if sinks > self.max_sinks:
-            raise UserError(
+            raise errors.UserError(
                 f"{self.title} keeps {self.sink_limit} for local heads, but the layout has {sinks}\n{advice}"
             )
 

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_WHOLE
-from spkv_nas.base.registry import Registry
-from spkv_nas.base.units import ITEM_BYTES
-from spkv_nas.engines import known
-from spkv_nas.engines.cache import PlannedEngine, Serving
+from spkv_nas.base import errors, limits, registry, units
+from spkv_nas.engines import cache, known, vllm
 from spkv_nas.engines.engine import Engine, Outcome
-from spkv_nas.engines.vllm import VLLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-ENGINES: Registry[Engine] = Registry(
+ENGINES: registry.Registry[Engine] = registry.Registry(
     "spkv_nas.engines",
     "engine",
     Engine,
     (
-        VLLM,
+        vllm.VLLM,
         known.Transformers(),
         known.ContinuousBatching(),
         known.Mlx(),
@@ -38,20 +33,20 @@ ENGINES: Registry[Engine] = Registry(
 GUARD_KEYS = tuple(engine.guard_key for engine in ENGINES.built_in if engine.guard_key is not None)
 
 
-def planned_engines() -> dict[str, PlannedEngine]:
+def planned_engines() -> dict[str, cache.PlannedEngine]:
     """Return the engines whose cache is planned, by name."""
-    return {engine.name: engine for engine in ENGINES if isinstance(engine, PlannedEngine)}
+    return {engine.name: engine for engine in ENGINES if isinstance(engine, cache.PlannedEngine)}
 
 
-def planned_engine(name: str) -> PlannedEngine:
+def planned_engine(name: str) -> cache.PlannedEngine:
     """Return an engine whose cache is planned. Raises ``UserError``, which lists the names, if there is none."""
     engines = planned_engines()
     if name not in engines:
-        raise UserError(f"unknown engine '{name}'; expected one of {', '.join(engines)}")
+        raise errors.UserError(f"unknown engine '{name}'; expected one of {', '.join(engines)}")
     return engines[name]
 
 
-def read_serving(text: str) -> Serving:
+def read_serving(text: str) -> cache.Serving:
     """Return the engine and the settings of a text such as "vllm:page-size=32:kv-dtype=float8".
 
     Raises:
@@ -63,16 +58,16 @@ def read_serving(text: str) -> Serving:
     for word in words:
         setting, _, value = word.partition("=")
         if setting == "kv-dtype":
-            if value not in ITEM_BYTES:
-                raise UserError(f"--engine {text}: kv-dtype must be one of {', '.join(ITEM_BYTES)}")
+            if value not in units.ITEM_BYTES:
+                raise errors.UserError(f"--engine {text}: kv-dtype must be one of {', '.join(units.ITEM_BYTES)}")
             kv_dtype = value
         elif setting not in numbers:
-            raise UserError(f"engine {name} has no setting '{setting}'; it has {', '.join(numbers)}, kv-dtype")
-        elif not value.isdecimal() or not 1 <= int(value) <= MAX_WHOLE:
-            raise UserError(f"--engine {text}: {setting} must be a number of tokens, 1 or more")
+            raise errors.UserError(f"engine {name} has no setting '{setting}'; it has {', '.join(numbers)}, kv-dtype")
+        elif not value.isdecimal() or not 1 <= int(value) <= limits.MAX_WHOLE:
+            raise errors.UserError(f"--engine {text}: {setting} must be a number of tokens, 1 or more")
         else:
             numbers[setting] = int(value)
-    return Serving(engine, numbers["page-size"], numbers["in-flight-tokens"], kv_dtype)
+    return cache.Serving(engine, numbers["page-size"], numbers["in-flight-tokens"], kv_dtype)
 
 
 def checked_engines(*, converts: bool = True) -> tuple[str, ...]:

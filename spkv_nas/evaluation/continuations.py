@@ -10,16 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.base.distributed import gathered, own_share
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import AdaptiveBatchSize, chunk_tokens
+from spkv_nas.base import distributed, errors, memory
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import generation, model_shape, modes
-from spkv_nas.model.generation import NOT_FINITE
 
 Float = NDArray[np.float64]
 Line = dict[str, Any]
@@ -81,7 +77,7 @@ def predict(
     are equal, or min(1, q(x) / p(x)) of the tokens x that the dense model drew, whose mean is the acceptance.
     """
 
-    def columns(tokens: Tensor, logits: Tensor) -> dict[str, Tensor]:
+    def columns(tokens: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         if temperature == 0:
             return {"predicted": logits.argmax(-1).cpu()}
         following = tokens[..., None].to(logits.device)
@@ -95,7 +91,7 @@ def by_continuation(
     blocks: TokenBlocks,
     continuations: Sequence[Mapping[str, Any]],
     new_tokens: int,
-    columns: Callable[..., dict[str, Tensor]],
+    columns: Callable[..., dict[str, torch.Tensor]],
     progress: Progress | None,
 ) -> list[Line]:
     """Return the columns [B, N] of each continuation, from its tokens and each model's logits; call on all ranks."""
@@ -116,12 +112,12 @@ def by_continuation(
             for row, line in enumerate(batch)
         ]
 
-    logit_tokens = chunk_tokens(model_shape.vocabulary_size(models[0])) // new_tokens
+    logit_tokens = memory.chunk_tokens(model_shape.vocabulary_size(models[0])) // new_tokens
     together = max(1, min(_TOGETHER // blocks.block_size, logit_tokens))
     return _in_batches(run, len(continuations), together, progress)
 
 
-def _continued(blocks: TokenBlocks, continuations: Sequence[Mapping[str, Any]], prompt_length: int) -> Tensor:
+def _continued(blocks: TokenBlocks, continuations: Sequence[Mapping[str, Any]], prompt_length: int) -> torch.Tensor:
     """Return prompts with their continuations, int64 [B, T], padded on the right, which earlier positions ignore."""
     tokens = torch.zeros(len(continuations), blocks.block_size, dtype=torch.long)
     for row, line in zip(tokens, continuations, strict=True):
@@ -131,14 +127,14 @@ def _continued(blocks: TokenBlocks, continuations: Sequence[Mapping[str, Any]], 
 
 
 @torch.inference_mode()
-def _last_logits(model: PreTrainedModel, tokens: Tensor, number: int) -> Tensor:
+def _last_logits(model: PreTrainedModel, tokens: torch.Tensor, number: int) -> torch.Tensor:
     """Return the logits [B, number, V] by which a model predicts the last ``number`` tokens of ``tokens`` [B, T]."""
     model_shape.check_tokens(model, int(tokens.max()))  # a dense model of a larger vocabulary wrote them
     is_possible = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     only = {"logits_to_keep": number + 1} if is_possible else {}
-    logits: Tensor = model(input_ids=tokens.to(model.device), use_cache=False, **only).logits[:, -number - 1 : -1]
+    logits: torch.Tensor = model(input_ids=tokens.to(model.device), use_cache=False, **only).logits[:, -number - 1 : -1]
     if not bool(torch.isfinite(logits.amax(-1)).all()):
-        raise UserError(NOT_FINITE)
+        raise errors.UserError(generation.NOT_FINITE)
     return logits
 
 
@@ -146,5 +142,5 @@ def _in_batches(
     run: Callable[[range], list[Line]], number: int, together: int, progress: Progress | None
 ) -> list[Line]:
     """Collect the records of ``run`` for 0 to ``number`` - 1, shared by all ranks, in order."""
-    lines = AdaptiveBatchSize(together).run_all(run, own_share(number), progress)
-    return [line for part in gathered(lines) for line in part]
+    lines = memory.AdaptiveBatchSize(together).run_all(run, distributed.own_share(number), progress)
+    return [line for part in distributed.gathered(lines) for line in part]

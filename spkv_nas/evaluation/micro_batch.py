@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from spkv_nas.base import errors, progress
 from spkv_nas.base.distributed import gathered
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
-from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.formulas import ROOM, PassMemory, largest_fit, logit_bytes
 
 if TYPE_CHECKING:
@@ -30,24 +29,22 @@ def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
     from spkv_nas.model.model_shape import check_tokens
 
     if blocks.num_blocks == 0:
-        raise UserError("there is no text to measure the model on: the blocks are empty")
+        raise errors.UserError("there is no text to measure the model on: the blocks are empty")
     check_tokens(model, blocks.largest_token)
     check_positions(model, blocks.block_size, "block size")
 
 
-def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporter = SILENT) -> int:
+def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: progress.Reporter = progress.SILENT) -> int:
     """Return the micro-batch size: ``BATCH_SIZE`` blocks, or as many as fit in memory (``cost.formulas``).
 
     Must be called on all ranks; the smallest size of any rank is returned.
     """
-    from spkv_nas.model.config_section import gate_config
-    from spkv_nas.model.device_map import memory_for_passes
-    from spkv_nas.model.model_shape import model_size
+    from spkv_nas.model import config_section, device_map, model_shape
 
     # Find the largest batch that fits on every rank
     max_batch, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
-    memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
-    room = ROOM * memory_for_passes(model)
+    memory = PassMemory(model_shape.model_size(model), int(model.dtype.itemsize), config_section.gate_config(model))
+    room = ROOM * device_map.memory_for_passes(model)
     fitting = min(gathered(max(1, largest_fit(max_batch, room, lambda number: memory.shared(number * length)))))
     if fitting < max_batch:
         reporter.announce(f"using a micro-batch of {fitting} x {length:,} tokens, the most that fits in memory")

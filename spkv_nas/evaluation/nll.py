@@ -9,7 +9,6 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.base.distributed import is_sharded, pass_device, sum_over_processes
@@ -17,11 +16,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.micro_batch import check_blocks
-from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.model.density_tracker import DensityTracker
-from spkv_nas.model.loss import token_nll
-from spkv_nas.model.modes import evaluation_mode
+from spkv_nas.evaluation import micro_batch, paired
+from spkv_nas.model import density_tracker, loss, modes
 
 
 class DocumentSums:
@@ -33,7 +29,7 @@ class DocumentSums:
         self._total = np.zeros(len(blocks.documents))
         self._count = np.zeros(len(blocks.documents), dtype=np.int64)
 
-    def add(self, start: int, losses: Tensor) -> None:
+    def add(self, start: int, losses: torch.Tensor) -> None:
         """Add the token losses [B, T - 1] in nats of consecutive blocks from ``start`` on, without each first token."""
         blocks, rows = self._blocks, slice(start, start + len(losses))
         scored = ~blocks.boundaries.begins_text(blocks.tokens[rows])[:, 1:]
@@ -41,7 +37,7 @@ class DocumentSums:
         np.add.at(self._total, owner, losses.cpu().numpy().astype(np.float64)[scored])
         np.add.at(self._count, owner, 1)
 
-    def result(self) -> DocumentNLL:
+    def result(self) -> paired.DocumentNLL:
         """Return the sums over all processes; call on all ranks. Raises ``UserError`` if one is not finite."""
         total, count = sum_over_processes(self._total), sum_over_processes(self._count)
         num_invalid, num_seen = int((~np.isfinite(total)).sum()), int((count > 0).sum())
@@ -51,7 +47,7 @@ class DocumentSums:
                 "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in "
                 "float32"
             )
-        return DocumentNLL(total, count)
+        return paired.DocumentNLL(total, count)
 
 
 @torch.inference_mode()
@@ -60,21 +56,21 @@ def document_nll(
     blocks: TokenBlocks,
     *,
     batch_size: int = 8,
-    watch: DensityTracker | None = None,
+    watch: density_tracker.DensityTracker | None = None,
     progress: Progress | None = None,
-) -> DocumentNLL:
+) -> paired.DocumentNLL:
     """Compute the NLL of ``blocks`` under a model in evaluation mode, by document; ``UserError`` if not finite.
 
     ``batch_size`` blocks make a forward pass, fewer where a GPU runs out of memory; ``watch`` is a density tracker that
     has been started; ``progress`` receives (blocks done, in all) of this process.
     """
-    check_blocks(model, blocks)
+    micro_batch.check_blocks(model, blocks)
     sums = DocumentSums(blocks)
 
-    def run(_start: int, tokens: Tensor) -> Tensor:
+    def run(_start: int, tokens: torch.Tensor) -> torch.Tensor:
         with nullcontext() if watch is None else watch.whole_pass():
-            return token_nll(model, tokens)
+            return loss.token_nll(model, tokens)
 
-    with evaluation_mode(model):  # all ranks join in each pass of a sharded model
+    with modes.evaluation_mode(model):  # all ranks join in each pass of a sharded model
         run_own_batches(run, sums.add, blocks, batch_size, pass_device(model), progress, divides=not is_sharded(model))
     return sums.result()

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.comparison import DENSE
-from spkv_nas.base import files, statistics
+from spkv_nas.base import errors, files, statistics
 from spkv_nas.base.arrays import Array, read_arrays
-from spkv_nas.base.errors import UserError
 
 MAX_NATS = 1e15  # upper bound per document; its square is still far from the largest float
 _ARRAYS = (Array("total", "number", "documents", low=-1, high=MAX_NATS), Array("num_tokens", "whole", "documents"))
@@ -66,7 +65,7 @@ class DocumentNLL:
         arrays = read_arrays(path, _ARRAYS, remedy)
         nll = cls(arrays["total"], arrays["num_tokens"].astype(np.int64))
         if not (nll.total.sum() > 0 and nll.num_tokens.sum() > 0):
-            raise UserError(f"{path} is damaged: its NLL and number of tokens must be above 0\n{remedy}")
+            raise errors.UserError(f"{path} is damaged: its NLL and number of tokens must be above 0\n{remedy}")
         return nll
 
 
@@ -89,7 +88,7 @@ def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDi
         UserError: if the two were not evaluated on the same text.
     """
     if not np.array_equal(candidate.num_tokens, baseline.num_tokens):
-        raise UserError("the two models were not evaluated on the same held-out text")
+        raise errors.UserError("the two models were not evaluated on the same held-out text")
     ratio, error = statistics.jackknife_ratio(candidate.total, baseline.total)
     return PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error))
 

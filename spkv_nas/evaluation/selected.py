@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import SelectionDocuments
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, read_selection
-from spkv_nas.base import names, records
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.schema import Recorded
+from spkv_nas.base import errors, names, records, schema
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.base.workspace import Workspace
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 _TABLES = {"search": "search", "zero-shot": "score"}  # tables of layouts, and the commands that write them
 
 
-class _Record(Recorded):
+class _Record(schema.Recorded):
     """Keys of the records of scores and searches that say what they were measured on."""
 
     selection: str | None = None
@@ -118,7 +116,7 @@ def _provenances(workspace: Workspace) -> dict[str, list[Mapping[str, Any]]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of files that were edited, and are not candidates
         for file in sorted((workspace.root / "layouts").rglob("*.yaml")):
-            with suppress(UserError):
+            with suppress(errors.UserError):
                 layout = Layout.read(file)
                 provenances.setdefault(layout.content, []).append(layout.provenance)
     return provenances

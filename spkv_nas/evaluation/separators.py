@@ -20,16 +20,12 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
-from spkv_nas.base import files, statistics
+from spkv_nas.base import files, progress, statistics
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.data import config
+from spkv_nas.data import config, sources
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
-from spkv_nas.data.config import AUTO, Bos
-from spkv_nas.data.sources import Document, as_documents
 from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator, encode
-from spkv_nas.model import model_shape, modes
-from spkv_nas.model.loss import token_nll
+from spkv_nas.model import loss, model_shape, modes
 
 SEPARATORS = "separators.json"  # in the folder of a model's runs
 SEPARATOR_TOKENS = 3072  # of text; each is read five times
@@ -79,9 +75,9 @@ class SeparatorReport:
 def measure_separator(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Iterable[str | Document],
+    texts: Iterable[str | sources.Document],
     block_size: int = BLOCK_SIZE,
-    bos: Bos = AUTO,
+    bos: config.Bos = config.AUTO,
 ) -> SeparatorReport:
     """Measure the NLL of a model on the same documents, packed with no separator, EOS, BOS, and both.
 
@@ -104,7 +100,7 @@ def measure_separator(
         blocks = spkv_nas.build_blocks(texts, tokenizer, separator=separator)
     """
     # Read the beginnings of documents
-    documents = _beginnings(as_documents(texts, block_size), tokenizer, min(_DOCUMENT, max(2, block_size // 4)))
+    documents = _beginnings(sources.as_documents(texts, block_size), tokenizer, min(_DOCUMENT, max(2, block_size // 4)))
     model_shape.check_tokens(model, max(int(each.max()) for each in documents))
     # Leave out separators that the model's vocabulary lacks
     vocabulary = model_shape.vocabulary_size(model)
@@ -141,7 +137,7 @@ def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrai
 
 
 def shared_separator(
-    file: Path, checkpoint: str, measure: Callable[[], SeparatorReport], reporter: Reporter = SILENT
+    file: Path, checkpoint: str, measure: Callable[[], SeparatorReport], reporter: progress.Reporter = progress.SILENT
 ) -> SeparatorReport:
     """Return what ``file``, which all commands share, says of a checkpoint hash; else measure it and add it."""
     # Look for an earlier report; an unreadable file counts as empty
@@ -172,7 +168,7 @@ def _best(sums: dict[str, NDArray[np.float64]], convention: str) -> str:
     return next(name for name in ordered if is_close(sums[name]))
 
 
-def _variants(tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int) -> dict[str, Boundaries]:
+def _variants(tokenizer: PreTrainedTokenizerBase, bos: config.Bos, block_size: int) -> dict[str, Boundaries]:
     """Return the boundaries of every separator that the tokenizer has, without repetitions."""
     variants: dict[str, Boundaries] = {}
     has = {"eos": tokenizer.eos_token_id is not None, "bos": bos is not False and tokenizer.bos_token_id is not None}
@@ -184,7 +180,7 @@ def _variants(tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int) -> 
     return variants
 
 
-def _beginnings(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, most: int) -> list[Tokens]:
+def _beginnings(documents: Iterable[sources.Document], tokenizer: PreTrainedTokenizerBase, most: int) -> list[Tokens]:
     """Return the beginnings of documents, of two to ``most`` tokens each, up to ``SEPARATOR_TOKENS`` in all."""
     beginnings: list[Tokens] = []
     for document in documents:
@@ -233,4 +229,4 @@ def _sums(model: PreTrainedModel, groups: Sequence[Sequence[Tokens]], limits: Bo
 @torch.inference_mode()
 def _losses(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Return the NLL of every token but the first of each sequence."""
-    return token_nll(model, tokens.to(model.device)).cpu()
+    return loss.token_nll(model, tokens.to(model.device)).cpu()

@@ -23,8 +23,7 @@ from spkv_nas.base.tables import Column, read_table
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.model import config_section, modes
-from spkv_nas.model.density_tracker import DensityTracker
+from spkv_nas.model import config_section, density_tracker, modes
 
 COLUMNS = ("tau", "density", "nll", "delta_nll_percent", "delta_nll_standard_error")
 
@@ -67,7 +66,7 @@ def evaluate(
         return Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=progress))
     # Evaluate with hard gates, tracking density
     tau = gates.tau if tau is None else tau
-    watch = DensityTracker(model)
+    watch = density_tracker.DensityTracker(model)
     with modes.gate_mode(model, "hard", tau):
         watch.start()
         try:

@@ -21,23 +21,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import SCORES
-from spkv_nas.base.distributed import on_main
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import distributed, errors
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.batches import block_tokens, num_own_blocks, run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.model import checkpoint, config_section
+from spkv_nas.model import checkpoint, config_section, loss
 from spkv_nas.model.attention import LayerState, attention_layers
-from spkv_nas.model.loss import token_nll
 from spkv_nas.model.windows import full_attention, layout_windows
 
 _GROUP = 64  # layouts scored per group; a killed run loses at most one group
@@ -84,7 +81,7 @@ def zero_shot(
         layout_of = dict(zip(requested, layouts, strict=True))
         # Read the scores that are cached
         read_cached = partial(read_score, cache, num_documents=len(blocks.documents))
-        cached = on_main(lambda: {visible: read_cached(layout) for visible, layout in layout_of.items()})
+        cached = distributed.on_main(lambda: {visible: read_cached(layout) for visible, layout in layout_of.items()})
         scores = {visible: score for visible, score in cached.items() if score is not None}
         missing = sorted(layout_of.keys() - scores.keys())
         reporter.reused(len(scores), len(layout_of), "zero-shot scores")
@@ -105,7 +102,7 @@ def zero_shot(
                 work.passes += passes
                 for windows, score in zip(group, group_scores, strict=True):
                     scores[sinks, windows] = score
-                    on_main(partial(keep_score, cache, layout_of[sinks, windows], score))
+                    distributed.on_main(partial(keep_score, cache, layout_of[sinks, windows], score))
     return [scores[visible] for visible in requested]
 
 
@@ -181,7 +178,7 @@ def read_score(cache: Path | None, layout: Layout | None, num_documents: int) ->
         return None
     try:
         score = DocumentNLL.read(file)
-    except UserError:
+    except errors.UserError:
         return None
     # Fit the score to the number of documents
     padding = (0, max(0, num_documents - len(score.total)))
@@ -209,8 +206,8 @@ def score_windows(
     with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
         starts = [0, *(decoder.shared(*pair) for pair in pairwise(ordered))]
 
-        def run(_first: int, tokens: Tensor) -> list[Tensor]:
-            losses: list[Tensor] = []
+        def run(_first: int, tokens: torch.Tensor) -> list[torch.Tensor]:
+            losses: list[torch.Tensor] = []
             try:
                 # Run each layout from the first layer in which it differs from the one before
                 for i, windows in enumerate(ordered):
@@ -225,7 +222,7 @@ def score_windows(
                 decoder.forget()
             return losses
 
-        def add(first: int, losses: list[Tensor]) -> None:
+        def add(first: int, losses: list[torch.Tensor]) -> None:
             for document_sums, block_losses in zip(sums, losses, strict=True):
                 document_sums.add(first, block_losses)
 
@@ -251,15 +248,15 @@ class _Resumable:
         self._model = model
         paths = [name.rsplit(".", 2) for name in attention_layers(model)]  # list of layers, index, attention module
         stack = model.get_submodule(paths[0][0]) if len({tuple(path[:-2]) for path in paths}) == 1 else None
-        self._layers = list(stack) if isinstance(stack, nn.ModuleList) else []
+        self._layers = list(stack) if isinstance(stack, torch.nn.ModuleList) else []
         self._depth = [int(path[1]) for path in paths] if self._layers else []  # decoder layer of each attention layer
         self._first = 0  # layer that the pass starts at
         self._resume_depths: set[int] = set()  # depths whose hidden states are kept for later passes
-        self._kept: dict[int, Tensor] = {}  # hidden states [B, T, C] that enter a layer, by depth
+        self._kept: dict[int, torch.Tensor] = {}  # hidden states [B, T, C] that enter a layer, by depth
 
     @classmethod
     @contextmanager
-    def of(cls, model: PreTrainedModel, tokens: Tensor) -> Iterator[_Resumable]:
+    def of(cls, model: PreTrainedModel, tokens: torch.Tensor) -> Iterator[_Resumable]:
         """Replace ``forward`` of the layers while open; ``tokens`` [1, T] test whether resuming is exact."""
         decoder = cls(model)
         originals = [vars(layer).get("forward") for layer in decoder._layers]
@@ -286,13 +283,13 @@ class _Resumable:
         """Return the share of the decoder layers that a pass from layer ``first`` runs."""
         return 1.0 - first / len(self._layers) if first else 1.0
 
-    def nll(self, tokens: Tensor, first: int, resume_depths: set[int]) -> Tensor:
+    def nll(self, tokens: torch.Tensor, first: int, resume_depths: set[int]) -> torch.Tensor:
         """Compute the token NLL [B, T - 1] of ``tokens`` [B, T] from layer ``first``, on the hidden state kept for it.
 
         Hidden states at ``resume_depths`` are kept for later passes; those below ``first`` already are.
         """
         self._first, self._resume_depths = first, resume_depths
-        losses = token_nll(self._model, tokens)
+        losses = loss.token_nll(self._model, tokens)
         self._kept = {depth: hidden for depth, hidden in self._kept.items() if depth in resume_depths}
         return losses
 
@@ -301,7 +298,7 @@ class _Resumable:
         self._kept = {}
 
     def _forward(
-        self, depth: int, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+        self, depth: int, forward: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Run, skip or resume one decoder layer in place of its ``forward``."""
         if depth < self._first:
@@ -312,7 +309,7 @@ class _Resumable:
             self._kept[depth] = hidden_states
         return forward(hidden_states, *args, **kwargs)
 
-    def _check(self, tokens: Tensor) -> None:
+    def _check(self, tokens: torch.Tensor) -> None:
         """Disable resuming unless passes from several layers reproduce a complete pass bit by bit."""
         num_layers = len(self._layers)
         depths = {1, num_layers // 2, num_layers - 1} - {0, num_layers}

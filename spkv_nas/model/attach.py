@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
@@ -21,9 +20,7 @@ from transformers.generation import GenerationMode
 from spkv_nas.artifacts import grid, local_layers
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attention, config_section, modes
-from spkv_nas.model.attention_calls import PACKED, AttentionCall, watch_calls
-from spkv_nas.model.gates import FixedGates, UtilityPredictor
+from spkv_nas.model import attention, attention_calls, config_section, gates, modes
 from spkv_nas.model.generation_cache import NOT_ASSISTED, SPKVCache
 from spkv_nas.model.learned_sinks import layer_learned_sinks
 
@@ -151,16 +148,16 @@ def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int
 
 
 def install_gates(
-    layer: nn.Module, row: str, config: GateConfig, model_size: int, device: torch.device | None = None
+    layer: torch.nn.Module, row: str, config: GateConfig, model_size: int, device: torch.device | None = None
 ) -> None:
     """Attach a predictor and gate settings to one hooked layer, or fixed windows if none of its heads is gated."""
     state = attention.layer_state(layer)
     state.gate_window, state.settings.tau = config.window, config.tau
     state.sinks = tuple(0 if letter == LOCAL else config.sinks for letter in row)
     if GATED in row:
-        layer.utility_predictor = UtilityPredictor(model_size, row, config).to(device)
+        layer.utility_predictor = gates.UtilityPredictor(model_size, row, config).to(device)
     else:
-        layer.utility_predictor = FixedGates(row)
+        layer.utility_predictor = gates.FixedGates(row)
         state.windows = tuple(
             local_layers.layout_window(state, config.window, is_global=letter == GLOBAL) for letter in row
         )
@@ -258,7 +255,7 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     return args, kwargs
 
 
-def _check_positions(position_ids: Tensor | None, attention_mask: Any, num_cached: int) -> None:
+def _check_positions(position_ids: torch.Tensor | None, attention_mask: Any, num_cached: int) -> None:
     """Raise ``UserError`` for position ids that start again, as those of packed documents do.
 
     Otherwise the i-th token of a row, without padding and with cached tokens, has position i or a later one.
@@ -267,7 +264,7 @@ def _check_positions(position_ids: Tensor | None, attention_mask: Any, num_cache
         return
     # Compare every position with the number of tokens before it
     length = num_cached + position_ids.shape[1]
-    if isinstance(attention_mask, Tensor) and attention_mask.shape[1:] == (length,):
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[1:] == (length,):
         is_token = attention_mask.bool()
     else:
         is_token = position_ids.new_ones(1, length, dtype=torch.bool)
@@ -275,11 +272,11 @@ def _check_positions(position_ids: Tensor | None, attention_mask: Any, num_cache
     if bool(((position_ids < order) & is_token[:, num_cached:].to(position_ids.device)).any()):
         if num_cached:
             raise UserError(f"position_ids start again, but the cache holds {num_cached} tokens: continue from there")
-        raise UserError(f"{PACKED} position_ids")
+        raise UserError(f"{attention_calls.PACKED} position_ids")
 
 
 @torch.no_grad()
-def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
+def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
     """Run one forward pass over 2 tokens through ``spkv``, and return the attention calls in order.
 
     Raises ``UserError`` unless each attention layer of the model calls the function exactly once, with every limit that
@@ -288,7 +285,7 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
     # Run the model
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
-        with modes.evaluation_mode(model), watch_calls() as recording:
+        with modes.evaluation_mode(model), attention_calls.watch_calls() as recording:
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     except UserError:
         raise
@@ -323,7 +320,7 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
     return calls
 
 
-def check_hooks(calls: list[AttentionCall], what: str) -> None:
+def check_hooks(calls: list[attention_calls.AttentionCall], what: str) -> None:
     """Raise ``UserError`` about ``what`` unless each attention layer has a hook whose state agrees with its call.
 
     The states come from a file, which may be wrong.

@@ -21,11 +21,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.artifacts.shape import ModelSize, Shape
-from spkv_nas.base import limits, memory
+from spkv_nas.artifacts import gate_config, shape
+from spkv_nas.base import errors, limits, memory
 from spkv_nas.base.device import check_dtype, choose_dtype, named_dtype
-from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath, read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.model import config_section, custom_model_type, learned_sinks, model_shape, restore, wrappers
@@ -151,7 +149,7 @@ def weights_identity(folder: Path) -> str:
         hashes = content_hashes([p for p in folder.iterdir() if p.name.endswith(WEIGHT_ENDINGS) and p.is_file()])
     files = {name: value for name, value in hashes.items() if "/" not in name}  # subfolders are not loaded
     if not files:
-        raise UserError(f"model {folder} has no weights in safetensors files")
+        raise errors.UserError(f"model {folder} has no weights in safetensors files")
     return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
 
 
@@ -282,7 +280,7 @@ def saved_dtype(path_or_id: str | Path) -> torch.dtype | None:
     return None if quantized or not isinstance(config.dtype, torch.dtype) else config.dtype
 
 
-def read_gates(path_or_id: str | Path) -> GateConfig | None:
+def read_gates(path_or_id: str | Path) -> gate_config.GateConfig | None:
     """Read a checkpoint's gates from its config alone; None if it has none. Raises ``UserError``."""
     return config_section.saved_gates(read_config(str(resolve(path_or_id)), f"model {path_or_id}"))
 
@@ -310,7 +308,7 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder or id, or of a name like ``embedded:dense``. Raises ``UserError``."""
     source = str(resolve(path_or_id))
     if Path(source).is_dir() and not any(Path(source, name).is_file() for name in _TOKENIZER_FILES):
-        raise UserError(
+        raise errors.UserError(
             f"model {source} has no tokenizer: it contains none of {', '.join(_TOKENIZER_FILES)}\n"
             "copy the tokenizer files of the original model into this folder"
         )
@@ -331,26 +329,26 @@ def _as_user_error(what: str) -> Iterator[None]:
     """Turn any error of transformers or safetensors into a one-line ``UserError`` that ``what`` cannot be loaded."""
     try:
         yield
-    except UserError:
+    except errors.UserError:
         raise
     except Exception as error:
-        raise UserError(f"cannot load {what}: {first_line(error)}") from error
+        raise errors.UserError(f"cannot load {what}: {errors.first_line(error)}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of Rust code, in the readers of tokenizers and weights
             raise
-        raise UserError(f"cannot load {what}: a file is damaged ({first_line(error)})") from error
+        raise errors.UserError(f"cannot load {what}: a file is damaged ({errors.first_line(error)})") from error
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the transformers decoder class for a config. Raises ``UserError`` if there is none."""
     kind = custom_model_type.native_class(config)
     if kind not in AutoModelForCausalLM._model_mapping:
-        raise UserError(f"models of type '{config.model_type}' are not text-generating decoders")
+        raise errors.UserError(f"models of type '{config.model_type}' are not text-generating decoders")
     model_class: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[kind]
     return model_class
 
 
-def read_size(path_or_id: str | Path) -> ModelSize:
+def read_size(path_or_id: str | Path) -> shape.ModelSize:
     """Compute the size of a decoder from the config of a folder, an id, or a config file. Raises ``UserError``."""
     source, what = str(resolve(path_or_id)), f"model {path_or_id}"
     config = read_config(source, what)
@@ -359,7 +357,7 @@ def read_size(path_or_id: str | Path) -> ModelSize:
         return model_shape.config_size(config)
 
 
-def read_shape(path_or_id: str | Path) -> Shape:
+def read_shape(path_or_id: str | Path) -> shape.Shape:
     """Compute the shape on which a decoder's cost depends, from the config of a folder, an id, or a config file.
 
     Its parameter count excludes embeddings and predictors. Raises ``UserError``: nothing there, an unsupported class,
@@ -370,7 +368,7 @@ def read_shape(path_or_id: str | Path) -> Shape:
     return size.shape
 
 
-def check_dense(size: ModelSize, source: str) -> None:
+def check_dense(size: shape.ModelSize, source: str) -> None:
     """Raise ``UserError`` for a mixture of experts, of which a token uses only some of the parameters."""
     if size.is_mixture:
-        raise UserError(f"model {source} is a mixture of experts; costs can be computed only for dense decoders")
+        raise errors.UserError(f"model {source} is a mixture of experts; costs can be computed only for dense decoders")

@@ -13,23 +13,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import limits
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.schema import Section, validate
-from spkv_nas.model import attention, custom_model_type
-from spkv_nas.model.learned_sinks import layer_learned_sinks
+from spkv_nas.base import errors, limits, schema
+from spkv_nas.model import attention, custom_model_type, learned_sinks
 
 _Window = Annotated[int, Field(ge=1, le=attention.GLOBAL_WINDOW)]
 
 
-class SavedLayer(Section):
+class SavedLayer(schema.Section):
     """Hooked attention layer, as its call of the attention function showed it."""
 
     num_kv_heads: int = Field(ge=1, le=1 << 16)
     native_window: _Window | None
 
 
-class _SavedLayout(Section):
+class _SavedLayout(schema.Section):
     """Layout of a hybrid: letters of its heads by layer, and window, sink tokens and learned sinks of local heads."""
 
     heads: list[str] = Field(min_length=1, max_length=limits.MAX_LAYERS)
@@ -38,7 +35,7 @@ class _SavedLayout(Section):
     learned_sinks: bool = False
 
 
-class _Saved(Section):
+class _Saved(schema.Section):
     """Content of the section: the hooked layers, and either gates or a layout."""
 
     version: Literal[1]
@@ -75,7 +72,7 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
     else:
         sinks = {"sinks": content.sinks} if content.sinks else {}
         has_learned = any(
-            layer_learned_sinks(layer) is not None for layer in attention.attention_layers(model).values()
+            learned_sinks.layer_learned_sinks(layer) is not None for layer in attention.attention_layers(model).values()
         )
         learned = {"learned_sinks": True} if has_learned else {}
         gates_or_layout = {"layout": {"heads": list(content.heads), "window": content.window, **sinks, **learned}}
@@ -149,9 +146,9 @@ def _checked(config: PreTrainedConfig) -> _Saved | None:
         return None
     subject = "section 'spkv' of the model's config"
     if not isinstance(config.spkv, dict):
-        raise UserError(f"{subject}: expected keys and values, found {type(config.spkv).__name__}")
-    section = validate(_Saved, config.spkv, subject)
+        raise errors.UserError(f"{subject}: expected keys and values, found {type(config.spkv).__name__}")
+    section = schema.validate(_Saved, config.spkv, subject)
     gates = config.spkv.get("gates")
     if gates is not None and not {"window", "tau"} <= gates.keys():
-        raise UserError(f"{subject}: the gates' window and tau are both required")
+        raise errors.UserError(f"{subject}: the gates' window and tau are both required")
     return section

@@ -17,8 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import check_counts
+from spkv_nas.base import errors, limits
 
 CUSTOM_MODEL_TYPE = "spkv"
 _PREFIX = "SPKV"  # of class names
@@ -150,14 +149,14 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     section = dict(content[CUSTOM_MODEL_TYPE]) if isinstance(content.get(CUSTOM_MODEL_TYPE), dict) else {}
     kind, num_layers = section.pop("stock_type", CUSTOM_MODEL_TYPE), section.pop(_LAYERS, None)
     if kind == CUSTOM_MODEL_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
-        raise UserError(
+        raise errors.UserError(
             f"section 'spkv' of the model's config lacks the original model type and number of layers\n{_DAMAGED}"
         )
     # Restore the content
     architectures = [str(name).removeprefix(_PREFIX) for name in content.get("architectures") or []]
     text = content.get(_TEXT) or {"model_type": kind}
     if not isinstance(text, dict) or text.get("model_type") not in CONFIG_MAPPING:
-        raise UserError(f"the model's config lacks the text model's section '{_TEXT}'\n{_DAMAGED}")
+        raise errors.UserError(f"the model's config lacks the text model's section '{_TEXT}'\n{_DAMAGED}")
     native = {**_with_layers(content, _layers_key(text["model_type"]), num_layers), "model_type": kind}
-    check_counts(native, "the model")  # now that they are under their usual keys
+    limits.check_counts(native, "the model")  # now that they are under their usual keys
     return {**native, "architectures": architectures, CUSTOM_MODEL_TYPE: section}, CONFIG_MAPPING[kind]

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
@@ -24,17 +23,17 @@ class DensityTracker:
     Layers with a native sliding window do not count: if all gates are open the density is 1.
     """
 
-    def __init__(self, model: nn.Module, *, only_learning: bool = False) -> None:
+    def __init__(self, model: torch.nn.Module, *, only_learning: bool = False) -> None:
         """Create a tracker for ``model``, which counts after ``start``; ``only_learning``: passes with gradients."""
         self._model, self._only_learning = model, only_learning
         self._watch = ExitStack()
         self._started = False
         self._tau = 0.0
         # layer -> kept tokens, NaN utilities and tokens of its heads, int64 [3, Hkv], on the device
-        self._seen: dict[int, Tensor] = {}
-        self._real: tuple[Tensor, int] | None = None
+        self._seen: dict[int, torch.Tensor] = {}
+        self._real: tuple[torch.Tensor, int] | None = None
 
-    def only(self, real: Tensor | None) -> None:
+    def only(self, real: torch.Tensor | None) -> None:
         """Count only some tokens of the following passes: those that ``real``, bool [B, T], marks; None: all.
 
         The others are padding, or come after a row's EOS token.
@@ -48,7 +47,7 @@ class DensityTracker:
         self._tau = modes.gate_settings(self._model).tau
         self._watch = attention.watch_logits(self._model, self._count)
 
-    def _count(self, layer: int, logits: Tensor) -> None:
+    def _count(self, layer: int, logits: torch.Tensor) -> None:
         """Count kept tokens and NaN utilities in the logits [B, Hkv, T] of a layer."""
         if self._only_learning and not torch.is_grad_enabled():  # a teacher's pass through the same layers
             return
@@ -103,7 +102,7 @@ class DensityTracker:
         return np.where(tokens > 0, kept / np.maximum(tokens, 1), np.nan)
 
 
-def layout_density(model: nn.Module) -> float:
+def layout_density(model: torch.nn.Module) -> float:
     """Compute the share of a model's heads that its layout makes global; NaN if it has no layout."""
     is_global = [
         window == state.checkpoint_window and not state.is_always_local

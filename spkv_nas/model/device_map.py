@@ -8,12 +8,9 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import available_bytes, available_bytes_per_process
-from spkv_nas.base.units import format_bytes
+from spkv_nas.base import errors, memory, units
 
 _ROOM = 0.8  # share of a GPU's free memory for weights; activations take the rest
 
@@ -32,7 +29,7 @@ def dispatch(model: PreTrainedModel) -> PreTrainedModel:
     # Plan a device for each layer
     size = sum(parameter.nbytes for parameter in model.parameters())
     max_memory: dict[int | str, int] = {
-        number: int(_ROOM * available_bytes(f"cuda:{number}")) for number in range(torch.cuda.device_count())
+        number: int(_ROOM * memory.available_bytes(f"cuda:{number}")) for number in range(torch.cuda.device_count())
     }
     layers = list(model._no_split_modules or ())
     max_memory = get_balanced_memory(model, max_memory={**max_memory, "cpu": size}, no_split_module_classes=layers)
@@ -42,17 +39,17 @@ def dispatch(model: PreTrainedModel) -> PreTrainedModel:
     offloaded = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
     if offloaded:
         warnings.warn(
-            f"{format_bytes(offloaded)} of the weights do not fit on the GPUs and are copied to one in every "
+            f"{units.format_bytes(offloaded)} of the weights do not fit on the GPUs and are copied to one in every "
             "pass, which is slow",
             stacklevel=2,
         )
     return dispatched
 
 
-def check_placed(model: nn.Module) -> None:
+def check_placed(model: torch.nn.Module) -> None:
     """Raise ``UserError`` if weights are offloaded to main memory, because no gradients can pass through them."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError(
+        raise errors.UserError(
             "cannot backpropagate through weights that are offloaded to CPU memory because the GPUs are full\n"
             "use more or larger GPUs, or --dtype bfloat16"
         )
@@ -61,4 +58,4 @@ def check_placed(model: nn.Module) -> None:
 def memory_for_passes(model: PreTrainedModel) -> int:
     """Return the bytes that this process may still allocate on each of the devices of a model."""
     devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
-    return min(available_bytes_per_process(str(device)) for device in devices)
+    return min(memory.available_bytes_per_process(str(device)) for device in devices)

@@ -16,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spkv_nas.artifacts.gate_config import GLOBAL, LOCAL, GateConfig
-from spkv_nas.artifacts.histogram import threshold_logit
+from spkv_nas.artifacts import gate_config, histogram
 
 MODES = ("open", "soft", "sampled", "hard")
-_FIXED = {GLOBAL: math.inf, LOCAL: -math.inf}
+_FIXED = {gate_config.GLOBAL: math.inf, gate_config.LOCAL: -math.inf}
 _DTYPE = torch.float32
 
 
@@ -34,7 +33,7 @@ class UtilityPredictor(nn.Module):
     thresholding a bfloat16 logit would shift the density.
     """
 
-    def __init__(self, model_size: int, row: str, config: GateConfig) -> None:
+    def __init__(self, model_size: int, row: str, config: gate_config.GateConfig) -> None:
         """Create the layers with initial weights.
 
         Args:
@@ -119,7 +118,7 @@ class Gate(NamedTuple):
 
 def keeps(logits: Tensor, tau: float) -> Tensor:
     """Return which keys hard gates keep, bool in the shape of ``logits``: ``u >= tau``, and never a logit of -inf."""
-    return logits >= threshold_logit(tau) if tau > 0.0 else logits > -math.inf
+    return logits >= histogram.threshold_logit(tau) if tau > 0.0 else logits > -math.inf
 
 
 def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0, p_min: float = 0.0) -> Gate:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -26,11 +25,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Announce
-from spkv_nas.base.special_tokens import prompt_tokens
-from spkv_nas.model import attention, config_section, model_shape, modes
-from spkv_nas.model.generation_cache import SPKVCache
+from spkv_nas.base import errors, progress, special_tokens
+from spkv_nas.model import attention, config_section, generation_cache, model_shape, modes
 
 NOT_FINITE = (  # error for logits that are not finite
     "the model's logits are not finite, so no token can be chosen\nits weights are damaged or diverged, or its "
@@ -70,7 +66,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    stream: Announce | None = None,
+    stream: progress.Announce | None = None,
 ) -> Generation:
     """Continue ``prompt`` until the end-of-text token or ``max_new_tokens``.
 
@@ -91,7 +87,7 @@ def generate(
     # Check the arguments and encode the prompt
     gates = config_section.gate_config(model)
     if gates is None and tau is not None:
-        raise UserError("this model has no gates, so tau has no effect: leave tau out")
+        raise errors.UserError("this model has no gates, so tau has no effect: leave tau out")
     inputs = _encode(model, tokenizer, prompt)
     num_prompt_tokens = inputs.shape[1]
     model_shape.check_length(model, num_prompt_tokens + max_new_tokens - 1, "give a shorter prompt or fewer new tokens")
@@ -116,19 +112,19 @@ def generate(
         decode_seconds=streamer.times[-1] - streamer.times[1],
         cache_bytes=cache_bytes,
         full_attention_bytes=full_attention_bytes,
-        density=cache.density if isinstance(cache, SPKVCache) else None,
+        density=cache.density if isinstance(cache, generation_cache.SPKVCache) else None,
         tau=tau,
     )
 
 
-def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
+def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
     """Encode a prompt on the model's device, [1, T]. Raises ``UserError`` if it is empty or cannot be encoded."""
     try:
-        ids = prompt_tokens(tokenizer, prompt)
+        ids = special_tokens.prompt_tokens(tokenizer, prompt)
     except TypeError as error:  # of the tokenizer: bytes that are not UTF-8, or no string
-        raise UserError("the prompt is not UTF-8 text") from error
+        raise errors.UserError("the prompt is not UTF-8 text") from error
     if not ids:
-        raise UserError("the prompt is empty: give text to continue")
+        raise errors.UserError("the prompt is empty: give text to continue")
     model_shape.check_tokens(model, max(ids))
     return torch.tensor([ids], device=model.device)
 
@@ -148,7 +144,7 @@ def decoding_by(model: PreTrainedModel, config: GenerationConfig) -> Iterator[No
 
 def fitting_cache(model: PreTrainedModel) -> Cache:
     """Create an empty cache: ``SPKVCache`` for a model with gates or a layout, else transformers' own."""
-    return SPKVCache(model) if attention.attention_layers(model) else DynamicCache(config=model.config)
+    return generation_cache.SPKVCache(model) if attention.attention_layers(model) else DynamicCache(config=model.config)
 
 
 def generation_config(
@@ -178,7 +174,7 @@ def generation_config(
 
 def _bytes(cache: Cache) -> tuple[int, int]:
     """Return the bytes that a cache holds, and those that full attention would hold."""
-    if isinstance(cache, SPKVCache):
+    if isinstance(cache, generation_cache.SPKVCache):
         return cache.num_bytes, cache.full_attention_bytes
     sizes = [2 * layer.keys.numel() * layer.keys.element_size() for layer in cache.layers]
     seen_per_stored = [layer.get_seq_length() / layer.keys.shape[2] for layer in cache.layers]
@@ -203,7 +199,7 @@ def continue_greedily(
     Raises ``UserError``: logits that are not finite.
     """
     # Encode the prompts
-    ids = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
+    ids = [special_tokens.prompt_tokens(tokenizer, prompt) for prompt in prompts]
     longest, positions = max(map(len, ids)), model_shape.num_positions(model)
     # Where the longest prompt and the longest answer exceed the table of positions together, answer one by one
     if positions is not None and len(ids) > 1 and longest + max(max_new_tokens) - 1 > positions:
@@ -220,7 +216,7 @@ def continue_greedily(
 
     def record(_model: Any, _args: Any, output: Any) -> None:
         hook.remove()
-        if isinstance(output.past_key_values, SPKVCache):  # NaN for a cache of transformers
+        if isinstance(output.past_key_values, generation_cache.SPKVCache):  # NaN for a cache of transformers
             densities[:] = output.past_key_values.densities.cpu().numpy()
 
     hook = model.register_forward_hook(record)
@@ -237,7 +233,7 @@ def continue_greedily(
 def continue_tokens(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Tensor,
+    prompts: torch.Tensor,
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -264,15 +260,15 @@ def continue_tokens(
 
 def _generate(
     model: PreTrainedModel,
-    inputs: Tensor,
-    mask: Tensor,
+    inputs: torch.Tensor,
+    mask: torch.Tensor,
     config: GenerationConfig,
     *processors: LogitsProcessor,
-) -> Tensor:
+) -> torch.Tensor:
     """Generate greedily from ``inputs`` [B, T], where ``mask`` is 1, after ``processors``; int64 [B, T + new]."""
     model_shape.check_length(model, inputs.shape[1] + config.max_new_tokens - 1, "give shorter prompts", warns=False)
     with decoding_by(model, config):
-        generated: Tensor = model.generate(
+        generated: torch.Tensor = model.generate(
             input_ids=inputs.to(model.device),
             attention_mask=mask.to(model.device),
             past_key_values=fitting_cache(model),
@@ -287,23 +283,23 @@ class OnlyFinite(LogitsProcessor):
     Greedy decoding would choose an arbitrary token, and sampling would fail with an obscure error.
     """
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return ``scores`` [B, V] unchanged; -inf is allowed for tokens ruled out before, unless all are."""
         best = scores.amax(-1)  # NaN if any score is
         if not bool(torch.isfinite(best).all()):
-            raise UserError(NOT_FINITE)
+            raise errors.UserError(NOT_FINITE)
         return scores
 
 
 class _TimedStreamer(TextStreamer):
     """Pass text on to a callback, and record the times of the prompt and of each token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: Announce | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: progress.Announce | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
         self.times: list[float] = []
 
-    def put(self, value: Tensor) -> None:
+    def put(self, value: torch.Tensor) -> None:
         """Record the time of a prompt or token."""
         self.times.append(time.perf_counter())
         super().put(value)
@@ -321,7 +317,7 @@ class _Noise(LogitsProcessor):
         self._temperature = temperature
         self._generators = [np.random.default_rng(seed) for seed in seeds]
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return noisy logits [B, V]."""
         size = scores.shape[-1]
         noise = np.stack([generator.gumbel(size=size).astype(np.float32) for generator in self._generators])

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import predictor_parameters
 
 
-class LearnedSinks(nn.Module):
+class LearnedSinks(torch.nn.Module):
     """Learned sinks of the local heads of one attention layer.
 
     Global heads have no parameters, so that every parameter is finite and gets a gradient. The parameters are float32
@@ -34,39 +33,39 @@ class LearnedSinks(nn.Module):
         """
         super().__init__()
         self.is_local, self.group = tuple(is_local), group
-        self.logits = nn.Parameter(torch.zeros(sum(is_local) * group, dtype=torch.float32, device=device))
+        self.logits = torch.nn.Parameter(torch.zeros(sum(is_local) * group, dtype=torch.float32, device=device))
 
     @torch.no_grad()
-    def assign(self, logits: Tensor) -> None:
+    def assign(self, logits: torch.Tensor) -> None:
         """Copy the logits of local heads from ``logits`` [Hq]; those of global heads are ignored."""
         is_local = torch.tensor(self.is_local).repeat_interleave(self.group)
         self.logits.copy_(logits.cpu()[is_local])
 
-    def forward(self) -> Tensor:
+    def forward(self) -> torch.Tensor:
         """Return the logits of all query heads, float32 [Hq]; -inf for those of global KV heads."""
         none = self.logits.new_full((self.group,), -math.inf)
         local = iter(self.logits.view(-1, self.group).unbind())
         return torch.cat([next(local) if is_local else none for is_local in self.is_local])
 
 
-def layer_learned_sinks(layer: nn.Module) -> LearnedSinks | None:
+def layer_learned_sinks(layer: torch.nn.Module) -> LearnedSinks | None:
     """Return the learned sinks of an attention layer that this package added; None if it has none."""
     sinks = getattr(layer, "learned_sinks", None)
     assert sinks is None or isinstance(sinks, LearnedSinks)
     return sinks
 
 
-def learned_sinks(model: nn.Module) -> list[LearnedSinks]:
+def learned_sinks(model: torch.nn.Module) -> list[LearnedSinks]:
     """Return the learned sinks that this package added to a model, in layer order."""
     return [module for module in model.modules() if isinstance(module, LearnedSinks)]
 
 
-def added_parameters(model: nn.Module) -> set[Any]:
+def added_parameters(model: torch.nn.Module) -> set[Any]:
     """Return the parameters that this package added to a model: those of predictors and of learned sinks."""
     return predictor_parameters(model) | {p for module in learned_sinks(model) for p in module.parameters()}
 
 
-def chosen_sink_logits(native: Tensor | None, learned: Tensor | None) -> Tensor | None:
+def chosen_sink_logits(native: torch.Tensor | None, learned: torch.Tensor | None) -> torch.Tensor | None:
     """Return the sink logits of an attention call: the model's, or those of its ``LearnedSinks``; None if it has none.
 
     Raises ``UserError``: it has both.

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import chunk_tokens
+from spkv_nas.base import errors, memory
 from spkv_nas.model.model_shape import vocabulary_size
 
 NO_TARGET = -100  # label to ignore
@@ -209,7 +208,7 @@ class DecoderPass:
 
     def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Any]]:
         """Yield chunks of last hidden states [n, C] and what ``_loss`` compares them with: targets [n] or [n, C]."""
-        size = chunk_tokens(vocabulary_size(self._model))
+        size = memory.chunk_tokens(vocabulary_size(self._model))
         hidden: Tensor = self._output.last_hidden_state[:, :-1].flatten(0, 1)
         return zip(torch.split(hidden, size), torch.split(targets.flatten(0, 1), size), strict=True)
 
@@ -287,7 +286,7 @@ def _large_pass(
 
 def _is_large(model: PreTrainedModel, tokens: Tensor) -> bool:
     """Return whether the logits of a pass exceed one chunk."""
-    return tokens.numel() > chunk_tokens(vocabulary_size(model))
+    return tokens.numel() > memory.chunk_tokens(vocabulary_size(model))
 
 
 def _keeps_some(model: PreTrainedModel, loss: Any = ForCausalLMLoss, *, warns: bool = True) -> bool:
@@ -307,9 +306,9 @@ def _warn(model: PreTrainedModel) -> None:
     )
 
 
-def _not_in_chunks(model: PreTrainedModel) -> UserError:
+def _not_in_chunks(model: PreTrainedModel) -> errors.UserError:
     """Return the error for a loss that needs logits in chunks, on a model that cannot compute them."""
-    return UserError(
+    return errors.UserError(
         f"{type(model).__name__} computes logits in an unsupported way, so a teacher's and a student's cannot be "
         "compared in chunks\nleave branch.distill out"
     )

@@ -9,7 +9,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.shape import HeadShape, ModelSize
@@ -105,9 +104,9 @@ def num_positions(model: PreTrainedModel) -> int | None:
         return None
     # Look for an embedding of positions
     token_embedding = model.get_input_embeddings()
-    decoder: nn.Module = model.get_decoder()  # without the vision part
+    decoder: torch.nn.Module = model.get_decoder()  # without the vision part
     for module in decoder.modules():
-        if isinstance(module, nn.Embedding) and module is not token_embedding:
+        if isinstance(module, torch.nn.Embedding) and module is not token_embedding:
             rows, offset = module.num_embeddings, getattr(module, "offset", 0)  # OPT leaves the first rows unused
             if rows in (positions, positions + offset):
                 return rows - offset - (0 if module.padding_idx is None else module.padding_idx + 1)
@@ -162,7 +161,7 @@ def check_size(
     bytes_per_parameter: float,
     what: str = "the model",
     *,
-    build: Callable[[PreTrainedConfig], nn.Module] = AutoModelForCausalLM.from_config,
+    build: Callable[[PreTrainedConfig], torch.nn.Module] = AutoModelForCausalLM.from_config,
 ) -> int:
     """Refuse a config whose model does not fit into memory, without allocating any; return the number of parameters.
 

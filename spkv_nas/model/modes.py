@@ -9,17 +9,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model import attention, config_section, gates
-from spkv_nas.model.attention import GateSettings
 
 
-def gate_settings(model: nn.Module) -> GateSettings:
+def gate_settings(model: torch.nn.Module) -> attention.GateSettings:
     """Return the gate settings of a hooked model, to be read; the functions of this module change them.
 
     Raises ``UserError``: the model has no gates.
@@ -31,7 +29,7 @@ def gate_settings(model: nn.Module) -> GateSettings:
 
 
 def set_gate_mode(
-    model: nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0, p_min: float = 0.0
+    model: torch.nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0, p_min: float = 0.0
 ) -> None:
     """Set the mode of all gates: ``open``, ``soft``, ``sampled`` or ``hard`` (see ``gate_from_logits``).
 
@@ -53,7 +51,7 @@ def set_gate_mode(
     _put(model, settings, replace(settings, mode=mode, tau=tau, anneal=anneal, p_min=p_min))
 
 
-def set_price(model: nn.Module, price: float) -> None:
+def set_price(model: torch.nn.Module, price: float) -> None:
     """Set the price of keys: the loss gains ``price * mean(u)``, averaged over gated layers, heads and tokens.
 
     SP-KV paper, appendix "Controlling sparsity at train time", "Regularization", where lambda_aux is -price.
@@ -64,7 +62,7 @@ def set_price(model: nn.Module, price: float) -> None:
 
 
 @contextmanager
-def gate_mode(model: nn.Module, mode: str, tau: float | None = None) -> Iterator[None]:
+def gate_mode(model: torch.nn.Module, mode: str, tau: float | None = None) -> Iterator[None]:
     """Set the mode of the gates inside the ``with`` block, and restore the previous settings after it."""
     settings = gate_settings(model)
     before = replace(settings)
@@ -76,7 +74,7 @@ def gate_mode(model: nn.Module, mode: str, tau: float | None = None) -> Iterator
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode inside the ``with`` block, and restore each module's mode after it."""
     before = {module: module.training for module in model.modules()}
     model.eval()
@@ -139,7 +137,7 @@ def compiled(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _outside_graphs(model: nn.Module) -> Iterator[None]:
+def _outside_graphs(model: torch.nn.Module) -> Iterator[None]:
     """Exclude the model's hooks and the attention function from ``torch.compile`` inside the ``with`` block.
 
     Prices and annealing change from step to step, and the attention operator is a kernel, which gains nothing.
@@ -165,17 +163,17 @@ def _outside_graphs(model: nn.Module) -> Iterator[None]:
         exchange(uncompiled_hook, attention._pre_hook)
 
 
-def turn_off_dropout(model: nn.Module) -> None:
+def turn_off_dropout(model: torch.nn.Module) -> None:
     """Set every dropout of a loaded model to 0, in place; its config, which is saved with it, stays as it is."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float):  # attention layers pass it to their function
                 setattr(module, name, 0.0)
 
 
-def _put(model: nn.Module, settings: GateSettings, values: GateSettings) -> None:
+def _put(model: torch.nn.Module, settings: attention.GateSettings, values: attention.GateSettings) -> None:
     """Make ``settings`` equal to ``values``, and the config's tau too."""
     for name, value in asdict(values).items():
         setattr(settings, name, value)

@@ -16,7 +16,6 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from spkv_nas.model import attention, gates
 
@@ -81,18 +80,18 @@ class KeyBenefitEstimator:
     neither gains nor loses. Sink tokens have no gate. Gates must be soft, with price 0.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         """Start recording the gradients of the utility logits of ``model``."""
         self._num_layers, self._num_heads = len(gates.predictors(model)), attention.layer_states(model)[0].num_kv_heads
         self._watch = attention.watch_logits(model, self._see)
-        self._benefits: dict[int, Tensor] = {}  # layer -> [Hkv], on the device
+        self._benefits: dict[int, torch.Tensor] = {}  # layer -> [Hkv], on the device
 
-    def _see(self, layer: int, logits: Tensor) -> None:
+    def _see(self, layer: int, logits: torch.Tensor) -> None:
         """Register a hook on the gradient of the utility logits [B, Hkv, T] of a layer."""
         if logits.requires_grad:
             logits.register_hook(partial(self._add, layer, logits.detach()))  # type: ignore[no-untyped-call]
 
-    def _add(self, layer: int, logits: Tensor, gradient: Tensor) -> None:
+    def _add(self, layer: int, logits: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the benefits of a backward pass, from logits and their gradient [B, Hkv, T]."""
         slope = torch.sigmoid(logits) * torch.sigmoid(-logits)  # du / dlogit; 0 without a gate
         has_gate = slope > 0.0  # not in global and local heads, and not for sink tokens

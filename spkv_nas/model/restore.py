@@ -8,8 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.local_layers import mark_local_layers
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attach, config_section, weights
-from spkv_nas.model.attention import GateSettings, LayerState, install, layer_states
+from spkv_nas.model import attach, attention, config_section, weights
 from spkv_nas.model.windows import attach_learned_sinks, layout_windows
 
 
@@ -78,10 +77,10 @@ def _put_section(model: PreTrainedModel) -> None:
         raise UserError(f"section 'spkv' of the config: there is no layer {min(saved.keys() - set(names))!r}")
     # Hook the layers
     layers = [model.get_submodule(name) for name in names]
-    settings = GateSettings()
+    settings = attention.GateSettings()
     for name, layer in zip(names, layers, strict=True):
-        install(layer, LayerState(saved[name].num_kv_heads, saved[name].native_window, settings))
-    mark_local_layers(layer_states(model))
+        attention.install(layer, attention.LayerState(saved[name].num_kv_heads, saved[name].native_window, settings))
+    mark_local_layers(attention.layer_states(model))
     # Attach predictors or windows
     if gates is not None:
         rows = attach.gate_rows(model, gates, [saved[name].num_kv_heads for name in names])
@@ -89,7 +88,7 @@ def _put_section(model: PreTrainedModel) -> None:
             if row is not None:
                 attach.install_gates(layer, row, gates, config.get_text_config().hidden_size)
     if layout is not None:
-        for state, windows in zip(layer_states(model), layout_windows(model, layout), strict=True):
+        for state, windows in zip(attention.layer_states(model), layout_windows(model, layout), strict=True):
             state.set_windows(windows, layout.sinks)
         if config_section.has_learned_sinks(config):
             attach_learned_sinks(model)

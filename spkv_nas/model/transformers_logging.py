@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from spkv_nas.base.distributed import process_index
-from spkv_nas.base.progress import Reporter
+from spkv_nas.base import distributed, progress
 
 
-def quiet_transformers(reporter: Reporter) -> None:
+def quiet_transformers(reporter: progress.Reporter) -> None:
     """Silence the progress bars and log messages of transformers.
 
     A verbose reporter shows its info messages instead, on rank 0 only.
     """
     from transformers.utils import logging
 
-    if process_index():
+    if distributed.process_index():
         logging.set_verbosity_error()
     elif reporter.verbose:
         logging.set_verbosity_info()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -87,7 +86,7 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
     biases, or without the section of their gates, must not pass for a smaller model.
     """
     # Refuse unexpected tensors in lists of layers
-    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     prefix = f"{model.base_model_prefix}."
     stacks = tuple({stack.removeprefix(prefix) for stack in lists})
     layer_names = [name for name in names if name.removeprefix(prefix).startswith(stacks) and not _MASKS.search(name)]
@@ -106,7 +105,7 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
         )
 
 
-def check_values(model: nn.Module, what: str) -> None:
+def check_values(model: torch.nn.Module, what: str) -> None:
     """Raise ``UserError`` if a parameter is NaN or infinite, and warn if one is too large to compute with."""
     sizes = {name: largest(parameter.detach()) for name, parameter in model.named_parameters()}
     wrong = [name for name, size in sizes.items() if not math.isfinite(size)]
@@ -124,7 +123,7 @@ def check_values(model: nn.Module, what: str) -> None:
         )
 
 
-def largest(x: Tensor) -> float:
+def largest(x: torch.Tensor) -> float:
     """Return the largest absolute value of a tensor, NaN if one is, without a copy; 0 for integers and 8-bit floats."""
     if x.is_meta or not x.is_floating_point() or x.numel() == 0 or x.itemsize == 1:
         return 0.0

@@ -9,12 +9,10 @@ from dataclasses import replace
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.gate_config import GLOBAL, suitable_window
+from spkv_nas.artifacts import gate_config, local_layers
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.local_layers import layout_window, takes_sinks
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attach, config_section, modes
-from spkv_nas.model.attention import LayerState, attention_layers, layer_state, layer_states
+from spkv_nas.model import attach, attention, config_section, modes
 from spkv_nas.model.learned_sinks import LearnedSinks, layer_learned_sinks
 
 
@@ -41,7 +39,7 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     ``attention.py``).
     """
     # Remove gates and hook the layers
-    if any(state.gate_window is not None for state in layer_states(model)):
+    if any(state.gate_window is not None for state in attention.layer_states(model)):
         attach.detach(model)
     attach.hook_layers(model)
     layout = _with_reach(layout, window, sinks)
@@ -54,8 +52,8 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     # Set the windows; learned sinks stay only with the layout that they were trained for
     before = config_section.checkpoint_layout(model)
     keeps_learned = before is not None and before.content_hash == layout.content_hash
-    for layer, row in zip(attention_layers(model).values(), windows, strict=True):
-        state, learned = layer_state(layer), layer_learned_sinks(layer)
+    for layer, row in zip(attention.attention_layers(model).values(), windows, strict=True):
+        state, learned = attention.layer_state(layer), layer_learned_sinks(layer)
         state.set_windows(row, layout.sinks)
         state.learned_sinks = keeps_learned and learned is not None
         if learned is not None and not keeps_learned:
@@ -78,13 +76,13 @@ def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = 
     try:
         attach.dry_run(model)
     except UserError:
-        for layer in attention_layers(model).values():
-            layer_state(layer).learned_sinks = False
+        for layer in attention.attention_layers(model).values():
+            attention.layer_state(layer).learned_sinks = False
             if layer_learned_sinks(layer) is not None:
                 del layer.learned_sinks
         raise
     # Set their logits
-    for index, layer in enumerate(attention_layers(model).values()):
+    for index, layer in enumerate(attention.attention_layers(model).values()):
         learned = layer_learned_sinks(layer)
         if learned is not None and logits is not None:
             learned.assign(logits[index])
@@ -94,9 +92,9 @@ def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = 
 def attach_learned_sinks(model: PreTrainedModel) -> None:
     """Attach learned sinks of 0 to the layers with local heads of a model whose windows are set."""
     num_heads = model.config.get_text_config().num_attention_heads
-    for layer in attention_layers(model).values():
-        state = layer_state(layer)
-        is_local = [takes_sinks(state, window) for window in state.head_windows(gated=False)]
+    for layer in attention.attention_layers(model).values():
+        state = attention.layer_state(layer)
+        is_local = [local_layers.takes_sinks(state, window) for window in state.head_windows(gated=False)]
         if any(is_local):
             device = next(layer.parameters()).device  # layers may be on different devices
             layer.learned_sinks = LearnedSinks(is_local, num_heads // state.num_kv_heads, device)
@@ -133,25 +131,25 @@ def _with_reach(layout: Layout, window: int | None, sinks: int | None) -> Layout
 
 def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
     """Return the window of every KV head, by layer. Raises ``UserError`` if the layout does not fit the model."""
-    heads = [state.num_kv_heads for state in layer_states(model)]
+    heads = [state.num_kv_heads for state in attention.layer_states(model)]
     attach.check_heads("the layout", [layout.num_kv_heads] * layout.num_layers, heads)
     return [
-        tuple(layout_window(state, layout.window, is_global=head == GLOBAL) for head in row)
-        for state, row in zip(layer_states(model), layout.heads, strict=True)
+        tuple(local_layers.layout_window(state, layout.window, is_global=head == gate_config.GLOBAL) for head in row)
+        for state, row in zip(attention.layer_states(model), layout.heads, strict=True)
     ]
 
 
 @contextmanager
-def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
+def full_attention(model: PreTrainedModel) -> Iterator[list[attention.LayerState]]:
     """Let every head see all keys inside the ``with`` block, and restore gates or layout after it.
 
     Layers with a native sliding window keep it, and learned sinks of a layout do not act. The model is in evaluation
     mode. Yields the layers' states in order, whose windows (``LayerState.set_windows``) and observers the block may
     set. Raises ``UserError``: the model cannot be hooked (see ``attention.py``).
     """
-    was_hooked = bool(attention_layers(model))
+    was_hooked = bool(attention.attention_layers(model))
     attach.hook_layers(model)
-    states = layer_states(model)
+    states = attention.layer_states(model)
     # Remember windows and sinks, which open heads replace
     before = [(state.windows, state.sinks, state.learned_sinks) for state in states]
     with (
@@ -177,7 +175,7 @@ def every_head_local(model: PreTrainedModel, window: int, sinks: int = 0) -> Ite
     """
     with full_attention(model) as states:
         for state in states:
-            state.set_windows((layout_window(state, window, is_global=False),) * state.num_kv_heads, sinks)
+            state.set_windows((local_layers.layout_window(state, window, is_global=False),) * state.num_kv_heads, sinks)
         yield
 
 
@@ -199,4 +197,4 @@ def default_window(model: PreTrainedModel, block_size: int) -> int:
     A model with gates or a layout keeps its window. Any other model gets ``suitable_window``: a sixteenth of the
     ``block_size`` tokens of the blocks it is measured on, at most 128 keys.
     """
-    return local_window(model) or suitable_window(block_size)
+    return local_window(model) or gate_config.suitable_window(block_size)

@@ -16,15 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.histogram import group_documents
 from spkv_nas.base.distributed import gathered, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.attention import not_finite
-from spkv_nas.model.gates import keeps
+from spkv_nas.model import attention, gates
 
 NUM_POSITION_BUCKETS = 16
 _FIRST_BUCKET = 128  # maximum tokens in the first position bucket; in longer blocks, widths grow geometrically
@@ -36,18 +34,18 @@ DOCUMENT_CELLS = 20_000_000  # maximum cells of the histogram by document, whose
 class Counts:
     """Counts of one probe, on the model's device: ``P`` domains, ``L`` layers, ``H`` KV heads."""
 
-    kept: Tensor  # [P, L, H] tokens kept
-    kept_squared: Tensor  # [P, L, H] sum over documents of (kept tokens)^2
-    kept_times_tokens: Tensor  # [P, L, H] sum over documents of kept tokens x tokens
-    bins: Tensor  # [P * L * H * num_bins]
-    position: Tensor  # [L, H, buckets]
+    kept: torch.Tensor  # [P, L, H] tokens kept
+    kept_squared: torch.Tensor  # [P, L, H] sum over documents of (kept tokens)^2
+    kept_times_tokens: torch.Tensor  # [P, L, H] sum over documents of kept tokens x tokens
+    bins: torch.Tensor  # [P * L * H * num_bins]
+    position: torch.Tensor  # [L, H, buckets]
     tokens: NDArray[np.int64]  # [P]
     tokens_squared: NDArray[np.float64]  # [P] sum over documents of tokens^2
-    document_kept: Tensor  # [groups, L, H] tokens kept, by group of documents
-    document_bins: Tensor  # int32 [groups, L, H, coarse bins]
+    document_kept: torch.Tensor  # [groups, L, H] tokens kept, by group of documents
+    document_bins: torch.Tensor  # int32 [groups, L, H, coarse bins]
     document_tokens: NDArray[np.int64]  # [groups]
     seen: NDArray[np.int64]  # [documents] times a document was completed; 0 if it had no text
-    wrong: Tensor  # int64 [L, H] batches with a NaN utility
+    wrong: torch.Tensor  # int64 [L, H] batches with a NaN utility
 
     def of_all_processes(self) -> Counts:
         """Sum the counts over all ranks; must be called on all ranks."""
@@ -58,7 +56,7 @@ class _Part(NamedTuple):
     """Counts of the part of a document processed so far."""
 
     number: int
-    kept: Tensor  # [L, H]
+    kept: torch.Tensor  # [L, H]
     tokens: int
 
     def after(self, earlier: _Part) -> _Part:
@@ -81,11 +79,11 @@ class Bins:
         self._width = next(fitting, widths[-1])
         self.num_coarse = (self.num_fine - 2) // self._width + 2
 
-    def fine(self, logits: Tensor) -> Tensor:
+    def fine(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the fine bin index of each logit."""
         return ((logits + BIN_LIMIT) / BIN_WIDTH).floor_().clamp_(-1, self.num_fine - 2).long() + 1
 
-    def coarse(self, fine: Tensor) -> Tensor:
+    def coarse(self, fine: torch.Tensor) -> torch.Tensor:
         """Return the coarse bin index of each fine bin index."""
         return (fine - 1).div(self._width, rounding_mode="floor") + 1
 
@@ -145,7 +143,7 @@ class GateCounter:
         self.bins = Bins(math.prod((groups, *grid)))
         sizes = len(numbers), len(blocks.documents), groups
         self.counts = _no_counts(sizes, grid, int(self.bucket_of[-1]) + 1, self.bins, device)
-        self._logits: dict[int, Tensor] = {}  # logits of the current pass, by layer
+        self._logits: dict[int, torch.Tensor] = {}  # logits of the current pass, by layer
         self._first: _Part | None = None  # first document, once it has ended; it may begin on the previous rank
         self._open: _Part | None = None  # current document; it may continue in the next pass or rank
 
@@ -153,7 +151,7 @@ class GateCounter:
         """Start a forward pass and discard the logits of a failed one."""
         self._logits = {}
 
-    def see(self, layer: int, logits: Tensor) -> None:
+    def see(self, layer: int, logits: torch.Tensor) -> None:
         """Buffer the utility logits [B, H, T] of one layer."""
         self._logits[layer] = logits
 
@@ -177,12 +175,12 @@ class GateCounter:
         self._groups = torch.from_numpy(self.group_of[self._numbers]).to(device)
         np.add.at(self.counts.document_tokens, self.group_of[self._numbers], self._tokens)
 
-    def _count(self, layer: int, logits: Tensor) -> None:
+    def _count(self, layer: int, logits: torch.Tensor) -> None:
         """Count the logits [B, H, T] of one layer."""
         self.counts.wrong[layer] += logits.isnan().any(2).any(0)
         logits = logits.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)  # NaN has no bin; ``finish`` refuses it
         # Count kept tokens by document and by position
-        kept = keeps(logits, self._tau).float().transpose(0, 1)  # [H, B, T]
+        kept = gates.keeps(logits, self._tau).float().transpose(0, 1)  # [H, B, T]
         self._kept[layer] = kept.flatten(1) @ self._membership
         self.counts.position[layer].index_add_(1, self.bucket_of, kept.sum(1).double())
         # Add to the histograms by domain
@@ -228,7 +226,7 @@ class GateCounter:
         self.counts = self.counts.of_all_processes()
         wrong = self.counts.wrong.nonzero().tolist()
         if wrong:
-            raise UserError(not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0])))
+            raise UserError(attention.not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0])))
         # Merge the documents at the boundaries between ranks
         last: _Part | None = None  # last document of the ranks so far
         for first, *others in filter(None, gathered(outer)):

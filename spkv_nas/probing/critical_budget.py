@@ -9,12 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.verdict.contenders import Contender
+from spkv_nas.evaluation.verdict import contenders, margins
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
-from spkv_nas.evaluation.verdict.margins import parse_risk
 from spkv_nas.evaluation.verdict.verdict import trial_in_memory
-from spkv_nas.proposal.budget import parse_budgets
-from spkv_nas.proposal.propose import densest_layout
+from spkv_nas.proposal import budget, propose
 
 
 def critical_budget(
@@ -58,8 +56,9 @@ def critical_budget(
             left.
     """
     layouts = [
-        densest_layout(scores, number, window=window) for number in parse_budgets(budgets, scores.num_candidates)
+        propose.densest_layout(scores, number, window=window)
+        for number in budget.parse_budgets(budgets, scores.num_candidates)
     ]
     trial = trial_in_memory(model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed)
-    candidates = [Contender(str(layout.num_global), layout=layout) for layout in layouts]
-    return find_critical_budget(trial, candidates, parse_risk(risk), Reporter.of(progress))
+    candidates = [contenders.Contender(str(layout.num_global), layout=layout) for layout in layouts]
+    return find_critical_budget(trial, candidates, margins.parse_risk(risk), Reporter.of(progress))

@@ -12,21 +12,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, statistics
 from spkv_nas.base.progress import Progress
-from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.separators import text_blocks
-from spkv_nas.model.attention import LayerState, layer_states, watch_logits
-from spkv_nas.model.config_section import gate_config
-from spkv_nas.model.modes import evaluation_mode, gate_mode
+from spkv_nas.model import attention, config_section, modes
 from spkv_nas.probing.counting import GateCounter
 
 
@@ -61,26 +57,26 @@ def probe(
     Raises:
         UserError: the model has no gates, ``tau`` is outside [0, 1], there is no text, or no tokenizer for it.
     """
-    config = gate_config(model)
+    config = config_section.gate_config(model)
     if config is None:
-        raise UserError("this model has no gates, so it has no density: train an SP-KV reference model first")
+        raise errors.UserError("this model has no gates, so it has no density: train an SP-KV reference model first")
     tau = config.tau if tau is None else tau
     blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
     if blocks.num_blocks == 0:
-        raise UserError("there is no held-out text to probe")
+        raise errors.UserError("there is no held-out text to probe")
 
     # Count kept tokens while the model runs with hard gates
-    states = layer_states(model)
+    states = attention.layer_states(model)
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-    with gate_mode(model, "hard", tau), evaluation_mode(model):
+    with modes.gate_mode(model, "hard", tau), modes.evaluation_mode(model):
         counter = GateCounter(blocks, (len(states), states[0].num_kv_heads), tau, model.device)
 
-        def run(_start: int, tokens: Tensor) -> int:
+        def run(_start: int, tokens: torch.Tensor) -> int:
             counter.begin()
             body(input_ids=tokens, use_cache=False)
             return len(tokens)
 
-        with watch_logits(model, counter.see):
+        with attention.watch_logits(model, counter.see):
             run_own_batches(run, counter.end, blocks, batch_size, model.device, progress)
 
     counter.finish()
@@ -111,7 +107,7 @@ def _price(config: GateConfig) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _with_reached(table: HeadScores, config: GateConfig, states: Sequence[LayerState]) -> HeadScores:
+def _with_reached(table: HeadScores, config: GateConfig, states: Sequence[attention.LayerState]) -> HeadScores:
     """Add the density reached at the gates' own threshold to the metadata, to compare with the target density."""
     with_gates = [state.gate_window is not None for state in states]  # sliding-window layers have no gates
     reached = float(table.at_tau(config.tau).density[with_gates].mean())
@@ -131,7 +127,7 @@ def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) ->
         - 2 * density * counts.kept_times_tokens.cpu().numpy()
         + density**2 * counts.tokens_squared.reshape(-1, 1, 1)
     )
-    error = clustered_error(squares, num_documents.reshape(-1, 1, 1), tokens)
+    error = statistics.clustered_error(squares, num_documents.reshape(-1, 1, 1), tokens)
     # One row per head and domain
     rows = [
         {

@@ -31,17 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import DUO_STEP_BLOCKS, DUO_STEPS
-from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts import defaults, head_scores, local_layers
 from spkv_nas.artifacts.kinds import ALPHA_UNIT
-from spkv_nas.artifacts.local_layers import layout_window, takes_sinks
-from spkv_nas.base.distributed import sum_gradients, sum_over_processes
-from spkv_nas.base.memory import AdaptiveBatchSize
+from spkv_nas.base import distributed, memory
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.attention import LayerState
-from spkv_nas.model.windows import full_attention
+from spkv_nas.model import attention, windows
 from spkv_nas.probing.frozen import check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
 from spkv_nas.probing.mixture import Mixture
 
@@ -53,14 +49,14 @@ class AlphaMixture(Mixture):
         records: True during the forward pass of the unchanged model, whose output is stored.
     """
 
-    def __init__(self, state: LayerState, window: int, sinks: int, device: torch.device) -> None:
+    def __init__(self, state: attention.LayerState, window: int, sinks: int, device: torch.device) -> None:
         """Start with alpha at 1; local attention sees the ``window`` most recent and the first ``sinks`` keys.
 
         Alpha stays 0 in layers that are always local.
         """
         alpha = torch.full((state.num_kv_heads,), float(not state.is_always_local), device=device, requires_grad=True)
-        window = layout_window(state, window, is_global=False)
-        sinks = sinks if takes_sinks(state, window) else 0
+        window = local_layers.layout_window(state, window, is_global=False)
+        sinks = sinks if local_layers.takes_sinks(state, window) else 0
         super().__init__(alpha, window=window, sinks=sinks, global_window=state.checkpoint_window)
         self.records = False
         self._recorded: Tensor | None = None
@@ -80,15 +76,15 @@ def duo(
     window: int,
     *,
     sinks: int = 4,
-    steps: int = DUO_STEPS,
-    batch_size: int = DUO_STEP_BLOCKS,
+    steps: int = defaults.DUO_STEPS,
+    batch_size: int = defaults.DUO_STEP_BLOCKS,
     learning_rate: float = 0.02,
     regularisation: float = 0.05,
     seed: int = 0,
     name: str = "duo",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> HeadScores:
+) -> head_scores.HeadScores:
     """Learn alpha for every KV head on ``blocks``; the model is restored afterwards.
 
     Must be called on all ranks.
@@ -110,7 +106,7 @@ def duo(
     Raises:
         UserError: the model cannot be hooked.
     """
-    with full_attention(model) as states, frozen(model):
+    with windows.full_attention(model) as states, frozen(model):
         # Train alpha
         mixtures = [AlphaMixture(state, window, sinks, model.device) for state in states]
         for state, mixture in zip(states, mixtures, strict=True):
@@ -140,7 +136,7 @@ def _learn(
     alphas = [mixture.share for mixture in mixtures]
     optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
-    micro_batch = AdaptiveBatchSize(batch_size)
+    micro_batch = memory.AdaptiveBatchSize(batch_size)
     loss = 0.0
     for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
         # Gradients on this rank's blocks
@@ -163,7 +159,7 @@ def _add_gradients(
     mixtures: list[AlphaMixture],
     step_tokens: Tensor,
     regularisation: float,
-    micro_batch: AdaptiveBatchSize,
+    micro_batch: memory.AdaptiveBatchSize,
 ) -> float:
     """Return the distillation loss of a step and set alphas' gradients; must be called on all ranks.
 
@@ -187,8 +183,8 @@ def _add_gradients(
         return sums
 
     # Gradients of the squared error, summed over ranks
-    error, full = sum_over_processes(run_micro_batches(gradients, step_tokens, micro_batch)).tolist()
-    sum_gradients(alphas)
+    error, full = distributed.sum_over_processes(run_micro_batches(gradients, step_tokens, micro_batch)).tolist()
+    distributed.sum_gradients(alphas)
     # Divide by the full model's square, and add the gradient of the regularisation
     for alpha in alphas:
         assert alpha.grad is not None

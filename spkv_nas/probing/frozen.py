@@ -13,33 +13,28 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import FROZEN_STEP_PASSES
+from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.base.distributed import own_share
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import distributed, errors
 from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.cost.formulas import PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.device_map import check_placed, memory_for_passes
-from spkv_nas.model.model_shape import model_size
-from spkv_nas.model.modes import recomputed
+from spkv_nas.model import device_map, model_shape, modes
 from spkv_nas.probing.heads import HeadMeans, signal_table
 
 ROOM = 0.5  # share of the free memory that a forward and backward pass may use
 
 
 @contextmanager
-def frozen(model: nn.Module, learning: Collection[nn.Parameter] = ()) -> Iterator[None]:
+def frozen(model: torch.nn.Module, learning: Collection[torch.nn.Parameter] = ()) -> Iterator[None]:
     """Freeze all parameters of ``model`` except those in ``learning`` inside the ``with`` block.
 
     Raises:
         UserError: gradients would have to pass through weights that are on no device.
     """
-    check_placed(model)
+    device_map.check_placed(model)
     others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in learning]
     for parameter in others:
         parameter.requires_grad_(False)
@@ -55,7 +50,7 @@ def frozen_within_memory(
     model: PreTrainedModel,
     length: int,
     num_blocks: int,
-    learning: Collection[nn.Parameter] = (),
+    learning: Collection[torch.nn.Parameter] = (),
     gates: GateConfig | None = None,
     *,
     mixes: bool = False,
@@ -72,7 +67,7 @@ def frozen_within_memory(
     """
     with frozen(model, learning):
         pass_size, recomputes = passes(model, length, num_blocks, gates, mixes=mixes)
-        with recomputed(model) if recomputes else nullcontext():
+        with modes.recomputed(model) if recomputes else nullcontext():
             yield AdaptiveBatchSize(pass_size)
 
 
@@ -92,8 +87,8 @@ def passes(
         (blocks per pass, whether to recompute activations in the backward pass).
     """
     item, on_cpu = int(model.dtype.itemsize), model.device.type == "cpu"
-    memory = PassMemory(model_size(model), item, gates, mixes, on_cpu=on_cpu)
-    return fitting_pass(memory, length, step_blocks, ROOM * memory_for_passes(model))
+    memory = PassMemory(model_shape.model_size(model), item, gates, mixes, on_cpu=on_cpu)
+    return fitting_pass(memory, length, step_blocks, ROOM * device_map.memory_for_passes(model))
 
 
 def blocks_per_step(blocks: TokenBlocks, step_tokens: int) -> int:
@@ -101,7 +96,7 @@ def blocks_per_step(blocks: TokenBlocks, step_tokens: int) -> int:
     return min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
 
 
-def rank_tokens(blocks: TokenBlocks, indices: NDArray[np.int64], device: torch.device) -> Tensor:
+def rank_tokens(blocks: TokenBlocks, indices: NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """Return this rank's tokens of a step, int64 [B, T] on ``device``; B may be 0.
 
     Args:
@@ -109,12 +104,12 @@ def rank_tokens(blocks: TokenBlocks, indices: NDArray[np.int64], device: torch.d
         indices: int64 [blocks], blocks of the step, the same on all ranks.
         device: device of the tokens.
     """
-    share = own_share(len(indices))
+    share = distributed.own_share(len(indices))
     return torch.from_numpy(blocks.tokens[indices[share.start : share.stop]].astype(np.int64)).to(device)
 
 
 def run_micro_batches(
-    run: Callable[[Iterator[Tensor]], Result], tokens: Tensor, micro_batch: AdaptiveBatchSize
+    run: Callable[[Iterator[torch.Tensor]], Result], tokens: torch.Tensor, micro_batch: AdaptiveBatchSize
 ) -> Result:
     """Call ``run`` with ``tokens`` [B, T] in micro-batches, again with smaller ones if a GPU runs out of memory.
 
@@ -132,10 +127,10 @@ def ramp(step: int, steps: int) -> float:
     return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))
 
 
-def check_finite(what: str, loss: float, step: int, gradient: Tensor | None = None) -> None:
+def check_finite(what: str, loss: float, step: int, gradient: torch.Tensor | None = None) -> None:
     """Raise ``UserError`` if a step's loss, or its gradient, is not finite; ``what`` names the loss."""
     if not math.isfinite(loss) or (gradient is not None and not gradient.isfinite().all()):
-        raise UserError(
+        raise errors.UserError(
             f"{what} is {loss} at step {step}\nthe model's weights are damaged or diverged, or its activations "
             "overflow in its dtype: load it in float32 (--dtype float32)"
         )
@@ -151,7 +146,7 @@ def learned_table(
     *,
     name: str,
     metadata: Mapping[str, Any],
-) -> HeadScores:
+) -> head_scores.HeadScores:
     """Build the table of a signal learned on all domains together.
 
     Args:
@@ -168,7 +163,7 @@ def learned_table(
         UserError: a value is not finite.
     """
     means, num_tokens = HeadMeans(values, "all", tokens_seen, 0), blocks.tokens.size
-    num_passes = FROZEN_STEP_PASSES * tokens_seen / num_tokens
+    num_passes = defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens
     return signal_table(
         signal, [means], window, unit=unit, passes=num_passes, tokens=num_tokens, name=name, metadata=metadata
     )

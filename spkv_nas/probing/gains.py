@@ -26,17 +26,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.head_tables import Gains
-from spkv_nas.artifacts.kinds import GAIN, NATS
-from spkv_nas.artifacts.local_layers import layout_window
+from spkv_nas.artifacts import head_scores, head_tables, kinds, local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data.batches import num_own_blocks
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.evaluation.zero_shot import Windows, score_windows
+from spkv_nas.evaluation import paired, zero_shot
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import check_window, domain_means, signal_table
 from spkv_nas.probing.signal import GRANULARITIES, HEAD, LAYER
@@ -56,7 +52,7 @@ def gains(
     name: str | None = None,
     metadata: dict[str, Any] | None = None,
     **options: Any,
-) -> HeadScores:
+) -> head_scores.HeadScores:
     """Measure the gain of every KV head by domain; the model is restored afterwards.
 
     Args:
@@ -85,8 +81,8 @@ def gains(
         window,
         passes=measured.passes,
         tokens=blocks.tokens.size,
-        kind=GAIN,
-        unit=NATS,
+        kind=kinds.GAIN,
+        unit=kinds.NATS,
         name=name or signal,
         metadata=table_metadata,
     )
@@ -94,7 +90,7 @@ def gains(
 
 def add_one_head_gains(
     model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any
-) -> tuple[Gains, dict[str, Any]]:
+) -> tuple[head_tables.Gains, dict[str, Any]]:
     """Measure add-one-head gains over all domains together, as ground truth for the ranking of another table.
 
     Returns:
@@ -107,7 +103,7 @@ def add_one_head_gains(
     measured = _measure(model, blocks, window, opens=True, **options)
     documents = int((measured.num_tokens > 0).sum())
     cost = {"passes": round(measured.passes, 2), "tokens": blocks.tokens.size, "documents": documents}
-    return Gains(*jackknife_ratio(measured.sums, measured.num_tokens)), cost
+    return head_tables.Gains(*jackknife_ratio(measured.sums, measured.num_tokens)), cost
 
 
 @dataclass(frozen=True)
@@ -161,8 +157,8 @@ def _measure(
         detailed = num_layers if max_heads is None else min(max_heads // num_heads, num_layers)
         if detailed == 0:
             raise UserError(f"--max-heads {max_heads} is too small: give at least {num_heads}, the heads of a layer")
-        local = tuple((layout_window(state, window, is_global=False),) * num_heads for state in states)
-        score = partial(score_windows, model, states, blocks=blocks, batch_size=batch_size, sinks=sinks)
+        local = tuple((local_layers.layout_window(state, window, is_global=False),) * num_heads for state in states)
+        score = partial(zero_shot.score_windows, model, states, blocks=blocks, batch_size=batch_size, sinks=sinks)
         rounds = _Rounds(score, local, native, opens, num_own_blocks(blocks.num_blocks, batch_size), progress)
         sums = np.zeros((num_layers, num_heads, len(blocks.documents)))
         by_layer = granularity == LAYER or detailed < num_layers
@@ -205,19 +201,19 @@ class _Rounds:
         passes: forward passes used so far.
     """
 
-    score: Callable[..., tuple[list[DocumentNLL], float]]
-    local: Windows
-    whole: Windows
+    score: Callable[..., tuple[list[paired.DocumentNLL], float]]
+    local: zero_shot.Windows
+    whole: zero_shot.Windows
     opens: bool
     num_blocks: int
     progress: Progress | None
-    scores: dict[Windows, DocumentNLL] = field(default_factory=dict)
+    scores: dict[zero_shot.Windows, paired.DocumentNLL] = field(default_factory=dict)
     passes: float = 0.0
     _done: int = 0
     _total: int = 0
 
     @property
-    def before(self) -> Windows:
+    def before(self) -> zero_shot.Windows:
         """Return the windows of the unchanged model."""
         return self.local if self.opens else self.whole
 
@@ -248,7 +244,7 @@ class _Rounds:
             self.progress(self._done, self._total)
 
 
-def _changed(before: Windows, after: Windows, unit: Unit) -> Windows:
+def _changed(before: zero_shot.Windows, after: zero_shot.Windows, unit: Unit) -> zero_shot.Windows:
     """Return ``before`` with the windows of the heads in ``unit`` taken from ``after``."""
     layer, heads = unit
     row = tuple(after[layer][head] if head in heads else window for head, window in enumerate(before[layer]))

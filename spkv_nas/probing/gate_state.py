@@ -15,11 +15,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
-from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
-from spkv_nas.base.replace import new_folder
+from spkv_nas.base import errors, manifest, replace
 
 _FILE = "gates.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,7 +32,7 @@ class GateState:
         numbers: scalars of the price controller and of the log.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, torch.Tensor]
     step: int
     numbers: dict[str, float]
 
@@ -62,14 +59,14 @@ class GateState:
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
         header = {"step": str(self.step), "numbers": json.dumps(self.numbers)}
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with new_folder(folder) as new_path:
+        with replace.new_folder(folder) as new_path:
             try:
                 save_file(tensors, new_path / _FILE, metadata=header)
             except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"cannot write {folder}: {first_line(error)}\ncheck disk space and permissions"
+                raise errors.UserError(
+                    f"cannot write {folder}: {errors.first_line(error)}\ncheck disk space and permissions"
                 ) from error
-            write_manifest(new_path)
+            manifest.write_manifest(new_path)
 
     @classmethod
     def read(cls, folder: Path) -> GateState | None:
@@ -78,9 +75,9 @@ class GateState:
         Raises:
             UserError: the checkpoint is damaged.
         """
-        if not is_complete(folder):
+        if not manifest.is_complete(folder):
             return None
-        check_manifest(folder, what="gates")
+        manifest.check_manifest(folder, what="gates")
         with safe_open(folder / _FILE, "pt") as file:
             header = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -94,7 +91,7 @@ class GateState:
             UserError: the checkpoint belongs to another model's gates.
         """
         if {name for name in self.tensors if "|" not in name} != set(parameters):
-            raise UserError(
+            raise errors.UserError(
                 "the saved gates belong to another model: give another folder for the checkpoint of the gates"
             )
         for name, parameter in parameters.items():

@@ -29,33 +29,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.kinds import GATE_UNIT
-from spkv_nas.artifacts.local_layers import candidate_layers, native_windows
-from spkv_nas.base.distributed import sum_over_processes
-from spkv_nas.base.memory import AdaptiveBatchSize
+from spkv_nas.artifacts import defaults, head_scores, kinds, local_layers
+from spkv_nas.base import distributed, memory
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import check_blocks
-from spkv_nas.model.attention import LayerState
+from spkv_nas.model import attention, windows
 from spkv_nas.model.loss import mean_divergence
-from spkv_nas.model.windows import default_window, full_attention
-from spkv_nas.probing.frozen import (
-    blocks_per_step,
-    check_finite,
-    frozen_within_memory,
-    learned_table,
-    ramp,
-    rank_tokens,
-    run_micro_batches,
-)
-from spkv_nas.probing.heads import check_window
-from spkv_nas.probing.mixture import Mixture
+from spkv_nas.probing import frozen, heads, mixture
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 
@@ -70,13 +54,13 @@ def head_gates(
     *,
     sinks: int | None = None,
     budget: int | str | None = None,
-    steps: int = HEAD_GATE_STEPS,
-    step_tokens: int = LEARNING_TOKENS,
+    steps: int = defaults.HEAD_GATE_STEPS,
+    step_tokens: int = defaults.LEARNING_TOKENS,
     seed: int = 0,
     name: str = "head-gates",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> HeadScores:
+) -> head_scores.HeadScores:
     """Learn a gate for every KV head on ``blocks``; the model is restored. Must be called on all ranks.
 
     Args:
@@ -96,41 +80,41 @@ def head_gates(
         UserError: the blocks are not longer than the window, or the model cannot be hooked.
     """
     check_blocks(model, blocks)
-    window = default_window(model, blocks.block_size) if window is None else window
+    window = windows.default_window(model, blocks.block_size) if window is None else window
     sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
-    check_window(blocks, window, sinks)
-    size = blocks_per_step(blocks, step_tokens)
+    heads.check_window(blocks, window, sinks)
+    size = frozen.blocks_per_step(blocks, step_tokens)
     with (
-        full_attention(model) as states,
-        frozen_within_memory(model, blocks.block_size, size, mixes=True) as micro_batch,
+        windows.full_attention(model) as states,
+        frozen.frozen_within_memory(model, blocks.block_size, size, mixes=True) as micro_batch,
     ):
         # One projected gradient step per batch
         learning, divergence = _Learning(states, budget, steps), math.nan
         for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
             gates = learning.of_all_layers(learning.gates).to(model.device).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
-                state.observer = Mixture.of(state, gate.to(model.dtype), window, sinks)
+                state.observer = mixture.Mixture.of(state, gate.to(model.dtype), window, sinks)
             divergence, gradient = _slope(model, states, gates, blocks, np.sort(block_indices), micro_batch)
-            check_finite("head gates: the loss", divergence, step, gradient)
+            frozen.check_finite("head gates: the loss", divergence, step, gradient)
             learning.step(step, gradient[learning.layers])
             if progress is not None:
                 progress(step, steps)
     # Build the table; its divergence is in nats per token, in the last step
     table_metadata = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
-    table_metadata |= {"divergence": float(f"{divergence:.4g}"), **native_windows(states)}
+    table_metadata |= {"divergence": float(f"{divergence:.4g}"), **local_layers.native_windows(states)}
     table_metadata |= {"sinks": sinks, **sink_facts} if sinks else {}
     facts: dict[str, Any] = {"name": name, "metadata": table_metadata, "tokens_seen": steps * size * blocks.block_size}
-    return learned_table("head-gates", GATE_UNIT, learning.mean.numpy(), blocks, window, **facts)
+    return frozen.learned_table("head-gates", kinds.GATE_UNIT, learning.mean.numpy(), blocks, window, **facts)
 
 
 def _slope(
     model: PreTrainedModel,
-    states: Sequence[LayerState],
-    gates: Tensor,
+    states: Sequence[attention.LayerState],
+    gates: torch.Tensor,
     blocks: TokenBlocks,
     block_indices: NDArray[np.int64],
-    micro_batch: AdaptiveBatchSize,
-) -> tuple[float, Tensor]:
+    micro_batch: memory.AdaptiveBatchSize,
+) -> tuple[float, torch.Tensor]:
     """Compute the KL divergence of a step and its gradient with respect to the gates; must be called on all ranks.
 
     Args:
@@ -145,7 +129,7 @@ def _slope(
         (divergence in nats per token, gradient float64 [layers, KV heads] on the CPU).
     """
 
-    def gradients(parts: Iterator[Tensor]) -> Tensor:
+    def gradients(parts: Iterator[torch.Tensor]) -> torch.Tensor:
         sums = torch.zeros(1 + gates.numel(), device=model.device)
         for tokens in parts:
             share = len(tokens) / len(block_indices)
@@ -155,13 +139,15 @@ def _slope(
         return sums
 
     # Sum over micro-batches and ranks
-    rank_sums = run_micro_batches(gradients, rank_tokens(blocks, block_indices, model.device), micro_batch)
-    sums = sum_over_processes(rank_sums).double().cpu()
+    rank_sums = frozen.run_micro_batches(
+        gradients, frozen.rank_tokens(blocks, block_indices, model.device), micro_batch
+    )
+    sums = distributed.sum_over_processes(rank_sums).double().cpu()
     return float(sums[0]), sums[1:].view(gates.shape)
 
 
 @contextmanager
-def _unobserved(states: Sequence[LayerState]) -> Iterator[None]:
+def _unobserved(states: Sequence[attention.LayerState]) -> Iterator[None]:
     """Remove the layers' observers inside the ``with`` block, so that attention is unchanged."""
     observers = [state.observer for state in states]
     for state in states:
@@ -183,9 +169,9 @@ class _Learning:
         total: float64 [layers with gates, KV heads], sum of the gates over the steps so far.
     """
 
-    def __init__(self, states: Sequence[LayerState], budget: int | str | None, steps: int) -> None:
+    def __init__(self, states: Sequence[attention.LayerState], budget: int | str | None, steps: int) -> None:
         """Start with equal gates that sum to ``budget``."""
-        self.layers, self._num_layers, self._steps = candidate_layers(states), len(states), steps
+        self.layers, self._num_layers, self._steps = local_layers.candidate_layers(states), len(states), steps
         grid = len(self.layers), states[0].num_kv_heads
         self.budget = parse_budget(budget, math.prod(grid))
         self.gates = torch.full(grid, self.budget / math.prod(grid), dtype=torch.float64)
@@ -194,17 +180,17 @@ class _Learning:
         self._square = 0.0
 
     @property
-    def mean(self) -> Tensor:
+    def mean(self) -> torch.Tensor:
         """Return the mean of the gates over all steps, float64 [all layers, KV heads]."""
         return self.of_all_layers(self.total / self._steps)
 
-    def of_all_layers(self, gates: Tensor) -> Tensor:
+    def of_all_layers(self, gates: torch.Tensor) -> torch.Tensor:
         """Return the gates of all layers, a copy, with 0 in layers that are local by design."""
         all_gates = torch.zeros(self._num_layers, gates.shape[1], dtype=gates.dtype)
         all_gates[self.layers] = gates
         return all_gates
 
-    def step(self, number: int, gradient: Tensor) -> None:
+    def step(self, number: int, gradient: torch.Tensor) -> None:
         """Apply update ``number``, counted from 1, with the ``gradient`` of the loss, of the shape of ``gates``."""
         # Momentum, and a running mean square over all heads
         self._direction.lerp_(gradient, 1.0 - _MOMENTUM)
@@ -212,11 +198,11 @@ class _Learning:
         scale = math.sqrt(self._square / (1.0 - _SCALE_MOMENTUM**number))
         # Step and projection onto the budget
         direction = self._direction / (1.0 - _MOMENTUM**number) / max(scale, np.finfo(np.float64).tiny)
-        self.gates = project(self.gates - _RATE * ramp(number - 1, self._steps) * direction, self.budget)
+        self.gates = project(self.gates - _RATE * frozen.ramp(number - 1, self._steps) * direction, self.budget)
         self.total += self.gates
 
 
-def project(values: Tensor, budget: float) -> Tensor:
+def project(values: torch.Tensor, budget: float) -> torch.Tensor:
     """Project ``values`` onto the points in [0, 1] that sum to ``budget`` (Euclidean projection).
 
     The projection subtracts a constant from all values and clamps them; bisection finds the constant, because the sum

@@ -17,12 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.head_tables import COLUMNS
-from spkv_nas.artifacts.kinds import SHARE, SHARE_UNIT
-from spkv_nas.base.distributed import sum_over_processes
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.statistics import jackknife_ratio
+from spkv_nas.artifacts import head_scores, head_tables, kinds
+from spkv_nas.base import distributed, errors, statistics
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import not_finite
 
@@ -34,7 +30,7 @@ def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
     if blocks.block_size <= window + sinks:
         sinks_text = f" and {sinks} sink token{'s' if sinks > 1 else ''}" if sinks else ""
         keys = f"{window} key{'s' if window > 1 else ''}"
-        raise UserError(
+        raise errors.UserError(
             f"blocks of {blocks.block_size} tokens have no keys beyond a window of {keys}{sinks_text}\n"
             "give a smaller --window, or a larger --block-size"
         )
@@ -114,7 +110,7 @@ class HeadSums:
 
     def add_up(self) -> None:
         """Sum over all ranks after the last ``add``; must be called on all ranks."""
-        self.sums, self.counts = sum_over_processes(self.sums), sum_over_processes(self.counts)
+        self.sums, self.counts = distributed.sum_over_processes(self.sums), distributed.sum_over_processes(self.counts)
 
     def means(self, sums: NDArray[np.float64] | None = None) -> list[HeadMeans]:
         """Return ``domain_means`` of the accumulated sums, or of ``sums`` [L, Hkv, documents] over the same tokens."""
@@ -137,7 +133,7 @@ def domain_means(blocks: TokenBlocks, sums: NDArray[np.float64], counts: NDArray
     for domain in blocks.domains:
         selected = (domain_of == domain) & (counts > 0)
         if selected.any():
-            mean, error = jackknife_ratio(sums[..., selected], counts[selected])
+            mean, error = statistics.jackknife_ratio(sums[..., selected], counts[selected])
             means.append(HeadMeans(mean, domain, int(counts[selected].sum()), int(selected.sum()), error))
     return means
 
@@ -151,9 +147,9 @@ def signal_table(
     tokens: int,
     name: str,
     metadata: Mapping[str, Any],
-    kind: str = SHARE,
-    unit: str = SHARE_UNIT,
-) -> HeadScores:
+    kind: str = kinds.SHARE,
+    unit: str = kinds.SHARE_UNIT,
+) -> head_scores.HeadScores:
     """Build the ``HeadScores`` table of a signal from its means by domain.
 
     Args:
@@ -171,19 +167,19 @@ def signal_table(
         UserError: a value is not finite.
     """
     # Reject NaN and infinity
-    low, high = (0.0, 1.0) if kind == SHARE else (-np.inf, np.inf)
+    low, high = (0.0, 1.0) if kind == kinds.SHARE else (-np.inf, np.inf)
     for part in means:
         wrong = np.argwhere(~np.isfinite(part.values))
         if len(wrong):
-            raise UserError(not_finite(f"the score '{signal}'", len(wrong), part.values.size, tuple(wrong[0])))
+            raise errors.UserError(not_finite(f"the score '{signal}'", len(wrong), part.values.size, tuple(wrong[0])))
     # One row per layer, KV head and domain
     parts = []
     for part in means:
         layer, head = (axis.ravel() for axis in np.indices(part.values.shape))
         error = np.nan if part.standard_error is None else part.standard_error.ravel()
         columns = (layer, head, part.values.ravel().clip(low, high), part.domain, part.num_tokens, part.num_documents)
-        parts.append(pd.DataFrame(dict(zip(COLUMNS, (*columns, error), strict=True))))
+        parts.append(pd.DataFrame(dict(zip(head_tables.COLUMNS, (*columns, error), strict=True))))
     rows = pd.concat(parts, ignore_index=True).sort_values(["layer", "kv_head"], kind="stable", ignore_index=True)
     facts = {"signal": signal, "kind": kind, "unit": unit, "source": metadata.get("model")}
     cost = {"passes": round(passes, 2), "tokens": tokens}
-    return HeadScores(name, rows, window=window, metadata={**facts, **cost, **metadata})
+    return head_scores.HeadScores(name, rows, window=window, metadata={**facts, **cost, **metadata})

@@ -29,7 +29,7 @@ from spkv_nas.probing.heads import check_window
 from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals import DENSITY, SIGNALS
 from spkv_nas.probing.sinks import choose_sinks
-from spkv_nas.probing.window_choice import context_length, measure_within
+from spkv_nas.probing.window_choice import measure_within
 
 _RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options of a signal
 
@@ -137,12 +137,15 @@ def measure_signal(
     if memory is None:
         table = measured(entry, blocks, first_window)
     else:
-        context = context_length(model, blocks) if context is None else context
-        fixed = first_window if entry.needs_gates else window
-        table = measure_within(
-            memory, context, model, blocks, entry, measured, window=fixed, sinks=number, progress=progress
-        )
-    sink_facts = {**({"sinks": number} if number else {}), **facts}
+        reach: dict[str, Any] = {"window": first_window if entry.needs_gates else window, "sinks": number}
+        table = measure_within(memory, context, model, blocks, entry, measured, **reach, progress=progress)
+    return _with_facts(table, entry, model, blocks, {**({"sinks": number} if number else {}), **facts})
+
+
+def _with_facts(
+    table: HeadScores, entry: Signal, model: PreTrainedModel, blocks: TokenBlocks, sink_facts: Mapping[str, Any]
+) -> HeadScores:
+    """Return a table with what its layouts and the size of their KV cache depend on, and its documents."""
     with full_attention(model) as states:
         windows = native_windows(states)
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}

@@ -26,33 +26,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import LEARNING_TOKENS, PRICED_STEPS
-from spkv_nas.artifacts.diagnosis import FROZEN
+from spkv_nas.artifacts import defaults, diagnosis
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.base.distributed import on_main, sum_gradients, sum_over_processes
+from spkv_nas.base import distributed, memory
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import check_blocks
-from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.density_tracker import DensityTracker
-from spkv_nas.model.device_map import check_placed
-from spkv_nas.model.gates import predictor_parameters
+from spkv_nas.model import attach, density_tracker, device_map, gates, model_shape, modes
 from spkv_nas.model.loss import mean_nll
-from spkv_nas.model.model_shape import model_size
-from spkv_nas.model.modes import evaluation_mode, set_price
 from spkv_nas.model.price import KeyBenefitEstimator, Price
-from spkv_nas.probing.frozen import (
-    blocks_per_step,
-    check_finite,
-    frozen_within_memory,
-    rank_tokens,
-    run_micro_batches,
-)
-from spkv_nas.probing.gate_state import GateState
+from spkv_nas.probing import frozen, gate_state
 
 _WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01
 _SAVE_EVERY = 20  # steps
@@ -79,7 +65,7 @@ class GateTraining:
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for ``probe.yaml``."""
         return {
-            "training": FROZEN,
+            "training": diagnosis.FROZEN,
             "training_steps": self.steps,
             "training_tokens": self.tokens,
             "price": float(f"{self.price:.4g}"),
@@ -91,8 +77,8 @@ def learn_gates(
     blocks: TokenBlocks,
     config: GateConfig,
     *,
-    steps: int = PRICED_STEPS,
-    step_tokens: int = LEARNING_TOKENS,
+    steps: int = defaults.PRICED_STEPS,
+    step_tokens: int = defaults.LEARNING_TOKENS,
     learning_rate: float | None = None,
     seed: int = 0,
     state: Path | None = None,
@@ -118,29 +104,29 @@ def learn_gates(
     if config.target_density is None and not config.price:
         raise UserError("gates on a frozen model need a target density, or a price above 0 (the sparsity penalty)")
     check_blocks(model, blocks)
-    check_placed(model)
+    device_map.check_placed(model)
 
     # Attach gates and restore the last checkpoint
-    size = blocks_per_step(blocks, step_tokens)
-    attach_gates(model, config, seed=seed)
-    rate = learning_rate or predictor_learning_rate(model_size(model).without_embeddings)
+    size = frozen.blocks_per_step(blocks, step_tokens)
+    attach.attach_gates(model, config, seed=seed)
+    rate = learning_rate or predictor_learning_rate(model_shape.model_size(model).without_embeddings)
     learning = _Learning(model, config, rate, steps)
-    predictors = predictor_parameters(model)
+    predictors = gates.predictor_parameters(model)
     with (
-        evaluation_mode(model),
-        frozen_within_memory(model, blocks.block_size, size, predictors, config) as micro_batch,
+        modes.evaluation_mode(model),
+        frozen.frozen_within_memory(model, blocks.block_size, size, predictors, config) as micro_batch,
     ):
         first = learning.restore(state)
         # Train on this rank's share of each batch
         for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed + 1)):
             if step < first:
                 continue
-            tokens = rank_tokens(blocks, np.sort(block_indices), model.device)
+            tokens = frozen.rank_tokens(blocks, np.sort(block_indices), model.device)
             learning.step(step, tokens, size, micro_batch)
             progress(step + 1, steps, f"density {learning.density:.2f}")
             if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
-                on_main(partial(learning.save, state, step + 1))
-    set_price(model, 0.0)
+                distributed.on_main(partial(learning.save, state, step + 1))
+    modes.set_price(model, 0.0)
     return GateTraining(steps, steps * size * blocks.block_size, learning.density, learning.last_price, first)
 
 
@@ -156,7 +142,7 @@ class _Learning:
         """Create the optimizer, the learning-rate schedule and the price controller."""
         self._model, self._config = model, config
         named = dict(model.named_parameters())
-        predictors = predictor_parameters(model)
+        predictors = gates.predictor_parameters(model)
         self._parameters = {name: parameter for name, parameter in named.items() if parameter in predictors}
         # Apply weight decay to matrices and kernels, not to biases
         groups = [
@@ -168,10 +154,10 @@ class _Learning:
         cosines = (math.cos(math.pi * step / steps) for step in range(steps))
         self._rates = [learning_rate * (_FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + cosine)) for cosine in cosines]
         self._price = None if config.target_density is None else Price(config.target_density)
-        self._tracker = DensityTracker(model)
+        self._tracker = density_tracker.DensityTracker(model)
         self.density = self.last_price = math.nan
 
-    def step(self, number: int, tokens: Tensor, num_blocks: int, micro_batch: AdaptiveBatchSize) -> None:
+    def step(self, number: int, tokens: Tensor, num_blocks: int, micro_batch: memory.AdaptiveBatchSize) -> None:
         """Apply update ``number``, counted from 0; must be called on all ranks.
 
         Args:
@@ -185,16 +171,16 @@ class _Learning:
 
         # Gradients, summed over ranks
         gradients = partial(self._add_gradients, num_blocks=num_blocks)
-        total, benefits = run_micro_batches(gradients, tokens, micro_batch)
-        check_finite("the training loss of the gates", float(sum_over_processes(total)), number)
-        sum_gradients(self._parameters.values())
+        total, benefits = frozen.run_micro_batches(gradients, tokens, micro_batch)
+        frozen.check_finite("the training loss of the gates", float(distributed.sum_over_processes(total)), number)
+        distributed.sum_gradients(self._parameters.values())
         # Adjust the price toward the target density
         measured = self._tracker.stop()
         assert measured is not None
         self.density = float(np.nanmean(measured))
         if price is not None:
             if benefits is not None:
-                price.begin(sum_over_processes(benefits))
+                price.begin(distributed.sum_over_processes(benefits))
             price.move(self.density, self._rates[number])
         # Update the predictors
         for group in self._optimizer.param_groups:
@@ -221,7 +207,7 @@ class _Learning:
             for tokens in parts:
                 # Weight loss and price by the share of this micro-batch
                 share = len(tokens) / num_blocks  # the last micro-batch may be smaller
-                set_price(self._model, self.last_price * share)
+                modes.set_price(self._model, self.last_price * share)
                 loss = mean_nll(self._model, tokens) * share
                 total += loss.detach()
                 torch.autograd.backward(loss)
@@ -234,11 +220,11 @@ class _Learning:
         numbers = {"density": self.density, "last_price": self.last_price}
         if self._price is not None:
             numbers |= {f"price.{key}": value for key, value in self._price.state().items()}
-        GateState.of(self._parameters, self._optimizer, step, numbers).write(folder)
+        gate_state.GateState.of(self._parameters, self._optimizer, step, numbers).write(folder)
 
     def restore(self, folder: Path | None) -> int:
         """Restore the checkpoint in ``folder``, if there is one, and return the number of finished steps."""
-        saved = None if folder is None else GateState.read(folder)
+        saved = None if folder is None else gate_state.GateState.read(folder)
         if saved is None:
             return 0
         saved.restore(self._parameters, self._optimizer)

@@ -26,10 +26,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.kinds import SHARE, SHARE_UNIT
-from spkv_nas.base.entry import Entry
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import entry, errors, limits
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.limits import MAX_SEED, MAX_STEPS, MAX_WINDOW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
     from spkv_nas.probing.heads import HeadMeans
 
 # Flags that several signals share
-STEPS = Flag("Training steps.", low=1, high=MAX_STEPS)
-SEED = Flag("Random seed.", low=0, high=MAX_SEED)
+STEPS = Flag("Training steps.", low=1, high=limits.MAX_STEPS)
+SEED = Flag("Random seed.", low=0, high=limits.MAX_SEED)
 BUDGET = Flag("Number of global KV heads, or a share such as 25%.", ("--budget", "-b"), "N|N%")
 Steps = Annotated[int, STEPS]
 Seed = Annotated[int, SEED]
@@ -65,7 +63,7 @@ class Work:
     effort: float = 1.0
 
 
-class Signal(Entry, ABC):
+class Signal(entry.Entry, ABC):
     """Score of every KV head, higher for heads that need global attention.
 
     Attributes:
@@ -156,6 +154,6 @@ def parse_sinks(text: str | None) -> int | None:
     """
     if text in (None, "auto"):
         return None
-    if not str(text).isdecimal() or int(str(text)) > MAX_WINDOW:
-        raise UserError(f"--sinks must be auto or a number of tokens up to {MAX_WINDOW}; found '{text}'")
+    if not str(text).isdecimal() or int(str(text)) > limits.MAX_WINDOW:
+        raise errors.UserError(f"--sinks must be auto or a number of tokens up to {limits.MAX_WINDOW}; found '{text}'")
     return int(str(text))

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from spkv_nas.artifacts import defaults, kinds
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.base import limits, registry
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MAX_SIZE, MAX_WHOLE
-from spkv_nas.base.registry import Registry
 from spkv_nas.probing.signal import GRANULARITIES, HEAD, Budget, Seed, Signal, Steps, Work
 from spkv_nas.proposal.budget import PAPER_BUDGET
 
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
 _TAU = Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")
 _ABLATION_TOKENS = Flag(
-    "Tokens for the add-one-head ablation that validates the ranking; 0 skips it.", low=0, high=MAX_WHOLE
+    "Tokens for the add-one-head ablation that validates the ranking; 0 skips it.", low=0, high=limits.MAX_WHOLE
 )
 _GRANULARITY = Flag("Choose single heads, or only whole layers.", metavar="head|layer", values=GRANULARITIES)
 _MAX_HEADS = Flag(
-    "Maximum number of heads to measure individually, in the layers that gain most.", low=1, high=MAX_SIZE
+    "Maximum number of heads to measure individually, in the layers that gain most.", low=1, high=limits.MAX_SIZE
 )
 
 
@@ -168,7 +167,7 @@ DENSITY = Density()
 HEAD_GATES = HeadGates()
 ADD_ONE_HEAD, LEAVE_ONE_OUT = AddOneHead(), LeaveOneOut()
 DUO = Duo()
-SIGNALS: Registry[Signal] = Registry(
+SIGNALS: registry.Registry[Signal] = registry.Registry(
     "spkv_nas.signals",
     "signal",
     Signal,  # type: ignore[type-abstract]

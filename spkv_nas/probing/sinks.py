@@ -23,15 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import SINK_TOKENS, STRONG_SINK
-from spkv_nas.artifacts.local_layers import candidate_layers
-from spkv_nas.base.distributed import on_main
-from spkv_nas.base.errors import UserError
+from spkv_nas.artifacts import defaults, local_layers
+from spkv_nas.base import distributed, errors
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.attention import attention_layers
-from spkv_nas.model.config_section import checkpoint_layout, gate_config
-from spkv_nas.model.windows import default_window, full_attention
+from spkv_nas.model import attention, config_section, windows
 from spkv_nas.probing.heads import attention_weights
 
 NUM_SINKS = (1, 2, 4)  # numbers of sink tokens to choose from
@@ -97,7 +93,7 @@ class SinkReport:
     @property
     def num_strong(self) -> int:
         """Return the number of KV heads with more than ``STRONG_SINK`` of their attention on the first four tokens."""
-        return int((self.kv_mass > STRONG_SINK).sum())
+        return int((self.kv_mass > defaults.STRONG_SINK).sum())
 
     @property
     def largest(self) -> MassiveActivation | None:
@@ -114,7 +110,7 @@ class SinkReport:
         """
         excess = self.excess[..., :_WITHIN]
         by_position = excess.mean((0, 1))
-        if by_position.sum() < _MIN_EXCESS and excess.sum(-1).max() <= STRONG_SINK:
+        if by_position.sum() < _MIN_EXCESS and excess.sum(-1).max() <= defaults.STRONG_SINK:
             return 0
         held = np.cumsum(by_position) / by_position.sum()
         return next((n for n in NUM_SINKS if n >= len(held) or held[n - 1] >= _MIN_HELD), NUM_SINKS[-1])
@@ -150,7 +146,7 @@ def choose_sinks(model: PreTrainedModel, blocks: TokenBlocks, window: int | None
         UserError: the model cannot be hooked, or its attention is not finite.
     """
     # Use the number of an existing layout or gates
-    layout, gates = checkpoint_layout(model), gate_config(model)
+    layout, gates = config_section.checkpoint_layout(model), config_section.gate_config(model)
     if layout is not None:
         return layout.sinks, {}
     if gates is not None and gates.sinks:
@@ -160,12 +156,12 @@ def choose_sinks(model: PreTrainedModel, blocks: TokenBlocks, window: int | None
         report = measure_sinks(model, blocks, window)
         return report.number, report.as_mapping()
 
-    return on_main(measure)
+    return distributed.on_main(measure)
 
 
 @torch.inference_mode()
 def measure_sinks(
-    model: PreTrainedModel, blocks: TokenBlocks, window: int | None = None, *, tokens: int = SINK_TOKENS
+    model: PreTrainedModel, blocks: TokenBlocks, window: int | None = None, *, tokens: int = defaults.SINK_TOKENS
 ) -> SinkReport:
     """Measure the attention on the first tokens of blocks, with every head open; the model is restored afterwards.
 
@@ -182,11 +178,11 @@ def measure_sinks(
     """
     # Choose the blocks and the queries that count
     blocks = blocks.spread(max(1, tokens // blocks.block_size))
-    window = default_window(model, blocks.block_size) if window is None else window
+    window = windows.default_window(model, blocks.block_size) if window is None else window
     start = max(1, min(window + _POSITIONS, blocks.block_size - 1))  # first query that counts
     num_positions = min(_POSITIONS, max(1, start + 1 - window))  # of keys outside the window of the first query
-    with full_attention(model) as states, _watch_activations(model) as activations:
-        candidates = candidate_layers(states)
+    with windows.full_attention(model) as states, _watch_activations(model) as activations:
+        candidates = local_layers.candidate_layers(states)
         # Queries beyond a native window do not see the first token
         stop = max(start, min(blocks.block_size, *(states[layer].checkpoint_window for layer in candidates)))
         sums = {layer: torch.zeros(0) for layer in candidates}  # [Hq, positions], summed over queries and blocks
@@ -201,7 +197,7 @@ def measure_sinks(
         1, len(queries) * blocks.num_blocks
     )
     if not np.isfinite(mass).all():
-        raise UserError(
+        raise errors.UserError(
             "the model's attention is not finite\nits weights are damaged or diverged, or its activations overflow in "
             "its dtype: load it in float32 (--dtype float32)"
         )
@@ -245,7 +241,7 @@ def _watch_activations(model: nn.Module) -> Iterator[dict[int, MassiveActivation
         return see
 
     # Hook the decoder layer around each attention layer
-    names = [name.rpartition(".")[0] for name in attention_layers(model)]
+    names = [name.rpartition(".")[0] for name in attention.attention_layers(model)]
     hooks = [model.get_submodule(name).register_forward_hook(watch(layer)) for layer, name in enumerate(names)]
     try:
         yield largest_by_layer

@@ -20,16 +20,14 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import cache_facts, config_layers
-from spkv_nas.base.device import dtype_name
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import device, errors
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import fitting_batch
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
-from spkv_nas.model.model_shape import config_shape
-from spkv_nas.model.windows import full_attention
+from spkv_nas.model import model_shape, windows
 from spkv_nas.probing.signal import Signal
 
 NARROWEST, WIDEST = 32, 1024  # windows that are tried
@@ -89,7 +87,7 @@ def context_length(model: PreTrainedModel, blocks: TokenBlocks) -> int:
 
 def measure_within(
     memory: str | float,
-    context: int,
+    context: int | None,
     model: PreTrainedModel,
     blocks: TokenBlocks,
     signal: Signal,
@@ -103,7 +101,7 @@ def measure_within(
 
     Args:
         memory: limit as ``cache_cost.memory_bytes`` takes it.
-        context: tokens of the sequence whose KV cache is limited.
+        context: tokens of the sequence whose KV cache is limited; None: ``context_length``.
         model: any supported decoder.
         blocks: text, part of whose documents are held out to choose the window.
         signal: signal to measure, for the number of global heads that the memory leaves if it takes a budget.
@@ -120,10 +118,11 @@ def measure_within(
         UserError: the memory leaves no global head, or no document can be held out.
     """
     # Find the windows, and the number of global heads that the memory leaves with each
-    with full_attention(model) as states:
+    context = context_length(model, blocks) if context is None else context
+    with windows.full_attention(model) as states:
         layers, num_kv_heads = config_layers([state.native_window for state in states]), states[0].num_kv_heads
-    num_heads, head_dim = len(layers) * num_kv_heads, config_shape(model.config).head_dim
-    sizes = (context, 1, window or NARROWEST, head_dim, dtype_name(model.dtype), sinks)
+    num_heads, head_dim = len(layers) * num_kv_heads, model_shape.config_shape(model.config).head_dim
+    sizes = (context, 1, window or NARROWEST, head_dim, device.dtype_name(model.dtype), sinks)
     cost = CacheCost(*sizes, **cache_facts(layers, num_kv_heads))
     limit, full = memory_bytes(memory, cost, num_heads), cost.full(num_heads)
     if window is None:
@@ -169,7 +168,7 @@ def candidate_windows(cost: CacheCost, num_heads: int, limit: int, block_size: i
     widest_of = {num_global(window): window for window in grid if window >= min(NARROWEST, widest)}
     pairs = sorted((window, number) for number, window in widest_of.items() if number >= 1)
     if not pairs:
-        raise UserError(
+        raise errors.UserError(
             f"{100 * limit / full:.3g} % of the KV cache leave no global head beside windows of "
             f"{min(NARROWEST, widest)} keys: give more memory, or a longer --context"
         )
@@ -264,7 +263,7 @@ def hold_out(blocks: TokenBlocks, tokens: int = HELD_OUT_TOKENS) -> tuple[TokenB
                 held.add(text)
                 wanted -= length
     if not held:
-        raise UserError(
+        raise errors.UserError(
             "the window is chosen on documents that the ranking has not seen, but no domain of this text has two: "
             "give more documents, or the window (--window)"
         )

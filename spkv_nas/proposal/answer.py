@@ -9,23 +9,18 @@ from pathlib import Path
 
 import pandas as pd
 
-from spkv_nas.artifacts.defaults import RECOMMENDED
-from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.locks import locked
+from spkv_nas.base import locks, replace, tables
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter
-from spkv_nas.base.replace import replacing
-from spkv_nas.base.tables import write_csv
 from spkv_nas.cost.cache_cost import EngineCost
+from spkv_nas.proposal import earlier, stability, strategies
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST, Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
-from spkv_nas.proposal.earlier import keep_other_budget, replaced_layouts
 from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, find_solutions
-from spkv_nas.proposal.stability import Bootstrap, Certainty, bootstrap
-from spkv_nas.proposal.strategies import DENSEST, RANDOM, STRATEGIES, strategy_of
 from spkv_nas.proposal.strategy import NUM_RANDOM
 
 _COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
@@ -44,10 +39,10 @@ class Answer:
         solutions: further layouts that differ from the best in many heads; None where they were not requested.
     """
 
-    table: HeadScores
+    table: head_scores.HeadScores
     layouts: dict[str, Layout]
     rows: pd.DataFrame
-    certainty: Certainty | None
+    certainty: stability.Certainty | None
     solutions: Solutions | None = None
 
 
@@ -60,7 +55,7 @@ class RandomSpread:
 
 
 def propose_for(
-    table: HeadScores,
+    table: head_scores.HeadScores,
     requirements: Requirements | None = None,
     budget: int | str | None = None,
     *,
@@ -68,7 +63,7 @@ def propose_for(
     window: int | None = None,
     seed: int = 0,
     num_random: int = NUM_RANDOM,
-    others: Sequence[HeadScores] = (),
+    others: Sequence[head_scores.HeadScores] = (),
     solutions: SeveralSolutions | None = None,
     progress: Progress | None = None,
 ) -> Answer:
@@ -102,21 +97,21 @@ def propose_for(
     heads = next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
     # Choose heads by every strategy and by other signals
     layouts = propose(table, heads, window=window, seed=seed, num_random=num_random)
-    window = layouts[DENSEST.name].window
+    window = layouts[strategies.DENSEST.name].window
     layouts |= {
         other.signal: densest_layout(other, heads, name=other.signal, window=window) for other in others
     } | solved
     # Bootstrap confidence intervals over the probe's documents
-    resampled = bootstrap(table)
+    resampled = stability.bootstrap(table)
     certainty = None
     if resampled is not None:
         certain = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
-        certainty = Certainty.of(resampled, layouts, heads, certain)
+        certainty = stability.Certainty.of(resampled, layouts, heads, certain)
     rows = coverage_table(table, layouts, heads, resampled, requirements.constraints)
     if isinstance(cost, EngineCost):
         _add_memory(rows, layouts, cost)
     # Find further layouts if they are requested
-    best = next(iter(solved.values()), layouts[DENSEST.name])
+    best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
     several = find_solutions(table, requirements, limit, best, solutions, resampled=resampled) if solutions else None
     return Answer(table, layouts, rows, certainty, several)
 
@@ -129,10 +124,10 @@ def _add_memory(rows: pd.DataFrame, layouts: Mapping[str, Layout], cost: EngineC
 
 
 def coverage_table(
-    table: HeadScores,
+    table: head_scores.HeadScores,
     layouts: Mapping[str, Layout],
     heads: int,
-    resampled: Bootstrap | None = None,
+    resampled: stability.Bootstrap | None = None,
     constraints: Constraints | None = None,
 ) -> pd.DataFrame:
     """Tabulate the layouts, best coverage first and those above the budget last.
@@ -189,7 +184,7 @@ def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
 
 def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
     """Return mean and deviation of the random layouts in a ``coverage_table``; None if there are none."""
-    values = rows.loc[[strategy_of(name) is RANDOM for name in rows["strategy"]], "coverage"]
+    values = rows.loc[[strategies.strategy_of(name) is strategies.RANDOM for name in rows["strategy"]], "coverage"]
     if values.empty:
         return None
     return RandomSpread(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0)
@@ -208,27 +203,27 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
         reporter: warned of the layouts that are replaced.
     """
     names = [f"{check_name(name, 'the layout')}.yaml" for name in answer.layouts]
-    budget = answer.layouts[DENSEST.name].num_global
-    with locked(folder, "writes layouts", reporter.announce):
+    budget = answer.layouts[strategies.DENSEST.name].num_global
+    with locks.locked(folder, "writes layouts", reporter.announce):
         # List the files that may be replaced or removed
-        draws = [f"{strategy.name}-*.yaml" for strategy in STRATEGIES if strategy.is_random]
+        draws = [f"{strategy.name}-*.yaml" for strategy in strategies.STRATEGIES if strategy.is_random]
         random = [file.name for pattern in draws for file in folder.glob(pattern)]
-        optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, RECOMMENDED)]
+        optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, defaults.RECOMMENDED)]
         stale = [*random, *optional, _HEADS]
         files = {*names, *stale, _COVERAGE, _CURVE}
         # Keep or report an earlier proposal
-        if not keep_other_budget(folder, files, budget, reporter) and (
-            replaced := replaced_layouts(folder, answer.layouts, files)
+        if not earlier.keep_other_budget(folder, files, budget, reporter) and (
+            replaced := earlier.replaced_layouts(folder, answer.layouts, files)
         ):
             reporter.caution(f"replaced earlier layouts for {budget} global heads in {folder}: {', '.join(replaced)}")
         # Write layouts and tables
-        with replacing(folder, stale=stale) as new:
+        with replace.replacing(folder, stale=stale) as new:
             for name, layout in zip(names, answer.layouts.values(), strict=True):
                 layout.write(new / name)
-            write_csv(new / _COVERAGE, answer.rows, digits=None)
-            write_csv(new / _CURVE, coverage_curve(answer.table))
+            tables.write_csv(new / _COVERAGE, answer.rows, digits=None)
+            tables.write_csv(new / _CURVE, coverage_curve(answer.table))
             if answer.certainty is not None:
-                write_csv(new / _HEADS, answer.certainty.heads(answer.table))
+                tables.write_csv(new / _HEADS, answer.certainty.heads(answer.table))
 
 
 def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
@@ -250,7 +245,7 @@ def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
 
 def _budget_note(layout: Layout, heads: int) -> str:
     """Explain why the layout of a strategy has another number of global heads than the budget."""
-    strategy = strategy_of(layout.strategy)
+    strategy = strategies.strategy_of(layout.strategy)
     if strategy is None or not strategy.whole_layers:
         return f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}"
     return (

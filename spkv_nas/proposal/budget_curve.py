@@ -14,17 +14,13 @@ import pandas as pd
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.locks import locked
+from spkv_nas.base import locks, tables, workspace
 from spkv_nas.base.progress import SILENT, Progress, Reporter
-from spkv_nas.base.tables import write_csv
-from spkv_nas.base.workspace import BUDGETS
+from spkv_nas.proposal import earlier, propose, strategies
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
-from spkv_nas.proposal.earlier import replace_layouts
-from spkv_nas.proposal.propose import densest_layout, resolve_tau
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import Bootstrap, bootstrap, knee
-from spkv_nas.proposal.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def curve_for(
         UserError: as ``parse_budgets``, ``resolve_tau`` and ``budget_curve``.
     """
     budgets = parse_budgets(budget, table.num_candidates)
-    table = resolve_tau(table, tau, budgets[0])
+    table = propose.resolve_tau(table, tau, budgets[0])
     return budget_curve(
         table, requirements or Requirements(), budgets, resampled=bootstrap(table), window=window, progress=progress
     )
@@ -156,9 +152,9 @@ def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT)
         curve: the curve to write.
         reporter: warned of the layouts that are replaced.
     """
-    with locked(folder, "writes layouts", reporter.announce):
-        replace_layouts(folder / BUDGETS, curve.layouts, reporter)
-        write_csv(folder / "budgets.csv", curve.rows, digits=10)
+    with locks.locked(folder, "writes layouts", reporter.announce):
+        earlier.replace_layouts(folder / workspace.BUDGETS, curve.layouts, reporter)
+        tables.write_csv(folder / "budgets.csv", curve.rows, digits=10)
 
 
 def _layouts(
@@ -169,7 +165,7 @@ def _layouts(
         if requirements.is_solved:
             layout = requirements.solve(table, Limit(budget), window)
         else:
-            layout = densest_layout(table, budget, window=window)
+            layout = propose.densest_layout(table, budget, window=window)
         yield budget, replace(layout, strategy=f"{layout.strategy}-{budget}")
 
 
@@ -183,7 +179,7 @@ def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:
     curve = coverage_curve(table)
     total = table.density.sum()
     # Add the patterns of whole layers, at the budgets that they can have
-    for pattern in (strategy for strategy in STRATEGIES if strategy.whole_layers):
+    for pattern in (strategy for strategy in strategies.STRATEGIES if strategy.whole_layers):
         curve[pattern.name] = np.nan
         for layers in range(1, table.num_layers + 1):
             mask = pattern.choose(table, layers * table.num_kv_heads)

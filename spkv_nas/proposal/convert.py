@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, version
 from spkv_nas.base.files import write_atomic, write_json
 from spkv_nas.base.replace import new_folder, replacing
-from spkv_nas.base.version import __version__
 from spkv_nas.proposal.foreign_formats import CONFIG_NAME, TSV_NAME, ForeignScores, read_scores
 
-_CREATED_BY = f"spkv-nas {__version__}"
+_CREATED_BY = f"spkv-nas {version.__version__}"
 
 
 def convert(
@@ -58,13 +57,13 @@ def convert(
     options = {"budget": budget, "sparsity": sparsity, "threshold": threshold}
     chosen = {name: value for name, value in options.items() if value is not None}
     if window is not None and window < 1:
-        raise UserError(f"--window is {window}; it must be at least 1, because it includes the query's own key")
+        raise errors.UserError(f"--window is {window}; it must be at least 1, because it includes the query's own key")
     # Read the source
     layout = Layout.read(source) if _is_layout(source) else None
     if layout is None:
         scores, notes = _with_sizes(read_scores(source), window, sinks)
     elif chosen:
-        raise UserError(
+        raise errors.UserError(
             f"{source} is a layout, whose global heads are already chosen: "
             f"--{next(iter(chosen))} applies only to scores"
         )
@@ -129,7 +128,7 @@ def _target_files(target: Path) -> list[Path]:
     elif target.name == TSV_NAME:
         files = [target, target.parent / CONFIG_NAME]
     elif target.suffix[1:].isalpha() and not target.is_dir():
-        raise UserError(
+        raise errors.UserError(
             f"{target}: unknown output format; name a .yaml file (layout), a .tsv file (PruLong mask) or a folder "
             "(DuoAttention)"
         )
@@ -137,7 +136,7 @@ def _target_files(target: Path) -> list[Path]:
         files = [target / TSV_NAME, target / CONFIG_NAME]
     for file in files:
         if file.exists():
-            raise UserError(f"{file} already exists: choose another name")
+            raise errors.UserError(f"{file} already exists: choose another name")
     return files
 
 

@@ -13,17 +13,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.grid import check_grid
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.histogram import rounded_tau
+from spkv_nas.artifacts import grid, head_scores, histogram, selection
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.selection import SELECTION
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.version import __version__
+from spkv_nas.base import errors, version
 from spkv_nas.proposal.strategy import densest_first
 
 
-def coverage(table: HeadScores, layout: Layout) -> float:
+def coverage(table: head_scores.HeadScores, layout: Layout) -> float:
     """Return a layout's coverage: sum of density over its global heads / sum over all heads, in [0, 1].
 
     Densities are those at the table's threshold; the layout's provenance is ignored. For layouts in files,
@@ -32,18 +28,18 @@ def coverage(table: HeadScores, layout: Layout) -> float:
     Raises:
         UserError: the layout's grid differs from the table's, or every density is 0.
     """
-    check_grid(f"layout '{layout.strategy}'", layout.grid, f"the density table '{table.name}'", table.grid)
+    grid.check_grid(f"layout '{layout.strategy}'", layout.grid, f"the density table '{table.name}'", table.grid)
     return _covered(table, layout.global_mask)
 
 
-def densest_candidates(table: HeadScores) -> NDArray[np.intp]:
+def densest_candidates(table: head_scores.HeadScores) -> NDArray[np.intp]:
     """Return flat head indices [L * Hkv], by descending density; heads that are local by design come last."""
     order = densest_first(table.values)
     is_candidate = np.isin(order // table.num_kv_heads, table.layers)
     return np.concatenate([order[is_candidate], order[~is_candidate]])
 
 
-def densest_coverage(table: HeadScores) -> list[float]:
+def densest_coverage(table: head_scores.HeadScores) -> list[float]:
     """Return the coverage of the 1, 2, ... densest heads. Raises ``UserError`` if every density is 0."""
     mask, covered = np.zeros(table.num_heads, dtype=np.bool_), []
     for head in densest_candidates(table):
@@ -52,7 +48,7 @@ def densest_coverage(table: HeadScores) -> list[float]:
     return covered
 
 
-def domain_coverage(table: HeadScores, layout: Layout) -> dict[str, float]:
+def domain_coverage(table: head_scores.HeadScores, layout: Layout) -> dict[str, float]:
     """Return a layout's coverage by domain; NaN for a domain whose densities are all 0."""
     covered = {}
     for domain in table.domains:
@@ -62,7 +58,7 @@ def domain_coverage(table: HeadScores, layout: Layout) -> dict[str, float]:
     return covered
 
 
-def coverage_curve(table: HeadScores) -> pd.DataFrame:
+def coverage_curve(table: head_scores.HeadScores) -> pd.DataFrame:
     """Return the best possible and the expected random coverage by budget, columns budget, densest, random.
 
     Raises:
@@ -75,35 +71,35 @@ def coverage_curve(table: HeadScores) -> pd.DataFrame:
     )
 
 
-def _covered(table: HeadScores, mask: NDArray[np.bool_]) -> float:
+def _covered(table: head_scores.HeadScores, mask: NDArray[np.bool_]) -> float:
     """Return the coverage of the heads in a bool mask [L, Hkv]."""
     return float(table.density[mask].sum() / _total(table))
 
 
-def _total(table: HeadScores) -> float:
+def _total(table: head_scores.HeadScores) -> float:
     """Return the sum of densities. Raises ``UserError`` if it is 0."""
     total = float(table.density.sum())
     if total == 0.0:
-        raise UserError(
+        raise errors.UserError(
             f"every head density of table '{table.name}' is 0 at tau = {table.tau:g}, so coverage is undefined\n"
             "choose a smaller tau"
         )
     return total
 
 
-def provenance(table: HeadScores, layout: Layout, budget: float, seed: int | None = None) -> dict[str, Any]:
+def provenance(table: head_scores.HeadScores, layout: Layout, budget: float, seed: int | None = None) -> dict[str, Any]:
     """Return the provenance to record in a layout file: probe, budget, coverage, threshold, seed, version."""
     origin = {
         "probe": table.name,
         "probe_hash": table.content_hash,
         "budget": budget,
         "coverage": round(coverage(table, layout), 4),
-        "tau": rounded_tau(table.tau) if table.is_density else None,
+        "tau": histogram.rounded_tau(table.tau) if table.is_density else None,
         "seed": seed,
-        "created_by": f"spkv-nas {__version__}",
+        "created_by": f"spkv-nas {version.__version__}",
     }
     if table.selection is not None:
-        origin[SELECTION] = table.selection
+        origin[selection.SELECTION] = table.selection
     if not table.is_density:
         origin |= {"signal": table.signal, "source": table.metadata.get("source")}
     return origin

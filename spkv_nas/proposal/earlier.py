@@ -8,13 +8,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.names import check_name
-from spkv_nas.base.progress import Reporter
-from spkv_nas.base.replace import replacing, settle
+from spkv_nas.base import errors, names, progress, replace
 
 
-def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporter: Reporter) -> bool:
+def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporter: progress.Reporter) -> bool:
     """Copy an earlier proposal to ``<folder>/<its budget>-heads/`` if its number of global heads differs.
 
     Args:
@@ -26,13 +23,13 @@ def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporte
     Returns:
         True if there was such a proposal.
     """
-    settle(folder)
+    replace.settle(folder)
     earlier = _read(folder / "densest.yaml")
     if earlier is None or (earlier_budget := _budget(earlier)) == budget:
         return False
     # Copy its files to a folder of their own
     kept_folder = folder / f"{earlier_budget}-heads"
-    with replacing(kept_folder, stale=[file.name for file in kept_folder.glob("*") if file.is_file()]) as new:
+    with replace.replacing(kept_folder, stale=[file.name for file in kept_folder.glob("*") if file.is_file()]) as new:
         for name in files:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, new / name)
@@ -56,7 +53,7 @@ def replaced_layouts(folder: Path, layouts: Mapping[str, Layout], files: Collect
     ]
 
 
-def replace_layouts(folder: Path, layouts: Mapping[str, Layout], reporter: Reporter) -> None:
+def replace_layouts(folder: Path, layouts: Mapping[str, Layout], reporter: progress.Reporter) -> None:
     """Write ``<name>.yaml`` per layout in place of all layouts of a folder; the caller holds the lock above it.
 
     Args:
@@ -67,9 +64,9 @@ def replace_layouts(folder: Path, layouts: Mapping[str, Layout], reporter: Repor
     stale = [file.name for file in folder.glob("*.yaml")]
     if replaced := replaced_layouts(folder, layouts, stale):
         reporter.caution(f"replaced earlier layouts in {folder}: {', '.join(replaced)}")
-    with replacing(folder, stale=stale) as new:
+    with replace.replacing(folder, stale=stale) as new:
         for name, layout in layouts.items():
-            layout.write(new / f"{check_name(name, 'the layout')}.yaml")
+            layout.write(new / f"{names.check_name(name, 'the layout')}.yaml")
 
 
 def _budget(layout: Layout) -> int:
@@ -86,5 +83,5 @@ def _read(file: Path) -> Layout | None:
         warnings.simplefilter("ignore", UserWarning)  # edited by hand: irrelevant, it is about to be replaced
         try:
             return Layout.read(file)
-        except UserError:
+        except errors.UserError:
             return None

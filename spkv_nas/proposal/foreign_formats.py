@@ -40,13 +40,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts import head_scores, head_tables, kinds
 from spkv_nas.artifacts.grid import check_grid
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.head_tables import COLUMNS
-from spkv_nas.artifacts.kinds import SHARE
-from spkv_nas.base.errors import UserError, shortened
-from spkv_nas.base.files import is_file, is_folder, read_json, read_text
-from spkv_nas.base.limits import MAX_WINDOW
+from spkv_nas.base import errors, files, limits
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.strategy import densest
 
@@ -80,14 +76,14 @@ class ForeignScores:
         """Return true if every value is 0 or 1, so that the global heads are already chosen."""
         return bool(np.isin(self.values, (0.0, 1.0)).all())
 
-    def table(self, name: str) -> HeadScores:
+    def table(self, name: str) -> head_scores.HeadScores:
         """Return the scores as a head-score table for ``propose``; ``metadata`` records their origin and file."""
         layer, head = (axis.ravel() for axis in np.indices(self.values.shape))
         rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": self.values.ravel()}).assign(
             domain="all", num_tokens=1, num_documents=0, standard_error=math.nan
         )
-        metadata = {"signal": self.origin, "kind": SHARE, "source": self.source, "sinks": self.sink_size or 0}
-        return HeadScores(name, rows[list(COLUMNS)], window=self.window, metadata=metadata)
+        metadata = {"signal": self.origin, "kind": kinds.SHARE, "source": self.source, "sinks": self.sink_size or 0}
+        return head_scores.HeadScores(name, rows[list(head_tables.COLUMNS)], window=self.window, metadata=metadata)
 
     def choose(
         self, *, budget: int | str | None = None, sparsity: float | None = None, threshold: float | None = None
@@ -106,19 +102,19 @@ class ForeignScores:
         options = {"budget": budget, "sparsity": sparsity, "threshold": threshold}
         set_options = [f"--{name}" for name, value in options.items() if value is not None]
         if len(set_options) > 1:
-            raise UserError(
+            raise errors.UserError(
                 f"give only one of {', '.join(set_options)}: each of them determines which heads are global"
             )
         for name, value in (("sparsity", sparsity), ("threshold", threshold)):
             if value is not None and not 0.0 <= value <= 1.0:
-                raise UserError(f"--{name} must lie in [0, 1]; found {value:g}")
+                raise errors.UserError(f"--{name} must lie in [0, 1]; found {value:g}")
         # Choose the heads
         if budget is not None:
             return densest(self.values, parse_budget(budget, self.values.size))
         if sparsity is not None:
             return densest(self.values, self.values.size - num_local(sparsity, self.values.size))
         if threshold is None and not self.is_mask:
-            raise UserError(
+            raise errors.UserError(
                 f"{self.source} holds scores between 0 and 1, so the global heads are not chosen yet\n"
                 "give --budget N, --sparsity S or --threshold T (DuoAttention and PruLong use a threshold of 0.5)"
             )
@@ -142,12 +138,12 @@ def read_scores(path: Path) -> ForeignScores:
         UserError: the file is invalid (names file, line and column), or its grid differs from the config's.
     """
     if path.suffix == ".csv":
-        table = HeadScores.read(path)
+        table = head_scores.HeadScores.read(path)
         return ForeignScores(table.density, "density", str(path), table.window, table.sinks)
     # Read the values
-    file = path / TSV_NAME if is_folder(path) else path
+    file = path / TSV_NAME if files.is_folder(path) else path
     if file.suffix != ".tsv":
-        raise UserError(
+        raise errors.UserError(
             f"{path} is neither a layout (.yaml), nor head scores (.tsv, .csv), nor a folder with {TSV_NAME}"
         )
     values = _read_values(file)
@@ -165,7 +161,7 @@ def read_scores(path: Path) -> ForeignScores:
     )
 
 
-def read_score_table(path: Path) -> HeadScores:
+def read_score_table(path: Path) -> head_scores.HeadScores:
     """Read a ``.tsv`` as a table named after the file, or after the folder of a ``full_attention_heads`` file."""
     named_by_folder = path.stem.startswith("full_attention_heads")
     return read_scores(path).table(path.resolve().parent.name if named_by_folder else path.stem)
@@ -174,15 +170,15 @@ def read_score_table(path: Path) -> HeadScores:
 def _read_values(file: Path) -> NDArray[np.float64]:
     """Read values [L, Hkv] in [0, 1]. Raises ``UserError`` that names line and column."""
     where = f"head scores {file}"
-    text = read_text(file, "head scores")
+    text = files.read_text(file, "head scores")
     # Split the lines into cells, leaving out comments
     lines = [(i, line.split("\t")) for i, line in enumerate(text.split("\n"), 1) if line.strip() and line[0] != "#"]
     if not lines:
-        raise UserError(f"{where}: the file is empty; expected one line per layer with one value per KV head")
+        raise errors.UserError(f"{where}: the file is empty; expected one line per layer with one value per KV head")
     # Check that all lines have equally many values
     for line, cells in lines:
         if len(cells) != len(lines[0][1]):
-            raise UserError(
+            raise errors.UserError(
                 f"{where}, line {line}: expected {len(lines[0][1])} values, as in the first line; found {len(cells)}"
             )
     return np.array(
@@ -198,20 +194,20 @@ def _number(cell: str, where: str) -> float:
         value = math.nan
     if not -_OVERSHOOT <= value <= 1.0 + _OVERSHOOT:
         shown = cell if len(cell) <= 20 else cell[:20] + "..."
-        raise UserError(f"{where}: expected tab-separated numbers in [0, 1]; found {shown!r}")
+        raise errors.UserError(f"{where}: expected tab-separated numbers in [0, 1]; found {shown!r}")
     return min(max(value, 0.0), 1.0)
 
 
 def _read_config(file: Path) -> dict[str, int]:
     """Read the sizes in a ``config.json``, without null ones; empty if there is no file."""
-    if not is_file(file):
+    if not files.is_file(file):
         return {}
-    data = read_json(file, "config")
+    data = files.read_json(file, "config")
     sizes = {key: data[key] for key in _SIZE_KEYS if data.get(key) is not None}
     for key, value in sizes.items():
-        if type(value) is not int or not _SIZE_KEYS[key] <= value <= MAX_WINDOW:
-            shown = shortened(repr(value), 40)
-            raise UserError(
+        if type(value) is not int or not _SIZE_KEYS[key] <= value <= limits.MAX_WINDOW:
+            shown = errors.shortened(repr(value), 40)
+            raise errors.UserError(
                 f"config {file}: '{key}' must be a whole number of at least {_SIZE_KEYS[key]}; found {shown}"
             )
     return sizes

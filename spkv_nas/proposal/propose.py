@@ -14,9 +14,8 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.proposal import coverage, strategies
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.proposal.coverage import provenance
-from spkv_nas.proposal.strategies import DENSEST, STRATEGIES
 from spkv_nas.proposal.strategy import NUM_RANDOM, Strategy, densest_first
 
 MATCH_BUDGET = "match-budget"  # value of --tau: the threshold whose mean density equals the budget's share of heads
@@ -63,7 +62,7 @@ def propose(
     # Choose heads by every strategy; the layouts of a random one take consecutive seeds
     return {
         name: layout_by(strategy, table, heads, name=name, window=window, seed=seed + number)
-        for strategy in STRATEGIES
+        for strategy in strategies.STRATEGIES
         for number, name in enumerate(strategy.names(num_random))
     }
 
@@ -106,7 +105,7 @@ def layout_by(
     if window is None:
         window = table.window or DEFAULT_WINDOW
     layout = Layout.from_mask(mask, window=window, strategy=name or strategy.name, sinks=table.sinks)
-    return replace(layout, provenance=provenance(table, layout, heads, seed if strategy.is_random else None))
+    return replace(layout, provenance=coverage.provenance(table, layout, heads, seed if strategy.is_random else None))
 
 
 def _candidates(table: HeadScores) -> HeadScores:
@@ -123,7 +122,7 @@ def _candidates(table: HeadScores) -> HeadScores:
 
 def densest_layout(table: HeadScores, heads: int, *, name: str | None = None, window: int | None = None) -> Layout:
     """Return the layout of the heads of highest score; see ``layout_by``."""
-    return layout_by(DENSEST, table, heads, name=name, window=window)
+    return layout_by(strategies.DENSEST, table, heads, name=name, window=window)
 
 
 def with_sinks(table: HeadScores, sinks: int | None) -> HeadScores:

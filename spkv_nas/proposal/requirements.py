@@ -17,11 +17,10 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost, memory_bytes
 from spkv_nas.engines.cache import Serving
+from spkv_nas.proposal import integer_program, stability
 from spkv_nas.proposal.budget import is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve, solve_apart
-from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import MATCH_BUDGET
-from spkv_nas.proposal.stability import Bootstrap
 
 Float = NDArray[np.float64]
 _RESAMPLE_GAP, _ROUGH_GAP = 1e-4, 1e-3  # relative MIP gap per bootstrap resample; the second if robust and many heads
@@ -227,10 +226,10 @@ class Requirements:
             sentence += f"\n{larger} global heads take no more memory there than {num_global}"
         return sentence
 
-    def probability(self, resampled: Bootstrap, limit: Limit, *, progress: Progress | None = None) -> Float:
+    def probability(self, resampled: stability.Bootstrap, limit: Limit, *, progress: Progress | None = None) -> Float:
         """Return [L, Hkv], the share of bootstrap resamples whose solution makes a head global."""
         table = resampled.table
-        problem = Problem(table.grid, self.constraints.on(table).named, limit.budget, limit.weights)
+        problem = integer_program.Problem(table.grid, self.constraints.on(table).named, limit.budget, limit.weights)
         gap = _ROUGH_GAP if self.robust and table.num_heads > _LARGE else _RESAMPLE_GAP
 
         def choose(density: Float) -> NDArray[np.bool_]:

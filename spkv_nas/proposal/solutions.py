@@ -14,21 +14,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.defaults import SOLUTIONS_APART
-from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.layout import Difference, Layout
+from spkv_nas.base import limits, locks, progress, tables, workspace
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_REPEATS, MAX_WHOLE
-from spkv_nas.base.locks import locked
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.tables import write_csv
-from spkv_nas.base.workspace import SOLUTIONS
+from spkv_nas.proposal import earlier, stability
 from spkv_nas.proposal.coverage import coverage, domain_coverage
-from spkv_nas.proposal.earlier import replace_layouts
 from spkv_nas.proposal.requirements import Limit, Requirements
-from spkv_nas.proposal.stability import Bootstrap
 
-SOLUTIONS_TABLE = f"{SOLUTIONS}.csv"
+SOLUTIONS_TABLE = f"{workspace.SOLUTIONS}.csv"
 
 
 @dataclass(frozen=True)
@@ -44,11 +38,11 @@ class SeveralSolutions:
     """
 
     number: int
-    apart: int = SOLUTIONS_APART
+    apart: int = defaults.SOLUTIONS_APART
 
     def __post_init__(self) -> None:
         """Check both numbers."""
-        if not 2 <= self.number <= MAX_REPEATS or not 1 <= self.apart <= MAX_WHOLE:
+        if not 2 <= self.number <= limits.MAX_REPEATS or not 1 <= self.apart <= limits.MAX_WHOLE:
             raise UserError(f"solutions must be at least 2 and apart at least 1; found {self.number} and {self.apart}")
 
     @classmethod
@@ -57,7 +51,7 @@ class SeveralSolutions:
         number, colon, apart = text.partition(":apart=")
         if not number.isdecimal() or (colon and not apart.isdecimal()):
             raise UserError(f"--solutions '{text}': expected a number, such as 5, or 5:apart=3")
-        return cls(int(number), int(apart) if colon else SOLUTIONS_APART)
+        return cls(int(number), int(apart) if colon else defaults.SOLUTIONS_APART)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +85,13 @@ class Solutions:
 
 
 def find_solutions(
-    table: HeadScores,
+    table: head_scores.HeadScores,
     requirements: Requirements,
     limit: Limit,
     first: Layout,
     request: SeveralSolutions,
     *,
-    resampled: Bootstrap | None = None,
+    resampled: stability.Bootstrap | None = None,
 ) -> Solutions:
     """Find the layouts of highest coverage that differ from each other in at least so many heads.
 
@@ -129,7 +123,7 @@ def find_solutions(
     return Solutions(request, layouts, _rows(table, layouts, resampled, robust=requirements.robust))
 
 
-def write_solutions(folder: Path, solutions: Solutions, reporter: Reporter = SILENT) -> None:
+def write_solutions(folder: Path, solutions: Solutions, reporter: progress.Reporter = progress.SILENT) -> None:
     """Write ``solutions.csv`` and ``solutions/<strategy>-solution-<number>.yaml``, in place of earlier ones.
 
     Args:
@@ -137,13 +131,13 @@ def write_solutions(folder: Path, solutions: Solutions, reporter: Reporter = SIL
         solutions: the layouts.
         reporter: warned of the layouts that are replaced.
     """
-    with locked(folder, "writes layouts", reporter.announce):
-        replace_layouts(folder / SOLUTIONS, solutions.layouts, reporter)
-        write_csv(folder / SOLUTIONS_TABLE, solutions.rows, digits=10)
+    with locks.locked(folder, "writes layouts", reporter.announce):
+        earlier.replace_layouts(folder / workspace.SOLUTIONS, solutions.layouts, reporter)
+        tables.write_csv(folder / SOLUTIONS_TABLE, solutions.rows, digits=10)
 
 
 def _rows(
-    table: HeadScores, layouts: Mapping[str, Layout], resampled: Bootstrap | None, *, robust: bool
+    table: head_scores.HeadScores, layouts: Mapping[str, Layout], resampled: stability.Bootstrap | None, *, robust: bool
 ) -> pd.DataFrame:
     """Tabulate the layouts, see ``Solutions``."""
     # Compare every layout with the best one
@@ -175,6 +169,6 @@ def _rows(
     return pd.DataFrame(rows)
 
 
-def _objective(table: HeadScores, layout: Layout, *, robust: bool) -> float:
+def _objective(table: head_scores.HeadScores, layout: Layout, *, robust: bool) -> float:
     """Return what the layouts maximise: coverage, or the lowest per-domain coverage."""
     return min(domain_coverage(table, layout).values()) if robust else coverage(table, layout)

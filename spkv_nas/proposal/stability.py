@@ -15,8 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.histogram import DocumentCounts
+from spkv_nas.artifacts import head_scores, histogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import FEW_DOCUMENTS
@@ -39,7 +38,7 @@ class Bootstrap:
         domain_density: densities [R, P, L, Hkv] per domain.
     """
 
-    table: HeadScores
+    table: head_scores.HeadScores
     domain_density: Float
 
     @cached_property
@@ -105,7 +104,7 @@ class Bootstrap:
         return np.asarray(counts / max(1, len(samples)))
 
 
-def bootstrap(table: HeadScores) -> Bootstrap | None:
+def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
     """Resample a table's documents, stratified by domain; the same resamples every time.
 
     Args:
@@ -135,12 +134,12 @@ def bootstrap(table: HeadScores) -> Bootstrap | None:
     return Bootstrap(table, domain_density[domain_density.any((1, 2, 3))])  # coverage needs a nonzero density
 
 
-def _is_constant(documents: DocumentCounts) -> bool:
+def _is_constant(documents: histogram.DocumentCounts) -> bool:
     """Return whether all heads have the same score in every document, so that resamples choose by position."""
     return bool((documents.kept == documents.kept[:, :1, :1]).all())
 
 
-def knee(table: HeadScores) -> int:
+def knee(table: head_scores.HeadScores) -> int:
     """Return the budget beyond which each further head is at most as dense as the average head; at least 1.
 
     There the coverage of the densest heads exceeds that of as many random heads by the most: the slope of its curve,
@@ -160,7 +159,7 @@ def beyond_doubt(probability: Float) -> tuple[int, int, int]:
     return chosen, excluded, probability.size - chosen - excluded
 
 
-def caution(table: HeadScores) -> str | None:
+def caution(table: head_scores.HeadScores) -> str | None:
     """Explain what the confidence intervals miss, or why there are none; None if neither applies."""
     documents = table.documents
     # Explain why there are no intervals
@@ -232,7 +231,7 @@ class Certainty:
             resampled.knee_interval(),
         )
 
-    def heads(self, table: HeadScores) -> pd.DataFrame:
+    def heads(self, table: head_scores.HeadScores) -> pd.DataFrame:
         """Return one row per head: layer, kv_head, density, and its selection probability by strategy."""
         layer, head = (axis.ravel() for axis in np.indices(table.density.shape))
         columns = {name: probability.ravel() for name, probability in self.probability.items()}

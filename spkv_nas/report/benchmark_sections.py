@@ -9,14 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
-from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, SCORES, TASKS, VERDICT, ResultTable
+from spkv_nas.artifacts import comparison, result_tables
 from spkv_nas.base.statistics import critical_errors
-from spkv_nas.report.chart import Row, Section
+from spkv_nas.report import chart, inputs, result_charts, verdict_cards
 from spkv_nas.report.formatting import change, measured, number, without_folder
-from spkv_nas.report.inputs import ResultFile
-from spkv_nas.report.result_charts import baselines_chart
-from spkv_nas.report.verdict_cards import verdict_section
 
 Record = Mapping[str, Any]
 Line = dict[str, Any]  # a row of a result table, by column
@@ -65,7 +61,7 @@ _COLUMNS: dict[str, tuple[str, Cell]] = {  # title and cell of every column that
 }
 
 
-def read_benchmarks(folder: Path) -> tuple[Section, ...]:
+def read_benchmarks(folder: Path) -> tuple[chart.Section, ...]:
     """Return the sections of the result tables in a folder.
 
     Raises:
@@ -75,25 +71,25 @@ def read_benchmarks(folder: Path) -> tuple[Section, ...]:
     return tuple(SECTIONS[kind](kind.name, *table) for kind, table in tables.items() if table is not None)
 
 
-def file_section(kind: ResultTable, file: ResultFile, number: int) -> Section:
+def file_section(kind: result_tables.ResultTable, file: inputs.ResultFile, number: int) -> chart.Section:
     """Return the section of a table that is not the page's own; ``number`` makes its id unique."""
     section = SECTIONS[kind](f"{kind.name}-{number}", file.rows, file.record)
     return replace(section, title=f"{section.title} ({file.name}, {file.path.name})")
 
 
-def _section(title: str, about: str, rows: pd.DataFrame, first: str, columns: str, **fields: Any) -> Section:
+def _section(title: str, about: str, rows: pd.DataFrame, first: str, columns: str, **fields: Any) -> chart.Section:
     """Return the section of a result table; ``columns`` are names of ``_COLUMNS``, ``first`` titles the one before.
 
     ``rows`` have a column ``head`` and, if they are needed, ``tag``, ``group`` (rows between two lines) and ``folded``.
     """
     names = columns.split()
-    parts: tuple[dict[Any, list[Row]], ...] = ({}, {})
+    parts: tuple[dict[Any, list[chart.Row]], ...] = ({}, {})
     for line in rows.to_dict("records"):
-        row = Row(str(line["head"]), tuple(_COLUMNS[name][1](line) for name in names), line.get("tag", ""))
+        row = chart.Row(str(line["head"]), tuple(_COLUMNS[name][1](line) for name in names), line.get("tag", ""))
         parts[line.get("folded", False)].setdefault(line.get("group"), []).append(row)
     shown, folded = (tuple(map(tuple, part.values())) for part in parts)
     header = (first, *(_COLUMNS[name][0] for name in names))
-    return Section(title=title, about=about, header=header, groups=shown, folded=folded, **fields)
+    return chart.Section(title=title, about=about, header=header, groups=shown, folded=folded, **fields)
 
 
 def _ties(rows: pd.DataFrame, column: str, error: str, critical: Any = 2.0) -> list[str]:
@@ -101,7 +97,7 @@ def _ties(rows: pd.DataFrame, column: str, error: str, critical: Any = 2.0) -> l
     return [_TIED if is_tied else "" for is_tied in rows[column].abs() <= critical * rows[error]]
 
 
-def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> Section:
+def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of ``evaluation.csv``: a row per checkpoint."""
     # Name checkpoints after what their run trained and the run's folder, else by their path
     labels = {
@@ -126,7 +122,7 @@ def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> Section:
     )
 
 
-def _scores(name: str, rows: pd.DataFrame, record: Record) -> Section:
+def _scores(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of layouts that were scored without training; equal layouts share a row."""
     names = rows.groupby("hash", sort=False)["strategy"].agg(" = ".join)
     layouts = rows[rows["hash"] != ""].drop_duplicates("hash")
@@ -141,11 +137,11 @@ def _scores(name: str, rows: pd.DataFrame, record: Record) -> Section:
     )
 
 
-def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
+def _baselines(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of pruning rules; rows are grouped by target density, then dense model and SP-KV."""
     protocol = "" if record.get("protocol") != "kvpress" else ", following the kvpress protocol"
     # Separate the dense model and SP-KV from the pruning rules
-    is_dense, is_spkv = rows["method"] == FULL_ATTENTION, rows["method"] == SP_KV
+    is_dense, is_spkv = rows["method"] == comparison.FULL_ATTENTION, rows["method"] == comparison.SP_KV
     spkv = [f"SP-KV, τ = {tau:g}" if tau else "SP-KV, gates open" for tau in rows["tau"]]
     return _section(
         "Post-hoc KV-cache compression",
@@ -165,11 +161,11 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "Method",
         "delta nll sinks target density",
         name=name,
-        charts=(baselines_chart(rows),),
+        charts=(result_charts.baselines_chart(rows),),
     )
 
 
-def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
+def _ruler(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of RULER: averages by length, with every task in the folded rows."""
     haystack, is_average = record.get("haystack", "RULER's noise"), rows["task"].str.startswith(_AVERAGE)
     # Mark scores at the floor, and ties with the baseline
@@ -195,7 +191,7 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
     )
 
 
-def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
+def _tasks(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of lm-eval's downstream tasks, the averages last."""
     limit = f", the first {record['limit']} samples of each" if record.get("limit") else ""
     ties, is_average = _ties(rows, "difference", "difference_standard_error"), rows["task"].str.startswith(_AVERAGE)
@@ -211,7 +207,7 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
     )
 
 
-def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
+def _longppl(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of LongPPL."""
     evaluator, withheld = record.get("evaluator") or {}, record.get("withheld") or {}
     evaluator_note = f" by {without_folder(str(evaluator['model']))}" if "model" in evaluator else ""
@@ -253,12 +249,12 @@ def _text_size(record: Record) -> str:
 
 
 # Table of results, and the function that makes its section of (name, rows, record)
-SECTIONS: dict[ResultTable, Callable[[str, pd.DataFrame, Record], Section]] = {
-    VERDICT: verdict_section,
-    SCORES: _scores,
-    EVALUATION: _evaluated,
-    BASELINES: _baselines,
-    RULER: _ruler,
-    TASKS: _tasks,
-    LONGPPL: _longppl,
+SECTIONS: dict[result_tables.ResultTable, Callable[[str, pd.DataFrame, Record], chart.Section]] = {
+    result_tables.VERDICT: verdict_cards.verdict_section,
+    result_tables.SCORES: _scores,
+    result_tables.EVALUATION: _evaluated,
+    result_tables.BASELINES: _baselines,
+    result_tables.RULER: _ruler,
+    result_tables.TASKS: _tasks,
+    result_tables.LONGPPL: _longppl,
 }

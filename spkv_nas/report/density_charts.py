@@ -15,9 +15,8 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.score_kind import PERCENT, Scale
 from spkv_nas.proposal.stability import Certainty
-from spkv_nas.report.axes import decades_axis, name_axis, round_axis
+from spkv_nas.report import axes, formatting
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers
-from spkv_nas.report.formatting import short
 
 _DENSITY = "density"  # name of the chart whose cells the layout charts reuse
 _MAX_POINTED = 500  # with more dots by domain there are no tooltips, which would be most of the page
@@ -44,7 +43,7 @@ def layout_chart(table: HeadScores, label: str, layout: Layout, covered: float, 
         f"Layout {label}",
         f"Global KV heads: {heads or 'none'}.",
         table.values,
-        f"{short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
+        f"{formatting.short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
         small=True,
         chosen=chosen,
         scale=table.measure.scale,
@@ -62,7 +61,7 @@ def thumbnail(title: str, values: NDArray[np.float64], scale: Scale | None, numb
 
 def grid_chart(layout: Layout) -> Chart:
     """Return a layout without scores: global heads light, local heads dark."""
-    title = f"{short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, {layout.reach}"
+    title = f"{formatting.short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, {layout.reach}"
     return _map("layout", title, "", layout.global_mask.astype(float), title, small=True)
 
 
@@ -88,8 +87,8 @@ def _map(
 ) -> Chart:
     """Return a heatmap of values [L, Hkv], layers from left to right; ``fields`` are further ones of ``Heatmap``."""
     layers, heads = values.shape
-    x = name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
-    y = name_axis("KV head" if small else "", [f"{'' if small else 'head '}{h}" for h in range(heads)], down=True)
+    x = axes.name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
+    y = axes.name_axis("KV head" if small else "", [f"{'' if small else 'head '}{h}" for h in range(heads)], down=True)
     cells = Heatmap(tuple(numbers(row) for row in values.T), written=not small, **fields)
     return Chart(name, title, x, y, (cells,), description=about, heading=heading)
 
@@ -117,7 +116,7 @@ def domain_chart(table: HeadScores) -> Chart:
         "domains",
         "By domain",
         _value_axis(table),
-        name_axis("", [short(name, 18) for name in means], down=True),
+        axes.name_axis("", [formatting.short(name, 18) for name in means], down=True),
         tuple(marks),
         description=f"Mean {measure.noun} by domain: "
         f"{', '.join(f'{name} {measure.exact(mean)}' for name, mean in means.items())}.",
@@ -135,9 +134,9 @@ def position_chart(table: HeadScores) -> Chart | None:
     centre = numbers(profile["start"] + profile["end"], 0.5)
     position, end = "Position of the token in its block", float(profile["end"].iloc[-1])
     widths = profile["end"] - profile["start"]
-    axis = round_axis(position, 0, end, exact=True)
+    axis = axes.round_axis(position, 0, end, exact=True)
     if widths.max() > _UNEVEN * widths.min():
-        axis = decades_axis(f"{position} (log)", centre[0] / 2, end, multiples=(1, 3))
+        axis = axes.decades_axis(f"{position} (log)", centre[0] / 2, end, multiples=(1, 3))
     # Vertical values and tooltips
     low, mean, high = (numbers(profile[column]) for column in ("low", "mean", "high"))
     tips = tuple(
@@ -149,7 +148,7 @@ def position_chart(table: HeadScores) -> Chart | None:
         "positions",
         "By position" if table.tau_of_positions == table.tau else f"By position, at τ = {table.tau_of_positions:g}",
         axis,
-        round_axis(f"Density at τ = {table.tau_of_positions:g}", 0, 1),
+        axes.round_axis(f"Density at τ = {table.tau_of_positions:g}", 0, 1),
         (
             Band(centre, low, high, "80 % of heads"),
             Line(centre, mean, "mean over heads"),
@@ -172,7 +171,7 @@ def histogram_chart(table: HeadScores) -> Chart:
         "histogram",
         f"Distribution of {measure.noun if table.is_density else f'{measure.noun}s'} over heads",
         _value_axis(table),
-        round_axis("KV heads", 0, float(counts.max())),
+        axes.round_axis("KV heads", 0, float(counts.max())),
         (Bars(low, high, height, tips), Rule(table.mean, f"mean {measure.rough(table.mean)}")),
     )
 
@@ -183,7 +182,7 @@ def _value_axis(table: HeadScores) -> Axis:
     low, high = measure.scale.low, measure.scale.high
     if measure.scale.is_stretched:
         low, high = min(low, float(table.rows["score"].min())), max(high, float(table.rows["score"].max()))
-    return round_axis(f"{measure.title}, {measure.unit}", low, high)
+    return axes.round_axis(f"{measure.title}, {measure.unit}", low, high)
 
 
 def position_profile(table: HeadScores) -> pd.DataFrame | None:
@@ -215,7 +214,7 @@ def density_evolution_chart(rows: pd.DataFrame) -> Chart:
     return Chart(
         "density-evolution",
         "Density over training",
-        round_axis("Step", steps[0], steps[-1], exact=True),
-        round_axis("Density, % of keys kept", 0, 100),
+        axes.round_axis("Step", steps[0], steps[-1], exact=True),
+        axes.round_axis("Density, % of keys kept", 0, 100),
         tuple(marks),
     )

@@ -12,10 +12,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts import head_scores, search_table
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, counted_from
-from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.statistics import critical_errors
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.report.inputs import ReportInputs
@@ -113,7 +112,7 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     # Read the numbers of held-out documents, and of those that selected
     held_out = _number(record.get("num_documents")), _number(record.get("effective_documents"))
     selection = _number((record.get("documents") or {}).get("chosen_on")), math.nan
-    for fidelity in reversed(FIDELITIES):
+    for fidelity in reversed(search_table.FIDELITIES):
         # Collect the layouts that this fidelity measured
         columns = f"{fidelity}_delta_percent", f"{fidelity}_standard_error"
         results = [
@@ -193,7 +192,7 @@ def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
 
 def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
     """Return whether a layout has the page's grid, and the window and sink tokens of its layouts."""
-    seen: Iterable[Layout | HeadScores] = inputs.layouts.values() or (inputs.table,)
+    seen: Iterable[Layout | head_scores.HeadScores] = inputs.layouts.values() or (inputs.table,)
     is_seen = any((layout.window, layout.sinks) == (each.window, each.sinks) for each in seen)
     return layout.grid == inputs.table.grid and is_seen
 

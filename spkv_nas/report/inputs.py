@@ -11,8 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts.comparison import complete
-from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts import comparison, head_scores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.base.errors import UserError
@@ -63,7 +62,7 @@ class ReportInputs:
         UserError: a layout has another shape than the table, or the comparison cannot be read.
     """
 
-    table: HeadScores  # head scores of the reference model
+    table: head_scores.HeadScores  # head scores of the reference model
     layouts: Mapping[str, Layout]  # layouts by name, which is their strategy in the comparison
     comparison: pd.DataFrame | None = None  # retrained layouts, with every column once checked; None before training
     record: Mapping[str, Any] = field(default_factory=dict)  # content of ``comparison.yaml``
@@ -73,7 +72,7 @@ class ReportInputs:
     # how well the table ranks the heads, for the layout ``densest``; None if it was not measured
     trust: Trust | None = None
     # tables by which the page can choose heads, each at its own threshold; by default only ``table``
-    probes: Sequence[HeadScores] = ()
+    probes: Sequence[head_scores.HeadScores] = ()
     benchmarks: Sequence[Section] = ()  # sections of further result tables (``report.benchmark_sections``)
     # returns the standard error of the difference of two rows of the comparison, which share documents
     pair_error: PairError = no_pair_error
@@ -87,7 +86,7 @@ class ReportInputs:
     def __post_init__(self) -> None:
         """Check the layouts' shapes and the comparison, and fill in what is derived."""
         covered = {name: coverage(self.table, layout) for name, layout in self.layouts.items()}
-        checked = None if self.comparison is None or self.comparison.empty else complete(self.comparison)
+        checked = None if self.comparison is None or self.comparison.empty else comparison.complete(self.comparison)
         for name, value in (("covered", covered), ("comparison", checked), ("probes", self.probes or (self.table,))):
             object.__setattr__(self, name, value)  # the only way to set a field of a frozen dataclass
 

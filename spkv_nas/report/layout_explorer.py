@@ -19,13 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts import head_scores, score_kind
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.search_table import FIDELITIES
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, limits
 from spkv_nas.base.files import yaml_line
-from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.cost.cache_cost import token_bytes
 from spkv_nas.proposal.coverage import coverage, densest_candidates, densest_coverage, provenance
 from spkv_nas.proposal.propose import densest_layout
@@ -113,7 +111,7 @@ def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
         sinks = record.get("sinks", 0) if "window" in record else table.sinks  # recorded only if there are any
         try:
             layout = Layout.from_mask(result.mask, window=window, sinks=sinks, strategy=name)
-        except UserError:  # the name cannot be a file name
+        except errors.UserError:  # the name cannot be a file name
             return []
         layout = replace(layout, provenance=provenance(table, layout, int(layout.num_global), None))
     # Split the text at the rows, which the page fills in
@@ -131,7 +129,7 @@ def layout_indices(choices: Mapping[str, Any] | None) -> dict[str, int]:
     return {name: min(indices) for name, indices in indices_by_name.items() if len(indices) == 1}
 
 
-def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
+def _signal(table: head_scores.HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
     """Return the data of one probe at every threshold at which it keeps anything; None if there is none."""
     # Tables at the thresholds to choose from; those without any kept key have no order
     page_table = inputs.table
@@ -164,7 +162,7 @@ def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
     }
 
 
-def _at_thresholds(table: HeadScores, extra_tau: float) -> Iterator[HeadScores]:
+def _at_thresholds(table: head_scores.HeadScores, extra_tau: float) -> Iterator[head_scores.HeadScores]:
     """Yield a probe's table at each offered threshold, its own, and ``extra_tau``; unchanged without a histogram."""
     if not table.is_density or table.histogram is None:
         yield table
@@ -173,7 +171,7 @@ def _at_thresholds(table: HeadScores, extra_tau: float) -> Iterator[HeadScores]:
         yield table.at_tau(tau)
 
 
-def _file(table: HeadScores) -> dict[str, Any]:
+def _file(table: head_scores.HeadScores) -> dict[str, Any]:
     """Return the text of a layout file around its rows, and its provenance; entries that vary by layout are ""."""
     layout = densest_layout(table, 1)  # any one
     before, _, after = layout.text.partition(layout.rows)
@@ -186,12 +184,12 @@ def _file(table: HeadScores) -> dict[str, Any]:
     }
 
 
-def _cache(table: HeadScores) -> dict[str, Any] | None:
+def _cache(table: head_scores.HeadScores) -> dict[str, Any] | None:
     """Return the bytes of a token in a KV head, and what local heads see; None if they are not recorded."""
     token = token_bytes(table)
     reach: dict[str, Any] = {"sinks": table.sinks} if table.sinks else {}
     reach |= {"native": table.native_heads} if table.native_heads else {}
-    reach |= {"global": table.global_window} if table.global_window < MAX_WINDOW else {}
+    reach |= {"global": table.global_window} if table.global_window < limits.MAX_WINDOW else {}
     return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **reach}
 
 
@@ -200,7 +198,7 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else float(f"{value:.5g}")
 
 
-def tables_at_thresholds(tables: list[HeadScores]) -> dict[str, Any]:
+def tables_at_thresholds(tables: list[head_scores.HeadScores]) -> dict[str, Any]:
     """Return the levels of the heads, their order as in ``densest``, and its coverage, for every threshold.
 
     Args:
@@ -227,7 +225,7 @@ def tables_at_thresholds(tables: list[HeadScores]) -> dict[str, Any]:
     }
 
 
-def levels(values: NDArray[np.float64], measure: Measure) -> list[int]:
+def levels(values: NDArray[np.float64], measure: score_kind.Measure) -> list[int]:
     """Quantise values to half units of the last digit of ``Measure.exact``.
 
     Value v has level n if v lies in [n, n + 1) / (2 * 10^decimals). Both ``exact`` and the map round at the ends of

@@ -17,19 +17,13 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from spkv_nas.base.files import write_atomic
+from spkv_nas.base import files, version
 from spkv_nas.base.progress import Progress, no_progress
-from spkv_nas.base.version import __version__
-from spkv_nas.proposal.stability import caution
-from spkv_nas.proposal.strategies import strategy_of
-from spkv_nas.report import density_charts, tables
+from spkv_nas.proposal import stability, strategies
+from spkv_nas.report import density_charts, formatting, layout_explorer, page_svg, plot, tables
 from spkv_nas.report.chart import Bars, Chart, Heatmap, Mark, Panels, Points
 from spkv_nas.report.figures import SEARCH_FIGURES
-from spkv_nas.report.formatting import capitalized
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.layout_explorer import explorer_data, layout_indices
-from spkv_nas.report.page_svg import draw_chart, draw_scale
-from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import cache_nll_chart, coverage_budget_chart, coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
 from spkv_nas.report.verdict import Step, Verdict, conclude
@@ -55,13 +49,13 @@ def write_report(
     # Draw the page's own figures; those of searches and result tables were drawn with them
     charts = [chart for name, group in groups.items() if name != "search" for chart in group]
     for number, chart in enumerate(charts, 1):
-        save_chart(folder, chart)
+        plot.save_chart(folder, chart)
         progress(number, len(charts))
     # Render the page with the figures that exist
     names = [chart.name for chart in charts] + [*(SEARCH_FIGURES if groups["search"] else ())]
     names += [chart.name for section in inputs.benchmarks for chart in section.charts]
     figures = [name for name in names if (folder / f"{name}.png").is_file()]
-    write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures))
+    files.write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures))
     return folder / _PAGE
 
 
@@ -105,11 +99,11 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
         key=lambda layout: -inputs.covered[layout[0]],
     )
     # Fill the template
-    choices, folder = explorer_data(inputs, verdict), Path(__file__).parent
+    choices, folder = layout_explorer.explorer_data(inputs, verdict), Path(__file__).parent
     return render(
         "page.html.j2",
-        version=__version__,
-        data=Markup(page_data(embedded, choices, layout_indices(choices))),
+        version=version.__version__,
+        data=Markup(page_data(embedded, choices, layout_explorer.layout_indices(choices))),
         script=Markup(compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))),
         explorer=choices,
         inputs=inputs,
@@ -120,8 +114,8 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
         tables=tables,
         charts=charts,
         layouts=layouts,
-        strategy_of=strategy_of,
-        caution=caution(table),
+        strategy_of=strategies.strategy_of,
+        caution=stability.caution(table),
         sections=inputs.benchmarks,
         words=tables.glossary(inputs),
         figures=figures,
@@ -132,8 +126,8 @@ def render(template: str, **values: Any) -> str:
     """Return the HTML of a template with the given values."""
     options: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
-    environment.filters.update(compact=compact, csp_hash=_csp_hash, tie=_tie, cap=capitalized)
-    environment.filters.update(draw=draw_chart, draw_scale=draw_scale)
+    environment.filters.update(compact=compact, csp_hash=_csp_hash, tie=_tie, cap=formatting.capitalized)
+    environment.filters.update(draw=page_svg.draw_chart, draw_scale=page_svg.draw_scale)
     return environment.get_template(template).render(**values)
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.search_table import BASELINE
-from spkv_nas.report.axes import round_axis, spread_axis
+from spkv_nas.report import axes, formatting
 from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Shape, numbers, points
-from spkv_nas.report.formatting import capitalized, change, short, signed
 
 _SHAPES: tuple[Shape, ...] = ("circle", "diamond", "triangle", "circle")
 _CHANGE = "Zero-shot ΔNLL, %"
@@ -27,17 +26,17 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
         return None
     # Axes
     value, error = retrained["full_delta_percent"], retrained["full_standard_error"].fillna(0.0)
-    nll_axis = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
+    nll_axis = axes.spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
     low, high = retrained["zero_shot_delta_percent"].agg(["min", "max"])
     predictors = {
-        "zero-shot": ("zero_shot_delta_percent", spread_axis(_CHANGE, low, high)),
-        "coverage": ("coverage_percent", round_axis("Coverage, %", 0, retrained["coverage_percent"].max())),
+        "zero-shot": ("zero_shot_delta_percent", axes.spread_axis(_CHANGE, low, high)),
+        "coverage": ("coverage_percent", axes.round_axis("Coverage, %", 0, retrained["coverage_percent"].max())),
     }
     # Draw a chart for each predictor that was measured
     charts = []
     for name, (column, axis) in predictors.items():
         if retrained[column].notna().any():
-            title, marks = f"{capitalized(name)} and retrained NLL", _by_sampler(retrained, column)
+            title, marks = f"{formatting.capitalized(name)} and retrained NLL", _by_sampler(retrained, column)
             note = "Bars: one standard error."
             charts.append(Chart(f"search-retrained-{name}", title, axis, nll_axis, marks, note=note))
     return Panels("search-retrained", tuple(charts))
@@ -59,7 +58,7 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     baselines = rows[rows["sampler"] == BASELINE]
     tips = tuple(
         f"{row['name']}\n{row['num_global']:.0f} heads, cost {row['cost']:.4g}\n"
-        f"{signed(row['zero_shot_delta_percent'])} %"
+        f"{formatting.signed(row['zero_shot_delta_percent'])} %"
         for row in baselines.to_dict("records")
     )
     xy = numbers(baselines["cost"]), numbers(baselines["zero_shot_delta_percent"])
@@ -67,8 +66,8 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     return Chart(
         "search-front",
         "NLL against cost",
-        round_axis(capitalized(cost), 0.0, float(rows["cost"].max())),
-        round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
+        axes.round_axis(formatting.capitalized(cost), 0.0, float(rows["cost"].max())),
+        axes.round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
         (*clouds, *lines, *([squares] if len(baselines) else [])),
         description=f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}.",
         note="Lines: the front of each sampler. Dots: all layouts. Squares are baselines.",
@@ -88,8 +87,8 @@ def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
             continue
         tips = tuple(
             f"{row['name']}\ncoverage {row['coverage_percent']:.1f} %, zero-shot "
-            f"{signed(row['zero_shot_delta_percent'])} %\n"
-            f"retrained {change(row['full_delta_percent'], row['full_standard_error'])} %"
+            f"{formatting.signed(row['zero_shot_delta_percent'])} %\n"
+            f"retrained {formatting.change(row['full_delta_percent'], row['full_standard_error'])} %"
             for row in subset.to_dict("records")
         )
         names = _names(subset) if sampler == BASELINE else ()
@@ -100,7 +99,7 @@ def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
 
 def _names(rows: pd.DataFrame) -> tuple[str, ...]:
     """Return the layouts' names, shortened."""
-    return tuple(short(str(name), 22) for name in rows["name"])
+    return tuple(formatting.short(str(name), 22) for name in rows["name"])
 
 
 def _front(trials: pd.DataFrame, end: float) -> tuple[Numbers, Numbers]:

@@ -12,8 +12,7 @@ from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.evaluation.ranking import MIN_ITEMS, best_layouts, correlations
-from spkv_nas.report.chart import Row
-from spkv_nas.report.evidence import COMPARISON, SEARCH, all_evidence
+from spkv_nas.report import chart, evidence
 from spkv_nas.report.formatting import change, number, signed, without_folder
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import Verdict
@@ -27,7 +26,7 @@ _COMPARED = {  # columns of the comparison beside changes of NLL: title -> colum
     "Seeds": ("num_seeds", 0),
     "Steps": ("steps", 0),
 }
-Table = tuple[tuple[str, ...], list[tuple[Row, ...]]]  # titles of the columns, and groups of rows
+Table = tuple[tuple[str, ...], list[tuple[chart.Row, ...]]]  # titles of the columns, and groups of rows
 _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
 
 
@@ -59,7 +58,7 @@ def score_rows(table: HeadScores) -> Table:
         (exact(value) + ("" if math.isnan(error) else f" ± {exact(error)}") for value, error in zip(*rows, strict=True))
         for rows in zip(table.values, table.standard_error, strict=True)
     )
-    rows = tuple(Row(str(layer), tuple(row)) for layer, row in enumerate(cells))
+    rows = tuple(chart.Row(str(layer), tuple(row)) for layer, row in enumerate(cells))
     return ("Layer", *(f"KV head {head}" for head in range(table.num_kv_heads))), [rows]
 
 
@@ -75,7 +74,7 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
         references["Δ NLL against control, %"] = ("delta_control", FULL_ATTENTION)
     notes = ("Note",) if (comparison["note"] != "").any() else ()
     # Group the rows: layouts first, then the references
-    groups: list[list[Row]] = [[] for _ in range(1 + max(_GROUPS.values()))]
+    groups: list[list[chart.Row]] = [[] for _ in range(1 + max(_GROUPS.values()))]
     for row in comparison.sort_values("nll", kind="stable").to_dict("records"):
         name = row["strategy"]
         cells = (
@@ -86,8 +85,8 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
             *(number(row[column], digits) for column, digits in _COMPARED.values()),
             *(row["note"] for _ in notes),
         )
-        tag = "" if name in _GROUPS else verdict.tag(name, COMPARISON, row["steps"])
-        groups[_GROUPS.get(name, 0)].append(Row(_NAMES.get(name, name), cells, tag))
+        tag = "" if name in _GROUPS else verdict.tag(name, evidence.COMPARISON, row["steps"])
+        groups[_GROUPS.get(name, 0)].append(chart.Row(_NAMES.get(name, name), cells, tag))
     return ("Strategy", *references, *_COMPARED, *notes), [tuple(group) for group in groups if group]
 
 
@@ -98,7 +97,7 @@ def probe_pair_rows(rows: pd.DataFrame | None) -> Table | None:
     lines = []
     for row in rows.to_dict("records"):
         numbers = (row["budget"], 0), (row["jaccard"], 2), (row["spearman"], 3), (100 * row["transfer"], 1)
-        lines.append(Row(str(row["first"]), (str(row["second"]), *(number(*each) for each in numbers))))
+        lines.append(chart.Row(str(row["first"]), (str(row["second"]), *(number(*each) for each in numbers))))
     return ("Probe", "Other probe", "Budget", "Jaccard", "Spearman", "Transfer, %"), [tuple(lines)]
 
 
@@ -106,8 +105,8 @@ def search_about(inputs: ReportInputs) -> str:
     """Return what a search did, and on how many documents."""
     modes = [
         f"{len(each.results)} {each.description}{f' ({each.documents})' if each.documents else ''}"
-        for each in reversed(all_evidence(inputs))
-        if each.source == SEARCH
+        for each in reversed(evidence.all_evidence(inputs))
+        if each.source == evidence.SEARCH
     ]
     return f"Distinct layouts of the search: {'; '.join(modes)}."
 
@@ -125,7 +124,7 @@ def search_rows(inputs: ReportInputs, verdict: Verdict | None = None) -> Table |
     )
     header = ("Layout", *retrained, "Δ NLL, %, zero-shot", "Global KV heads", "Coverage, %", *["Cost"][: int(has_cost)])
     rows = tuple(
-        Row(
+        chart.Row(
             str(row["name"]),
             (
                 *(change(row[f"{kind}_delta_percent"], row[f"{kind}_standard_error"]) for kind in reversed(FIDELITIES)),
@@ -133,7 +132,7 @@ def search_rows(inputs: ReportInputs, verdict: Verdict | None = None) -> Table |
                 number(row["coverage_percent"], 1),
                 *([f"{row['cost']:.4g}"] if has_cost else []),
             ),
-            "" if verdict is None else verdict.tag(str(row["name"]), SEARCH),
+            "" if verdict is None else verdict.tag(str(row["name"]), evidence.SEARCH),
         )
         for row in best_layouts(inputs.search).to_dict("records")
     )
@@ -191,7 +190,7 @@ def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
 def search_findings(inputs: ReportInputs) -> list[str]:
     """Return how well cheap scores rank the layouts of a search; nothing on too few documents."""
     rows = inputs.search
-    if rows is None or not all(each.is_rankable for each in all_evidence(inputs) if each.fidelity == "full"):
+    if rows is None or not all(each.is_rankable for each in evidence.all_evidence(inputs) if each.fidelity == "full"):
         return []
     return [
         f"Rank correlation of {pair} over {correlation['layouts']} layouts: {_with_uncertainty(correlation)}."

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from spkv_nas.evaluation.verdict.registry import CRITERIA
-from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by
+from spkv_nas.evaluation.verdict import registry, words
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import Axis, Band, Chart, Line, Mark, Points, Row, Rule, Section, Shape, Tone, numbers
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
@@ -77,7 +76,7 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> Cha
 
 def card_title(criterion: str) -> str:
     """Return the heading of a card; the name of a criterion whose package is not installed."""
-    return CRITERIA[criterion].title if criterion in CRITERIA.names else criterion
+    return registry.CRITERIA[criterion].title if criterion in registry.CRITERIA.names else criterion
 
 
 def _marks(group: pd.DataFrame, axis: Axis, margin: float, noun: str) -> Iterable[Mark]:
@@ -138,12 +137,12 @@ def _sentences(rows: pd.DataFrame, record: Record) -> Iterable[str]:
     answers = record.get("answers", {})
     for candidate, answer in answers.items():
         nouns, samples = record.get("nouns", {}), record.get("num_samples", {})
-        verb, reason = conclusion(rows[rows["candidate"] == candidate], answer, nouns, samples)
+        verb, reason = words.conclusion(rows[rows["candidate"] == candidate], answer, nouns, samples)
         yield f"{candidate} {verb}: {reason}."
     risk, left_out, unknown = record.get("risk"), record.get("left_out"), record.get("unrecorded", ())
     if risk is not None and left_out is not None:
         documents, selected_by = left_out.get("documents", 0), left_out.get("selected_by", ())
-        yield f"{capitalized(basis(risk, shared_by(len(answers)), documents, selected_by, unknown))}."
+        yield f"{capitalized(words.basis(risk, words.shared_by(len(answers)), documents, selected_by, unknown))}."
 
 
 def _loss(loss: float) -> str:

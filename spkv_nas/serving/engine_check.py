@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GLOBAL, LOCAL
@@ -30,9 +29,8 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath
 from spkv_nas.engines.engine import PROGRAMS
 from spkv_nas.engines.registry import ENGINES, checked_engines
-from spkv_nas.model import config_section, custom_model_type, model_shape, modes
+from spkv_nas.model import checkpoint, config_section, custom_model_type, model_shape, modes
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
-from spkv_nas.model.checkpoint import load
 from spkv_nas.model.export.plain_logits import float32
 from spkv_nas.model.windows import apply_layout, layout_windows
 
@@ -104,7 +102,7 @@ class _Answer:
 
     version: str
     tokens: list[int]
-    logprobs: Tensor
+    logprobs: torch.Tensor
     cache: list[str]
 
 
@@ -130,7 +128,7 @@ def compare_with_engine(
             installed, refuses the folder or does not finish.
     """
     # Apply the layout to the model
-    model, _ = load(folder)
+    model, _ = checkpoint.load(folder)
     saved = config_section.checkpoint_layout(model)
     folder_layout = saved or native_layout(model.config)
     expected = layout or folder_layout
@@ -181,7 +179,7 @@ def native_layout(config: PreTrainedConfig) -> Layout | None:
 class _Reference:
     """Model that computes log-probabilities of fixed tokens with any windows."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, tokens: Tensor, *, is_native: bool) -> None:
+    def __init__(self, model: PreTrainedModel, layout: Layout, tokens: torch.Tensor, *, is_native: bool) -> None:
         """Store the model with its layout applied, and the tokens [1, T].
 
         The windows in the config of a native form are a layout's, and limit no other layout, as those of a dense
@@ -230,7 +228,7 @@ class _Reference:
         ]
 
     @torch.no_grad()
-    def run(self, windows: Windows, sinks: int | None = None) -> tuple[Tensor, Tensor]:
+    def run(self, windows: Windows, sinks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probability of each token after the first, and the likeliest tokens there: [T - 1] each.
 
         Without ``sinks``, local heads see those of the layout.
@@ -242,7 +240,7 @@ class _Reference:
         return logits.log_softmax(-1).gather(1, self.tokens[0, 1:, None])[:, 0], logits.argmax(-1)
 
 
-def _findings(reference: _Reference, logprobs: Tensor, folder_layout: Layout | None) -> list[str]:
+def _findings(reference: _Reference, logprobs: torch.Tensor, folder_layout: Layout | None) -> list[str]:
     """Say which layers the engine runs with other windows, by running the model with them."""
     windows = reference.windows
 
@@ -333,5 +331,5 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
     return _Answer(content["version"], content["tokens"], torch.tensor(content["logprobs"]), content["cache"])
 
 
-def _largest(difference: Tensor) -> float:
+def _largest(difference: torch.Tensor) -> float:
     return float(difference.abs().max())

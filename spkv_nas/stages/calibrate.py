@@ -9,10 +9,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import out, print_path
+from spkv_nas.base import console, units
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import format_microseconds, parse_context
 from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.result import Result
@@ -35,7 +34,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
     # Describe an attention layer of the model
     subject = SizedModel.of(options.level, options.model)
     shape, device = subject.shape, choose_device(options.device)
-    contexts = default_contexts(parse_context(options.context))
+    contexts = default_contexts(units.parse_context(options.context))
     case = LayerCase(
         shape.num_heads,
         shape.num_kv_heads,
@@ -63,10 +62,10 @@ def show(result: CalibrationResult) -> None:
     title = f"{escape(result.name)}: µs per decoded token and layer\nby number of global heads"
     grid = Table("tokens", *(f"{count:.0f}" for count in counts), title=title)
     for context, row in zip(measured.contexts, seconds, strict=True):
-        grid.add_row(f"{context:,}", *map(format_microseconds, row))
-    out.print(grid)
-    out.print(f"{case.title}, window {case.window}, {escape(measured.source)}")
-    print_path("times", result.folder / "calibration.csv")
+        grid.add_row(f"{context:,}", *map(units.format_microseconds, row))
+    console.out.print(grid)
+    console.out.print(f"{case.title}, window {case.window}, {escape(measured.source)}")
+    console.print_path("times", result.folder / "calibration.csv")
 
 
 def document(result: CalibrationResult) -> dict[str, Any]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base import assets, distributed, errors, progress
 from spkv_nas.base.device import AUTO, measuring_device
-from spkv_nas.base.distributed import connect
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Reporter
 from spkv_nas.stages.options import REFERENCE, InDtype, SubjectOptions
 from spkv_nas.stages.sized_model import result_name
 from spkv_nas.stages.subject import Subject
@@ -23,7 +20,7 @@ Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 def evaluated(options: SubjectOptions) -> Subject:
     """Return the checkpoint to evaluate with its text; results take the name of ``result_name``."""
     subject = Subject.of(options, REFERENCE, "evaluate on")
-    if options.name is not None or subject.source.startswith(EMBEDDED_PREFIX):
+    if options.name is not None or subject.source.startswith(assets.EMBEDDED_PREFIX):
         return subject
     return replace(subject, name=result_name(subject.source, options.folders))
 
@@ -34,19 +31,18 @@ def check_pair(model: str, against: str | None) -> None:
     from spkv_nas.model.checkpoint import load_tokenizer
 
     if against is not None and fingerprint(load_tokenizer(against)) != fingerprint(load_tokenizer(model)):
-        raise UserError(
+        raise errors.UserError(
             f"--against {against} has a different tokenizer: results are comparable only on the same tokens"
         )
 
 
-def load(options: InDtype, source: str, reporter: Reporter) -> Loaded:
+def load(options: InDtype, source: str, reporter: progress.Reporter) -> Loaded:
     """Load a checkpoint and its tokenizer; joins torchrun's processes and must be called on all ranks."""
-    from spkv_nas.model.checkpoint import load_on
-    from spkv_nas.model.model_shape import check_tokens
+    from spkv_nas.model import checkpoint, model_shape
 
     reporter.announce(f"loading {source}")
     device = measuring_device(options.device)
-    connect(device)
-    model, tokenizer = load_on(source, device, options.dtype, spreads=options.device == AUTO)
-    check_tokens(model, max(tokenizer.get_vocab().values()))
+    distributed.connect(device)
+    model, tokenizer = checkpoint.load_on(source, device, options.dtype, spreads=options.device == AUTO)
+    model_shape.check_tokens(model, max(tokenizer.get_vocab().values()))
     return model, tokenizer

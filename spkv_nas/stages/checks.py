@@ -14,12 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.base.device import check_device, check_dtype
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.names import check_name
+from spkv_nas.base import device, errors, names
 from spkv_nas.cost.ladder import find_level
-from spkv_nas.data.config import SourceConfig
-from spkv_nas.data.readers import open_source
+from spkv_nas.data import config, readers
 from spkv_nas.model.source import check_checkpoint, check_config
 from spkv_nas.stages import options
 from spkv_nas.training.recipe import Recipe
@@ -68,29 +65,29 @@ def check_files(recipe: Recipe, base: Path, *, needs_text: bool = True) -> None:
         check_text([*recipe.data.sources, *haystack], base)
 
 
-def check_text(sources: Iterable[str | SourceConfig], base: Path = Path()) -> None:
+def check_text(sources: Iterable[str | config.SourceConfig], base: Path = Path()) -> None:
     """Check that sources of text exist."""
     for source in sources:
-        open_source(source, base)
+        readers.open_source(source, base)
 
 
 def _in_workspace(opts: options.InWorkspace) -> None:
     if (name := getattr(opts, "name", None)) is not None:
-        check_name(name, "the name")
+        names.check_name(name, "the name")
 
 
 def _on_device(opts: options.OnDevice) -> None:
-    check_device(opts.device, spreads=isinstance(opts, options.Measures))
+    device.check_device(opts.device, spreads=isinstance(opts, options.Measures))
 
 
 def _in_dtype(opts: options.InDtype) -> None:
-    check_dtype(opts.dtype)
+    device.check_dtype(opts.dtype)
 
 
 def check_model_size(level: str | None, model: str | None) -> None:
     """Check that a level of the ladder, or else a model's config, exists."""
     if level is not None and model is not None:
-        raise UserError("give a level of the ladder or --model, not both")
+        raise errors.UserError("give a level of the ladder or --model, not both")
     if level is not None:
         find_level(level)
     elif model is not None:
@@ -101,7 +98,7 @@ def check_exist(files: Iterable[str | Path], description: str) -> None:
     """Check that files or folders exist; ``description`` starts the error message."""
     for file in files:
         if not Path(file).exists():
-            raise UserError(f"{description} not found: {file}")
+            raise errors.UserError(f"{description} not found: {file}")
 
 
 _CHECKS: dict[type, Callable[[Any], None]] = {

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from spkv_nas.base.progress import Reporter
-from spkv_nas.base.registry import Registry
-from spkv_nas.stages.commands import stage_module
-from spkv_nas.stages.result import Results
+from spkv_nas.base import progress, registry
+from spkv_nas.stages import commands, result
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class AddedCommand:
     """
 
     name: str
-    run: Callable[[Any, Reporter], Results | None]
+    run: Callable[[Any, progress.Reporter], result.Results | None]
 
 
 @dataclass(frozen=True)
@@ -39,25 +37,25 @@ class CommandGroup:
 
     name: str
     help: str
-    commands: tuple[Callable[[Any, Reporter], Results | None], ...]
+    commands: tuple[Callable[[Any, progress.Reporter], result.Results | None], ...]
 
 
-ADDED_COMMANDS = Registry("spkv_nas.commands", "command", AddedCommand, ())
-COMMAND_GROUPS = Registry("spkv_nas.command_groups", "command group", CommandGroup, ())
+ADDED_COMMANDS = registry.Registry("spkv_nas.commands", "command", AddedCommand, ())
+COMMAND_GROUPS = registry.Registry("spkv_nas.command_groups", "command group", CommandGroup, ())
 
 
-def runner(options_class: type, function: str = "run") -> Callable[..., Results | None]:
+def runner(options_class: type, function: str = "run") -> Callable[..., result.Results | None]:
     """Return the function that runs the command of a class of options, whose docstring is the help.
 
     It calls ``function`` of ``stage_module(options_class)``. That module, and torch with it, is imported when it runs.
     """
-    module = stage_module(options_class)
+    module = commands.stage_module(options_class)
 
-    def run(options: Any, reporter: Reporter) -> Results | None:
-        results: Results | None = getattr(import_module(module), function)(options, reporter)
+    def run(options: Any, reporter: progress.Reporter) -> result.Results | None:
+        results: result.Results | None = getattr(import_module(module), function)(options, reporter)
         return results
 
     run.__doc__ = options_class.__doc__
     run.__name__ = function if function != "run" else module.removesuffix(".stage").rpartition(".")[2]
-    run.__annotations__ = {"options": options_class, "reporter": Reporter, "return": Results}
+    run.__annotations__ = {"options": options_class, "reporter": progress.Reporter, "return": result.Results}
     return run

@@ -9,34 +9,23 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts import head_scores, result_tables
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
-from spkv_nas.base.console import out, print_path
-from spkv_nas.base.device import dtype_name
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base import console, device, progress
 from spkv_nas.evaluation.selected import probe_of
-from spkv_nas.evaluation.verdict.contenders import Contender
+from spkv_nas.evaluation.verdict import contenders, words
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.margins import parse_risk
-from spkv_nas.evaluation.verdict.words import basis
-from spkv_nas.model.checkpoint import read_size, saved_dtype
-from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.model import checkpoint, transformers_logging
+from spkv_nas.proposal import constraints, propose
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.budget_curve import budget_curve
-from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.propose import price_advice, with_sinks
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.stages.checks import check
-from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.decision import EXIT_CODES, Compared, loss_cells, origin, prepare, shared_document
-from spkv_nas.stages.engines import chosen_engine
-from spkv_nas.stages.lookup import chosen_table
+from spkv_nas.stages import checks, commands, decision, engines, lookup, sized_model
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.margins import is_layout
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.sized_model import choose_context
 
 
 @dataclass(frozen=True)
@@ -52,13 +41,13 @@ class Memory:
 class BudgetResult(CriticalBudget):
     """Result of ``critical-budget``."""
 
-    compared: Compared  # candidates, samples, and what was left out
+    compared: decision.Compared  # candidates, samples, and what was left out
     probe: str  # name of the head scores that the layouts are selected by
     num_heads: int  # KV heads that can be global
     memory: Memory | None  # cache at the critical budget; None if no budget passes
     file: Path | None  # layout file of the critical budget; None if no budget passes, or if layouts are not from files
     folder: Path  # folder of the table
-    next: tuple[Suggestion, ...]  # commands to run next
+    next: tuple[commands.Suggestion, ...]  # commands to run next
 
     @property
     def unrecorded(self) -> list[str]:
@@ -66,25 +55,25 @@ class BudgetResult(CriticalBudget):
         return [f"the layouts of {self.probe}"] if self.compared.selected.unknown else []
 
 
-def run(options: CriticalBudgetOptions, reporter: Reporter) -> Result:
+def run(options: CriticalBudgetOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
     result = critical_budget(options, reporter)
-    return Result(result, show, document, exit_code=EXIT_CODES[result.answer], next=result.next)
+    return Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
 
 
-def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT) -> BudgetResult:
+def critical_budget(options: CriticalBudgetOptions, reporter: progress.Reporter = progress.SILENT) -> BudgetResult:
     """Bisect budgets of global heads for the smallest whose layout passes against the dense model.
 
     Raises:
         UserError: all documents were used to select a layout, the budgets are invalid, or something cannot be read.
     """
-    quiet_transformers(reporter)
-    check(options)
+    transformers_logging.quiet_transformers(reporter)
+    checks.check(options)
     # Make or read the layouts before any document is looked at
     files = Proposal.read(map(Path, options.budgets)) if is_layout(options.budgets[0]) else Proposal({})
     files.warn_of_windows()
     probe = options.probe or probe_of(options.folders, files.layouts.values())
-    table = chosen_table(replace(options, probe=probe), reporter)
+    table = lookup.chosen_table(replace(options, probe=probe), reporter)
     requirements = _requirements(options, files)
     layouts = files.layouts
     if not layouts:
@@ -93,15 +82,15 @@ def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT)
     # One layout for each number of heads: constraints may not use a budget up
     by_size = {layout.num_global: name for name, layout in reversed(layouts.items())}
     names = [by_size[number] for number in sorted(by_size)]
-    candidates = [Contender(name, options.model, layouts[name], layouts[name]) for name in names]
+    candidates = [contenders.Contender(name, options.model, layouts[name], layouts[name]) for name in names]
     # Look at budgets, on documents that the heads were not scored on
-    compared = prepare(options, candidates, list(files.files.values()), reporter)
+    compared = decision.prepare(options, candidates, list(files.files.values()), reporter)
     outcome = find_critical_budget(compared.trial, candidates, parse_risk(options.risk), reporter)
     smallest = outcome.critical.passes
-    if outcome.passes is not None and (reason := price_advice(table, outcome.passes)) is not None:
+    if outcome.passes is not None and (reason := propose.price_advice(table, outcome.passes)) is not None:
         reporter.caution(reason)
     # Compute the cache of every budget, and what the smallest that passes saves
-    window, table = outcome.layouts[0].window, with_sinks(table, outcome.layouts[0].sinks)
+    window, table = outcome.layouts[0].window, propose.with_sinks(table, outcome.layouts[0].sinks)
     cost = requirements.cache_cost(table, window)
     assert cost is not None  # there is a default context
     rows = outcome.rows.assign(kv_bytes=[cost.total(number, table.num_heads) for number in outcome.rows["num_global"]])
@@ -120,31 +109,33 @@ def critical_budget(options: CriticalBudgetOptions, reporter: Reporter = SILENT)
         folder=options.folders.report_dir(compared.name),
         next=() if outcome.passes is None or files.layouts else (_proposal(options, table.name, outcome.passes),),
     )
-    CRITICAL_BUDGET.write(result.folder, rows, {**origin(options, compared), **_record(result, table)}, reporter)
+    result_tables.CRITICAL_BUDGET.write(
+        result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
+    )
     return result
 
 
 def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requirements:
     """Return the granularity of the layouts, and the cache; its sizes default to the model's."""
-    size, dtype = read_size(options.model), saved_dtype(options.model)
+    size, dtype = checkpoint.read_size(options.model), checkpoint.saved_dtype(options.model)
     layerwise = bool(files.layouts) and all(layout.is_layerwise for layout in files.layouts.values())
     return Requirements(
-        Constraints(granularity="layer" if layerwise else options.granularity),
-        context=choose_context(options.context, size.positions),
+        constraints.Constraints(granularity="layer" if layerwise else options.granularity),
+        context=sized_model.choose_context(options.context, size.positions),
         head_dim=size.shape.head_dim,
-        kv_dtype="bfloat16" if dtype is None else dtype_name(dtype),
-        serving=chosen_engine(options),
+        kv_dtype="bfloat16" if dtype is None else device.dtype_name(dtype),
+        serving=engines.chosen_engine(options),
     )
 
 
-def _proposal(options: CriticalBudgetOptions, probe: str, budget: int) -> Suggestion:
+def _proposal(options: CriticalBudgetOptions, probe: str, budget: int) -> commands.Suggestion:
     """Suggest the command that writes the layout of the critical budget."""
     names, granularity = {"probe": options.probe or probe, "workspace": options.workspace}, options.granularity
     proposal = ProposeOptions(budget=str(budget), granularity=granularity, **names)  # type: ignore[arg-type]
-    return Suggestion.of(proposal, "write the layouts of this budget")
+    return commands.Suggestion.of(proposal, "write the layouts of this budget")
 
 
-def _record(result: BudgetResult, table: HeadScores) -> dict[str, Any]:
+def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, Any]:
     """Return the record of the table, the budgets and their answers, and the layout of the critical one."""
     return {
         "probe": table.name,
@@ -165,19 +156,19 @@ def show(result: BudgetResult) -> None:
     title = f"{escape(result.probe)}: loss against {escape(result.compared.against)}"
     grid = Table("global heads", "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
     for row in result.rows.sort_values("num_global", kind="stable").itertuples():
-        grid.add_row(str(row.num_global), str(row.look), *loss_cells(row, result.nouns), row.result)
-    out.print(grid)
+        grid.add_row(str(row.num_global), str(row.look), *decision.loss_cells(row, result.nouns), row.result)
+    console.out.print(grid)
     for line in _sentences(result):
-        out.print(line)
-    print_path("critical budget", result.folder / "critical-budget.csv")
+        console.out.print(line)
+    console.print_path("critical budget", result.folder / "critical-budget.csv")
     if result.file is not None:
-        print_path("layout", result.file)
+        console.print_path("layout", result.file)
 
 
 def document(result: BudgetResult) -> dict[str, Any]:
     """Return what ``--json`` prints: the critical budget, the budgets that were looked at, and the sentences."""
     return {
-        **shared_document(result.compared, result, _sentences(result)),
+        **decision.shared_document(result.compared, result, _sentences(result)),
         "probe": result.probe,
         "answer": result.answer,
         "critical_budget": result.passes,
@@ -205,7 +196,7 @@ def _sentences(result: BudgetResult) -> list[str]:
     number, looks = len(result.budgets), len(result.critical.looks)
     shared = f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
     compared = result.compared
-    rests_on = escape(basis(result.risk, shared, compared.num_left_out, compared.selected.by, result.unrecorded))
+    rests_on = escape(words.basis(result.risk, shared, compared.num_left_out, compared.selected.by, result.unrecorded))
     saving = "" if result.memory is None else f"it needs {escape(result.memory.sentence)}"
     return [*filter(None, (_answer(result), _order(result), saving)), rests_on]
 

@@ -10,11 +10,9 @@ from typing import Any
 from rich.markup import escape
 from rich.text import Text
 
-from spkv_nas.base import device, version
-from spkv_nas.base.progress import Reporter
+from spkv_nas.base import device, progress, version
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.alarms import Circumstances, check_text
-from spkv_nas.evaluation.micro_batch import check_positions, require_logits
+from spkv_nas.evaluation import alarms, micro_batch
 from spkv_nas.evaluation.selected import Selected, find_selected, probe_of
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criterion import Setting
@@ -46,7 +44,7 @@ class Compared:
 
 
 def prepare(
-    options: DecisionOptions, candidates: Sequence[Contender], files: Sequence[Path], reporter: Reporter
+    options: DecisionOptions, candidates: Sequence[Contender], files: Sequence[Path], reporter: progress.Reporter
 ) -> Compared:
     """Load the dense model, and the documents that no candidate was selected on; prepare the samples of each criterion.
 
@@ -79,15 +77,15 @@ def prepare(
 
 
 def _text(
-    options: DecisionOptions, subject: Subject, loaded: Loaded, selected: Selected, reporter: Reporter
-) -> tuple[TokenBlocks, int, Circumstances]:
+    options: DecisionOptions, subject: Subject, loaded: Loaded, selected: Selected, reporter: progress.Reporter
+) -> tuple[TokenBlocks, int, alarms.Circumstances]:
     """Return the text in random order, how many documents it left out, and the circumstances of measurements on it."""
     # Read the text, and check that the model can run it
     model, tokenizer = loaded
     separator = subject.separator(model, tokenizer, reporter)
     _, whole = subject.read(tokenizer, separator.best, reporter)
-    check_positions(model, whole.block_size, "--block-size")
-    require_logits(model, 1, whole.block_size)
+    micro_batch.check_positions(model, whole.block_size, "--block-size")
+    micro_batch.require_logits(model, 1, whole.block_size)
     # Shuffle it, without the documents that selected layouts
     text = text_in_random_order(
         whole,
@@ -98,7 +96,7 @@ def _text(
     )
     # Check that the model knows the text
     with reporter.bar("checking the text"):
-        circumstances, _ = check_text(model, text, windows.default_window(model, text.block_size), separator)
+        circumstances, _ = alarms.check_text(model, text, windows.default_window(model, text.block_size), separator)
     return text, selected.count(whole), circumstances
 
 

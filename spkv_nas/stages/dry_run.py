@@ -10,20 +10,12 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.comparison import SP_KV
-from spkv_nas.artifacts.defaults import SCORING_TOKENS
+from spkv_nas.artifacts import comparison, defaults
 from spkv_nas.artifacts.proposal import distinct
-from spkv_nas.base.console import caution, out, say
-from spkv_nas.base.distributed import num_processes
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import format_seconds
+from spkv_nas.base import console, distributed, errors, progress, units
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.signals import DENSITY
-from spkv_nas.stages import forecast
-from spkv_nas.stages.commands import stage_module
-from spkv_nas.stages.forecast import Forecast
-from spkv_nas.stages.lookup import chosen_recipe, chosen_table, find_proposal
+from spkv_nas.stages import commands, forecast, lookup
 from spkv_nas.stages.options import InPrecision, OnDevice, Trains, probe, train, train_hybrid
 from spkv_nas.stages.result import Result
 from spkv_nas.training.hybrids import hybrid_variants
@@ -32,7 +24,7 @@ from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun, Planner
 from spkv_nas.training.variants import Variant
 
 
-def dry_run(options: Trains, reporter: Reporter = SILENT) -> Result:
+def dry_run(options: Trains, reporter: progress.Reporter = progress.SILENT) -> Result:
     """Return the plan of a training command, or its forecast, without training."""
     planned = plan_of(options, reporter)
     if isinstance(planned, Plan):
@@ -40,28 +32,28 @@ def dry_run(options: Trains, reporter: Reporter = SILENT) -> Result:
     return Result(planned, forecast.show, forecast.document)
 
 
-def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan | Forecast:
+def plan_of(options: Trains, reporter: progress.Reporter = progress.SILENT) -> Plan | forecast.Forecast:
     """Plan what a command would train; for ``probe`` without a recipe, estimate what its stages cost.
 
     Commands that are added by entry points have a function ``plan`` in the module that runs them.
     """
-    planned: dict[type, Callable[[Any, Reporter], Plan | Forecast]] = {
+    planned: dict[type, Callable[[Any, progress.Reporter], Plan | forecast.Forecast]] = {
         train.TrainOptions: plan_train,
         probe.ProbeOptions: plan_probe,
         train_hybrid.TrainHybridOptions: plan_train_hybrid,
     }
-    plan = planned.get(type(options)) or import_module(stage_module(type(options))).plan
-    result: Plan | Forecast = plan(options, reporter)
+    plan = planned.get(type(options)) or import_module(commands.stage_module(type(options))).plan
+    result: Plan | forecast.Forecast = plan(options, reporter)
     return result
 
 
-def plan_train(options: train.TrainOptions, reporter: Reporter = SILENT) -> Plan:
+def plan_train(options: train.TrainOptions, reporter: progress.Reporter = progress.SILENT) -> Plan:
     """Plan ``train``: the dense model and the SP-KV branch."""
     planner = planner_of(options, options.recipe, reporter)
     return planner.plan(reference_runs(planner))
 
 
-def plan_probe(options: probe.ProbeOptions, reporter: Reporter = SILENT) -> Plan | Forecast:
+def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter = progress.SILENT) -> Plan | forecast.Forecast:
     """Plan ``probe RECIPE``: the models that its signal needs, and the probe. Without a recipe, see ``forecast``."""
     if options.recipe is None:
         return forecast.plan_probe(options, reporter)
@@ -69,7 +61,7 @@ def plan_probe(options: probe.ProbeOptions, reporter: Reporter = SILENT) -> Plan
     signal = probe.chosen_signal(options)
     # Count the passes over the held-out text
     tokens = planner.text.heldout(planner.recipe.data)
-    limit = options.max_tokens or (SCORING_TOKENS if signal.computes_logits else tokens)
+    limit = options.max_tokens or (defaults.SCORING_TOKENS if signal.computes_logits else tokens)
     work = signal.work(planner.size.heads.grid, min(limit, tokens), planner.recipe.data.block_size)
     # Add the models that are trained first
     name = "probe" if signal.name == DENSITY.name else signal.name
@@ -78,20 +70,20 @@ def plan_probe(options: probe.ProbeOptions, reporter: Reporter = SILENT) -> Plan
     return planner.plan([*trained, planner.heldout_pass(name, variant, work.passes, work.tokens, work.effort)])
 
 
-def plan_train_hybrid(options: train_hybrid.TrainHybridOptions, reporter: Reporter = SILENT) -> Plan:
+def plan_train_hybrid(options: train_hybrid.TrainHybridOptions, reporter: progress.Reporter = progress.SILENT) -> Plan:
     """Plan ``train-hybrid``: full attention, SP-KV and every layout."""
-    table = chosen_table(options, reporter)
-    proposal = find_proposal(options.folders, table.name, options.layouts)
+    table = lookup.chosen_table(options, reporter)
+    proposal = lookup.find_proposal(options.folders, table.name, options.layouts)
     proposal.table(table)  # warns
     layouts = {name: proposal.layouts[name] for name in distinct(proposal.layouts)}
-    planner = planner_of(options, chosen_recipe(options, table, "demo.yaml"), reporter)
-    proposal.warn_of_windows({SP_KV: planner.recipe.gates.window})
+    planner = planner_of(options, lookup.chosen_recipe(options, table, "demo.yaml"), reporter)
+    proposal.warn_of_windows({comparison.SP_KV: planner.recipe.gates.window})
     return planner.plan(hybrid_runs(planner, hybrid_variants(layouts, reference=options.reference), options.seeds))
 
 
 def reference_runs(planner: Planner) -> list[PlannedRun]:
     """Return the runs of the dense model, unless it is given, and of the SP-KV branch."""
-    return [*planner.dense(), planner.branch(SP_KV, Variant.sp_kv())]
+    return [*planner.dense(), planner.branch(comparison.SP_KV, Variant.sp_kv())]
 
 
 def hybrid_runs(planner: Planner, variants: Mapping[str, Variant], seeds: int = 1) -> list[PlannedRun]:
@@ -108,7 +100,7 @@ def hybrid_runs(planner: Planner, variants: Mapping[str, Variant], seeds: int = 
     return runs
 
 
-def planner_of(options: Trains, file: Path, reporter: Reporter) -> Planner:
+def planner_of(options: Trains, file: Path, reporter: progress.Reporter) -> Planner:
     """Make the planner of a recipe."""
     recipe = Recipe.read(file)
     if isinstance(options, InPrecision):
@@ -116,11 +108,11 @@ def planner_of(options: Trains, file: Path, reporter: Reporter) -> Planner:
     return Planner(recipe, file.parent, options.folders.run_dir(recipe.name), **planner_options(options, reporter))
 
 
-def planner_options(options: OnDevice, reporter: Reporter) -> dict[str, Any]:
+def planner_options(options: OnDevice, reporter: progress.Reporter) -> dict[str, Any]:
     """Return the device and message callback of a planner. Raises ``UserError`` under torchrun."""
     quiet_transformers(reporter)
-    if num_processes() > 1:
-        raise UserError("--dry-run does not run under torchrun: it times the steps of one process")
+    if distributed.num_processes() > 1:
+        raise errors.UserError("--dry-run does not run under torchrun: it times the steps of one process")
     return {"device": options.device, "announce": reporter.announce}
 
 
@@ -129,13 +121,13 @@ def show_runs(plan: Plan) -> None:
     grid = Table("", "steps", "tokens", "time", "", title=f"{escape(plan.name)}: planned work")
     for run in plan.runs:
         steps = f"{run.steps:,}" if run.steps else "-"
-        grid.add_row(escape(run.name), steps, f"{run.tokens:,}", format_seconds(run.seconds), run.state)
-    out.print(grid)
+        grid.add_row(escape(run.name), steps, f"{run.tokens:,}", units.format_seconds(run.seconds), run.state)
+    console.out.print(grid)
     tokens = sum(run.tokens for run in plan.runs)
-    total = f"{tokens:,} tokens, {format_seconds(plan.seconds)}" if tokens else "nothing left to do"
-    say("\n".join([f"total: {total}", *plan.remarks]))
+    total = f"{tokens:,} tokens, {units.format_seconds(plan.seconds)}" if tokens else "nothing left to do"
+    console.say("\n".join([f"total: {total}", *plan.remarks]))
     if not plan.fits:
-        caution("the planned work does not fit in memory")
+        console.caution("the planned work does not fit in memory")
 
 
 def document_runs(plan: Plan) -> dict[str, Any]:

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from spkv_nas.artifacts.shape import HeadShape
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import format_bytes, parse_bytes, parse_context
+from spkv_nas.base import errors, units
 from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache, Serving
 from spkv_nas.engines.registry import read_serving
-from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.stages.options import EngineOptions, LayerOptions
-from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.proposal import constraints, requirements
+from spkv_nas.stages.options import EngineOptions, LayerOptions, propose
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Served:
     @property
     def titles(self) -> list[str]:
         """Return the titles of the columns that ``cells`` fills."""
-        limited = [] if self.memory is None else [f"requests in\n{format_bytes(self.memory)}", "tokens"]
+        limited = [] if self.memory is None else [f"requests in\n{units.format_bytes(self.memory)}", "tokens"]
         return ["one request", *limited]
 
     @property
@@ -65,12 +62,12 @@ def serve(
     if serving is None:
         return None
     if num_sliding:
-        raise UserError(
+        raise errors.UserError(
             f"{num_sliding} layers of the model have a sliding window by design, which --engine does not count: leave "
             "it out"
         )
     cache = serving.cache(heads.grid, head_dim=heads.head_dim, dtype=serving.kv_dtype or "bfloat16", **sizes)
-    return Served(serving.engine, cache, None if kv_bytes is None else parse_bytes(kv_bytes))
+    return Served(serving.engine, cache, None if kv_bytes is None else units.parse_bytes(kv_bytes))
 
 
 def chosen_engine(options: EngineOptions) -> Serving | None:
@@ -81,24 +78,24 @@ def chosen_engine(options: EngineOptions) -> Serving | None:
 def check_engine_options(options: EngineOptions, kv_bytes: str | None) -> None:
     """Raise ``UserError`` if an option of the engine is wrong, or lacks an engine."""
     if chosen_engine(options) is None and kv_bytes is not None:
-        raise UserError("--kv-bytes needs --engine")
+        raise errors.UserError("--kv-bytes needs --engine")
     if kv_bytes is not None:
-        parse_bytes(kv_bytes)
+        units.parse_bytes(kv_bytes)
 
 
-def read_constraints(options: LayerOptions) -> Constraints:
+def read_constraints(options: LayerOptions) -> constraints.Constraints:
     """Read the constraints on layouts that all commands take from options. Raises ``UserError`` if one is invalid."""
-    return Constraints.parse(options.constraint or (), options.granularity)
+    return constraints.Constraints.parse(options.constraint or (), options.granularity)
 
 
-def read_requirements(options: ProposeOptions) -> Requirements:
+def read_requirements(options: propose.ProposeOptions) -> requirements.Requirements:
     """Read the requirements on layouts from options. Raises ``UserError`` if one is invalid."""
-    return Requirements(
+    return requirements.Requirements(
         read_constraints(options),
-        context=None if options.context is None else parse_context(options.context),
+        context=None if options.context is None else units.parse_context(options.context),
         batch=options.batch,
         serving=chosen_engine(options),
         robust=options.robust,
         head_costs=options.head_costs,
-        kv_bytes=options.kv_bytes,
+        kv_bytes=options.memory,
     )

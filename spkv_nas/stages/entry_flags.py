@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
-from spkv_nas.base.entry import shared_options
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import entry, errors
 from spkv_nas.base.flag import default
 from spkv_nas.base.registry import Registry
 
@@ -28,9 +27,9 @@ def with_options_of(registry: Registry[Any], command: str) -> Callable[[type[Opt
     """
 
     def declare(options_class: type[Options]) -> type[Options]:
-        for name, option in shared_options(registry).items():
+        for name, option in entry.shared_options(registry).items():
             if get_origin(get_type_hints(options_class, include_extras=True).get(name)) is Annotated:
-                raise UserError(
+                raise errors.UserError(
                     f"{registry.noun} {next(iter(option.defaults))} has an option '{name}', which is one of {command} "
                     "itself\nrename the option, or uninstall its package"
                 )

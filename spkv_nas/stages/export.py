@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.console import say
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base import console, progress
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.result import Result, Results
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from spkv_nas.serving.engine_check import EngineCheck
 
 
-def export(options: ExportOptions, reporter: Reporter = SILENT) -> Exported:
+def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT) -> Exported:
     """Export a checkpoint with a layout, by default its own, in the form of a target."""
     from spkv_nas.model.export.export import export as export_layout
 
@@ -33,7 +32,7 @@ def export(options: ExportOptions, reporter: Reporter = SILENT) -> Exported:
     )
 
 
-def check_in_engine(options: ExportOptions, reporter: Reporter = SILENT) -> EngineCheck:
+def check_in_engine(options: ExportOptions, reporter: progress.Reporter = progress.SILENT) -> EngineCheck:
     """Run the written folder in the engine of ``--check``, and compare it with the model."""
     from spkv_nas.serving.engine_check import compare_with_engine
 
@@ -45,16 +44,16 @@ def check_in_engine(options: ExportOptions, reporter: Reporter = SILENT) -> Engi
 
 def show(exported: Exported) -> None:
     """Print what was written, why not as an earlier target, what engines do with it, and the target."""
-    say(str(exported))
-    say(f"target: {exported.target}")
+    console.say(str(exported))
+    console.say(f"target: {exported.target}")
 
 
 def show_check(check: EngineCheck) -> None:
     """Print how an inference engine compares with the model."""
-    say(str(check))
+    console.say(str(check))
 
 
-def run(options: ExportOptions, reporter: Reporter) -> Results:
+def run(options: ExportOptions, reporter: progress.Reporter) -> Results:
     """Run the command."""
     exported = Result(export(options, reporter), show)
     if options.check_in is None:

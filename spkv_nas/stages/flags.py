@@ -9,15 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from spkv_nas.base.device import DTYPES
+from spkv_nas.base import device, limits
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.limits import (
-    MAX_BATCH,
-    MAX_BLOCK_SIZE,
-    MAX_REPEATS,
-    MAX_WHOLE,
-    MAX_WINDOW,
-)
 from spkv_nas.engines.registry import planned_engines
 from spkv_nas.probing.signal import BUDGET, SEED, SINKS, STEPS
 from spkv_nas.probing.signals import SIGNALS
@@ -42,9 +35,9 @@ _BUDGETS = Flag(
     ("--budget", "-b"),
     "N|N%|LIST|RANGE",
 )
-_MAX_TOKENS = Flag("Use at most N tokens, taking one block from each document in turn.", low=1, high=MAX_WHOLE)
-_BLOCK_SIZE = Flag("Tokens per block (sequence) of --data.", low=2, high=MAX_BLOCK_SIZE)
-_WINDOW = Flag("Window of a local head: recent keys it sees, including the query's.", low=1, high=MAX_WINDOW)
+_MAX_TOKENS = Flag("Use at most N tokens, taking one block from each document in turn.", low=1, high=limits.MAX_WHOLE)
+_BLOCK_SIZE = Flag("Tokens per block (sequence) of --data.", low=2, high=limits.MAX_BLOCK_SIZE)
+_WINDOW = Flag("Window of a local head: recent keys it sees, including the query's.", low=1, high=limits.MAX_WINDOW)
 _CONTEXT = Flag("Sequence length in tokens; 1k is 1,024.", metavar="N|Nk", panel=MEMORY)
 _GRANULARITY = Flag(
     "Choose single heads, or only whole layers.", metavar="head|layer", values=("head", "layer"), panel=MEMORY
@@ -58,7 +51,7 @@ DEVICE = Flag(
     "cpu, cuda, or auto: shard a model that is measured over all GPUs.", ("--device",), values=("cpu", "cuda", "auto")
 )
 Device = Annotated[str | None, DEVICE]
-Dtype = Annotated[str | None, Flag("Compute precision: float32, bfloat16 or float16.", values=DTYPES)]
+Dtype = Annotated[str | None, Flag("Compute precision: float32, bfloat16 or float16.", values=device.DTYPES)]
 
 # Models, text and training length
 Model = Annotated[str, _MODEL]
@@ -77,7 +70,7 @@ RecipeOption = Annotated[Path | None, Flag(_RECIPE)]
 Tau = Annotated[float | None, Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")]
 Temperature = Annotated[float, Flag("Sampling temperature; 0 is greedy decoding.", low=0.0, high=1e6)]
 Seed = Annotated[int, SEED]
-Seeds = Annotated[int, Flag("Number of repetitions, each with a different seed.", low=1, high=MAX_REPEATS)]
+Seeds = Annotated[int, Flag("Number of repetitions, each with a different seed.", low=1, high=limits.MAX_REPEATS)]
 Steps = Annotated[int | None, STEPS]
 
 # Measuring
@@ -118,7 +111,11 @@ OptionalWindow = Annotated[int | None, _WINDOW]
 SinksOrAuto = Annotated[str | None, SINKS]
 OptionalSinks = Annotated[
     int | None,
-    Flag("First tokens of a sequence that a local head sees besides its window (sink tokens).", low=0, high=MAX_WINDOW),
+    Flag(
+        "First tokens of a sequence that a local head sees besides its window (sink tokens).",
+        low=0,
+        high=limits.MAX_WINDOW,
+    ),
 ]
 
 # Inference engines
@@ -129,7 +126,7 @@ EnginePython = Annotated[
 # Constraints and memory
 Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]
-Batch = Annotated[int, Flag("Sequences in the KV cache.", low=1, high=MAX_BATCH, panel=MEMORY)]
+Batch = Annotated[int, Flag("Sequences in the KV cache.", low=1, high=limits.MAX_BATCH, panel=MEMORY)]
 KvBytes = Annotated[str | None, Flag("Memory for keys and values, such as 2GiB.", metavar="SIZE", panel=MEMORY)]
 Memory = Annotated[
     str | None,

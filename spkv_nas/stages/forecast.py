@@ -13,28 +13,21 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from spkv_nas.artifacts import gate_config, shape
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS
-from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
-from spkv_nas.artifacts.shape import ModelSize
-from spkv_nas.base.console import caution, out, say
+from spkv_nas.base import console, limits, progress, units
 from spkv_nas.base.device import choose_device, choose_dtype, dtype_name
-from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.base.memory import available_bytes
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import ITEM_BYTES, format_bytes, format_flops, format_seconds
 from spkv_nas.cost.formulas import BFLOAT16
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
-from spkv_nas.probing.frozen import ROOM
+from spkv_nas.probing import frozen, signals
 from spkv_nas.probing.signal import Signal
-from spkv_nas.probing.signals import DENSITY, SIGNALS, ablation_passes
-from spkv_nas.stages.options import REFERENCE
-from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
+from spkv_nas.stages.options import REFERENCE, probe
 from spkv_nas.stages.subject import Subject, default_block_size
-from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
-from spkv_nas.training.text_size import count_text
+from spkv_nas.training import step_cost, text_size
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,7 @@ class Forecast:
     """Estimated cost of stages."""
 
     name: str  # name of the model or the recipe
-    size: ModelSize  # size of the model, without gate predictors
+    size: shape.ModelSize  # size of the model, without gate predictors
     num_predictor_parameters: int  # parameters of the gates that the model has or will get
     site: Site  # hardware that the stages run on
     stages: tuple[StageCost, ...]  # cost of each stage, in the order of the workflow
@@ -56,13 +49,13 @@ class Forecast:
         return cls(name, stages.size, stages.num_predictor_parameters, site, tuple(costs), (memory, *remarks))
 
 
-def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
+def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter = progress.SILENT) -> Forecast:
     """Estimate the cost of ``probe`` without a recipe, on this machine.
 
     Raises:
         UserError: as ``probe``.
     """
-    signal = chosen_signal(options)
+    signal = probe.chosen_signal(options)
     subject = Subject.of(options, REFERENCE, "probe on")
     device = choose_device(options.device)
     data, base = subject.recipe.data, subject.base
@@ -73,18 +66,18 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     size, gates, memory = read_size(subject.source), read_gates(subject.source), available_bytes(device)
     num_bytes = item_bytes(subject.source, Site(device, memory), options.dtype)
     reporter.announce("timing a matrix product")
-    speed = EFFICIENCY * matmul_speed(device, bfloat16=num_bytes == BFLOAT16)
+    speed = step_cost.EFFICIENCY * step_cost.matmul_speed(device, bfloat16=num_bytes == BFLOAT16)
     # Count the text
     learns = gates is None and signal.needs_gates
-    num_tokens = MAX_WHOLE  # above every --max-tokens
+    num_tokens = limits.MAX_WHOLE  # above every --max-tokens
     if options.max_tokens is None:
         reporter.announce("counting the tokens of the text")
-        text = count_text(data.sources, base, load_tokenizer(subject.source))
+        text = text_size.count_text(data.sources, base, load_tokenizer(subject.source))
         num_tokens = text.heldout(data) if learns or not options.data else text.tokens
     # Count the stages
     stages = Stages(
         size,
-        gates or GateConfig(window=options.window or suitable_window(data.block_size)),
+        gates or gate_config.GateConfig(window=options.window or gate_config.suitable_window(data.block_size)),
         Site(device, memory, speed, is_cpu=device == "cpu"),
         data.block_size,
         BATCH_SIZE,
@@ -98,10 +91,10 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
 
 def gate_training(stages: Stages, steps: int | None) -> StageCost:
     """Return the cost of training gates on a frozen model."""
-    return stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, LEARNING_TOKENS, ROOM)
+    return stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, LEARNING_TOKENS, frozen.ROOM)
 
 
-def _probed(stages: Stages, signal: Signal, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
+def _probed(stages: Stages, signal: Signal, options: probe.ProbeOptions, tokens: int) -> Iterator[StageCost]:
     """Yield the stages of ``probe`` on a text of ``tokens`` tokens."""
     limit = options.max_tokens or _most_tokens(signal, tokens)
     yield signal.cost(stages, min(limit, tokens))
@@ -111,10 +104,10 @@ def _probed(stages: Stages, signal: Signal, options: ProbeOptions, tokens: int) 
 
 def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
     """Yield the stages that need no training, on ``tokens`` tokens of text."""
-    yield DENSITY.cost(stages, tokens)
+    yield signals.DENSITY.cost(stages, tokens)
     yield _validating(stages, min(ABLATION_TOKENS, tokens))
-    for signal in SIGNALS:
-        if signal is not DENSITY:
+    for signal in signals.SIGNALS:
+        if signal is not signals.DENSITY:
             yield signal.cost(stages, _most_tokens(signal, tokens))
     yield stages.measure("evaluate", tokens, gated=True)
 
@@ -125,7 +118,7 @@ def _most_tokens(signal: Signal, tokens: int) -> int:
 
 def _validating(stages: Stages, tokens: int) -> StageCost:
     """Return the cost of the single-head gains that validate a table."""
-    return stages.measure("validate the ranking", tokens, ablation_passes(stages.size.heads.grid), shares=1.0)
+    return stages.measure("validate the ranking", tokens, signals.ablation_passes(stages.size.heads.grid), shares=1.0)
 
 
 def item_bytes(source: str, site: Site, dtype: str | None) -> int:
@@ -133,14 +126,14 @@ def item_bytes(source: str, site: Site, dtype: str | None) -> int:
     checkpoint_dtype = saved_dtype(source)
     if dtype is None and checkpoint_dtype is not None:
         dtype = dtype_name(checkpoint_dtype if site.speed is not None else choose_dtype(site.name, checkpoint_dtype))
-    return ITEM_BYTES[dtype or "float32"]
+    return units.ITEM_BYTES[dtype or "float32"]
 
 
 def show(result: Forecast) -> None:
     """Print memory, tokens, FLOPs and time of every stage, and what to change where one does not fit."""
     # Model
     size, heads = result.size, result.size.heads
-    out.print(
+    console.out.print(
         f"[bold]{escape(result.name)}[/bold]: {size.num_parameters:,} parameters, {heads.num_layers} layers x "
         f"{heads.num_kv_heads} KV heads of size {heads.head_dim}; {result.num_predictor_parameters:,} of predictors"
     )
@@ -150,14 +143,14 @@ def show(result: Forecast) -> None:
     grid = Table("", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {where}")
     for stage in result.stages:
         name = f"{escape(stage.name)}\n  [dim]{escape(stage.batching)}[/dim]" if stage.batching else escape(stage.name)
-        tokens, flops = (f"{stage.tokens:,}", format_flops(stage.flops)) if stage.tokens else ("-", "-")
+        tokens, flops = (f"{stage.tokens:,}", units.format_flops(stage.flops)) if stage.tokens else ("-", "-")
         answer = "yes" if stage.fits else "no"
-        grid.add_row(name, format_bytes(round(stage.memory.total)), tokens, flops, _time(stage), answer)
-    out.print(grid)
+        grid.add_row(name, units.format_bytes(round(stage.memory.total)), tokens, flops, _time(stage), answer)
+    console.out.print(grid)
     for stage in result.stages:
         if stage.remedy:
-            caution(f"does not fit: {stage.name}\n  {stage.remedy}")
-    say("\n".join(result.remarks))
+            console.caution(f"does not fit: {stage.name}\n  {stage.remedy}")
+    console.say("\n".join(result.remarks))
 
 
 def _time(stage: StageCost) -> str:
@@ -166,7 +159,7 @@ def _time(stage: StageCost) -> str:
         return "-"
     if stage.tokens == 1:
         return "< 1 ms" if stage.seconds < 1e-3 else f"at least {1e3 * stage.seconds:.3g} ms"
-    return "< 1 s" if stage.seconds < 1 else format_seconds(stage.seconds)
+    return "< 1 s" if stage.seconds < 1 else units.format_seconds(stage.seconds)
 
 
 def document(result: Forecast) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, progress
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.progress import Reporter
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import REFERENCE, InDtype
 
@@ -44,36 +43,32 @@ def check(options: GenerateOptions) -> None:
     from spkv_nas.stages.checks import check_exist
 
     if options.prompt is not None and options.file is not None:
-        raise UserError("give a prompt or --file, not both")
+        raise errors.UserError("give a prompt or --file, not both")
     if options.prompt is None and options.file is None:
-        raise UserError("no prompt: give one as an argument, or a file with --file")
+        raise errors.UserError("no prompt: give one as an argument, or a file with --file")
     if options.file is not None and str(options.file) != "-":
         check_exist([options.file], "prompt")
     check_tau(options.tau)
     check_checkpoint(options.model)
 
 
-def generate(options: GenerateOptions, reporter: Reporter) -> None:
+def generate(options: GenerateOptions, reporter: progress.Reporter) -> None:
     """Continue a prompt with the per-head paged cache, and print tokens/s, cache size and density.
 
     The text goes to standard output, the statistics to standard error. A dense checkpoint uses the cache of
     transformers.
     """
-    from spkv_nas.base.console import out
-    from spkv_nas.base.device import choose_device
-    from spkv_nas.base.files import read_text
-    from spkv_nas.model import generation
-    from spkv_nas.model.checkpoint import load_on
-    from spkv_nas.model.transformers_logging import quiet_transformers
+    from spkv_nas.base import console, device, files
+    from spkv_nas.model import checkpoint, generation, transformers_logging
 
     # Read the prompt; ``check`` requires one
     prompt = options.prompt or ""
     if options.file is not None:
-        prompt = sys.stdin.read() if str(options.file) == "-" else read_text(options.file, "prompt")
+        prompt = sys.stdin.read() if str(options.file) == "-" else files.read_text(options.file, "prompt")
     # Generate
-    quiet_transformers(reporter)
+    transformers_logging.quiet_transformers(reporter)
     reporter.announce(f"loading {options.model}")
-    model, tokenizer = load_on(options.model, choose_device(options.device), options.dtype)
+    model, tokenizer = checkpoint.load_on(options.model, device.choose_device(options.device), options.dtype)
     result = generation.generate(
         model,
         tokenizer,
@@ -83,9 +78,9 @@ def generate(options: GenerateOptions, reporter: Reporter) -> None:
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
-        stream=out.write,
+        stream=console.out.write,
     )
-    out.write("\n")
+    console.out.write("\n")
     show(result)
 
 

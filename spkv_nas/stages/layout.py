@@ -12,9 +12,8 @@ from rich.text import Text
 
 from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.base import errors, progress
 from spkv_nas.base.console import out, say
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.convert import convert as convert_file
 from spkv_nas.proposal.coverage import coverage
@@ -63,7 +62,7 @@ def read_layout(file: Path) -> Proposal:
     if file.suffix in (".tsv", ".csv") or file.is_dir():
         stem = file.name if file.is_dir() else file.stem  # folder names may contain dots
         command = command_line(ConvertOptions(source=file, target=_free(file.with_name(f"{stem}.yaml")), budget="25%"))
-        raise UserError(f"{file} is not a layout file; convert it first\n{next_line(command)}")
+        raise errors.UserError(f"{file} is not a layout file; convert it first\n{next_line(command)}")
     return Proposal.read([file])
 
 
@@ -149,12 +148,12 @@ def _difference_document(compared: ComparedLayouts) -> dict[str, Any]:
     }
 
 
-def show(options: ShowLayoutsOptions, reporter: Reporter) -> Result:
+def show(options: ShowLayoutsOptions, reporter: progress.Reporter) -> Result:
     """Run ``layout show``."""
     return Result(read_layouts(options.files, options.probe, options.folders), _show, _document)
 
 
-def diff(options: DiffOptions, reporter: Reporter) -> Result:
+def diff(options: DiffOptions, reporter: progress.Reporter) -> Result:
     """Run ``layout diff``."""
     files = options.a, options.b
     compared = compare(files)
@@ -162,7 +161,7 @@ def diff(options: DiffOptions, reporter: Reporter) -> Result:
     return Result(compared, partial(_show_difference, files), _difference_document, exit_code=exit_code)
 
 
-def convert(options: ConvertOptions, reporter: Reporter) -> Result:
+def convert(options: ConvertOptions, reporter: progress.Reporter) -> Result:
     """Run ``layout convert``."""
     lines = convert_file(
         options.source,

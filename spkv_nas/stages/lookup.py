@@ -5,32 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from spkv_nas.artifacts.comparison import check_layout_names
-from spkv_nas.artifacts.defaults import RECOMMENDED
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.kinds import DENSITY
+from spkv_nas.artifacts import comparison, defaults, head_scores, kinds
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
+from spkv_nas.base import assets, progress
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.commands import command_line, next_line
-from spkv_nas.stages.options import ChoosesProbe, RetrainsLayouts
-from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.options import ChoosesProbe, RetrainsLayouts, propose
 from spkv_nas.stages.record import first_recipe, model_identity, probe_records, read_options
 
 _MAX_LISTED = 8  # maximum number of commands in an error
 
 
-def find_table(workspace: Workspace, probe: str) -> HeadScores:
+def find_table(workspace: Workspace, probe: str) -> head_scores.HeadScores:
     """Read head scores by name (``probes/<name>/``), folder or file; a ``.tsv`` file is read too.
 
     Raises ``UserError`` if it does not exist or cannot be read.
     """
     # Read a file
     if probe.endswith(".csv"):
-        return HeadScores.read(Path(probe))
+        return head_scores.HeadScores.read(Path(probe))
     if probe.endswith(".tsv"):
         return read_score_table(Path(probe))
     # Read a folder, or a probe of the workspace
@@ -42,7 +37,7 @@ def find_table(workspace: Workspace, probe: str) -> HeadScores:
             f"no probe '{probe}'{'' if is_path else f' in {folder.parent}'}\n"
             f"available: {names}; or give a table of head scores, FILE.csv"
         )
-    return HeadScores.read(folder)
+    return head_scores.HeadScores.read(folder)
 
 
 def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:
@@ -52,14 +47,14 @@ def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = No
     """
     folder = workspace.layout_dir(name)
     if not files and name in workspace.probes() and not workspace.has_layouts(name):
-        command = command_line(ProposeOptions(probe=name, workspace=workspace.root))
+        command = command_line(propose.ProposeOptions(probe=name, workspace=workspace.root))
         raise UserError(f"no layouts in {folder}: run propose first, or give layout files\n{next_line(command)}")
     proposal = Proposal.read(files) if files else Proposal.read_folder(folder)
-    check_layout_names(proposal.layouts)
+    comparison.check_layout_names(proposal.layouts)
     return proposal
 
 
-def chosen_table(options: ChoosesProbe, reporter: Reporter = SILENT) -> HeadScores:
+def chosen_table(options: ChoosesProbe, reporter: progress.Reporter = progress.SILENT) -> head_scores.HeadScores:
     """Read the probe that options name, by default the workspace's only one.
 
     With several probes of one model the default is the recommended signal's, else the densities'; the choice is
@@ -78,8 +73,8 @@ def chosen_table(options: ChoosesProbe, reporter: Reporter = SILENT) -> HeadScor
         return find_table(options.folders, next(iter(records)))
     # Prefer the recommended signal, then densities, if all probes are of one model
     models = {model_identity(record) for record in records.values()}
-    for signal in (RECOMMENDED, DENSITY) if len(models) == 1 and None not in models else ():
-        names = [name for name, record in records.items() if record.get("signal", DENSITY) == signal]
+    for signal in (defaults.RECOMMENDED, kinds.DENSITY) if len(models) == 1 and None not in models else ():
+        names = [name for name, record in records.items() if record.get("signal", kinds.DENSITY) == signal]
         if len(names) == 1:
             reporter.announce(
                 f"using probe '{names[0]}' ({signal}), one of {len(records)} of this model; --probe selects another"
@@ -94,15 +89,15 @@ def chosen_table(options: ChoosesProbe, reporter: Reporter = SILENT) -> HeadScor
     raise UserError("\n".join([f"{folder} has {len(records)} probes: choose one with --probe NAME", *commands, *more]))
 
 
-def chosen_recipe(options: RetrainsLayouts, table: HeadScores, embedded: str) -> Path:
+def chosen_recipe(options: RetrainsLayouts, table: head_scores.HeadScores, embedded: str) -> Path:
     """Return the recipe to retrain layouts by: the options', or ``embedded`` for a probe of an embedded model.
 
     Raises ``UserError`` without one, with a command that names the recipe or writes one.
     """
     if options.recipe is not None:
         return options.recipe
-    if str(table.metadata.get("model", "")).startswith(EMBEDDED_PREFIX):
-        return EMBEDDED / embedded
+    if str(table.metadata.get("model", "")).startswith(assets.EMBEDDED_PREFIX):
+        return assets.EMBEDDED / embedded
     # Suggest a command with the probe's recipe, or one that writes a recipe
     recorded = read_options(table.metadata, options.folders.root)
     lines = [f"probe '{table.name}' is not of an embedded model: give the recipe to retrain its model with --recipe"]

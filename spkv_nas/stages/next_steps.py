@@ -12,14 +12,11 @@ from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, RECOMM
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.stages import lookup, subject
 from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.lookup import find_table
-from spkv_nas.stages.options.init import InitOptions
+from spkv_nas.stages.options import init, report, score, train
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
-from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.options.score import ScoreOptions
-from spkv_nas.stages.options.train import TrainOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.record import (
     absolute,
@@ -31,7 +28,6 @@ from spkv_nas.stages.record import (
     probe_records,
     read_options,
 )
-from spkv_nas.stages.subject import NLLTable
 
 RECOMMENDATION = (
     f"{RECOMMENDED.replace('-', ' ')} are recommended for choosing the heads: with 2 of 7 heads global, they beat "
@@ -73,7 +69,7 @@ def missing_options(table: HeadScores) -> str:
     )
 
 
-def after_init(options: InitOptions, name: str, window: int) -> list[Suggestion]:
+def after_init(options: init.InitOptions, name: str, window: int) -> list[Suggestion]:
     """Suggest to retrain the model's layouts if there are any, else to measure its head gates.
 
     Only layouts of the recipe's ``window`` compare with its models; ``name`` is the recipe's.
@@ -89,7 +85,7 @@ def after_init(options: InitOptions, name: str, window: int) -> list[Suggestion]
     return [Suggestion.of(measured, RECOMMENDATION)]
 
 
-def after_train(options: TrainOptions) -> list[Suggestion]:
+def after_train(options: train.TrainOptions) -> list[Suggestion]:
     """Suggest to probe the trained reference."""
     return [Suggestion.of(ProbeOptions(recipe=options.recipe, workspace=options.workspace))]
 
@@ -114,7 +110,7 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
     # Retrain if the recipe is known, else score on the probe's text
     if (retrain := retraining(workspace, table)) is not None:
         return [Suggestion.of(retrain)]
-    scored = ScoreOptions(
+    scored = score.ScoreOptions(
         model=recorded.model,
         data=recorded.data,
         block_size=recorded.block_size,
@@ -131,11 +127,11 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
     ]
 
 
-def after_score(options: ScoreOptions, result: NLLTable) -> list[Suggestion]:
+def after_score(options: score.ScoreOptions, result: subject.NLLTable) -> list[Suggestion]:
     """Suggest a recipe to retrain the layouts of a probe; nothing if the scores make no sense."""
     if options.probe is None or result.alarm is not None:
         return []
-    recorded = read_options(find_table(options.folders, options.probe).metadata, options.workspace)
+    recorded = read_options(lookup.find_table(options.folders, options.probe).metadata, options.workspace)
     if recorded is None or not recorded.data or recorded.model is None:
         return []
     return [Suggestion.of(first_recipe(recorded), "write a recipe to retrain the layouts")]
@@ -156,7 +152,7 @@ def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Sugge
     """Suggest the report on the layouts of probe ``name``."""
     if name not in options.folders.probes():
         return []
-    return [Suggestion.of(ReportOptions(probe=name, workspace=options.workspace))]
+    return [Suggestion.of(report.ReportOptions(probe=name, workspace=options.workspace))]
 
 
 def _probe_by_signal(workspace: Workspace, identity: str, signal: str, like: HeadScores | None = None) -> str | None:

@@ -10,30 +10,20 @@ from typing import Any
 
 from rich.table import Table
 
-from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
-from spkv_nas.artifacts.shape import ModelSize
-from spkv_nas.base.console import out, say
+from spkv_nas.artifacts import gate_config, shape
+from spkv_nas.base import console, memory, progress, units
 from spkv_nas.base.device import choose_device, training_precision
-from spkv_nas.base.memory import available_bytes
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages, Training, find_hardware
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
-from spkv_nas.model.checkpoint import check_dense, load_tokenizer, read_gates, read_size
-from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.model import checkpoint, transformers_logging
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages import forecast
-from spkv_nas.stages.checks import check
-from spkv_nas.stages.engines import Served, serve
+from spkv_nas.stages import checks, engines, forecast, sized_model, subject
 from spkv_nas.stages.forecast import Forecast, gate_training, item_bytes, measuring_stages
 from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.sized_model import choose_context, model_name
-from spkv_nas.stages.subject import default_block_size
-from spkv_nas.training import run_plan, step_cost
+from spkv_nas.training import first_recipe, run_plan, step_cost
 from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import DenseConfig, Recipe
 from spkv_nas.training.text_size import TextSize, count_text
 
@@ -46,24 +36,24 @@ class PlanResult:
     """Result of ``plan``."""
 
     forecast: Forecast  # cost of every stage
-    served: Served | None  # every number of global layers in a serving engine; None without one
+    served: engines.Served | None  # every number of global layers in a serving engine; None without one
 
 
-def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
+def plan(options: PlanOptions, reporter: progress.Reporter = progress.SILENT) -> PlanResult:
     """Estimate the cost of the full workflow on a recipe or a model; ``UserError`` for a mixture of experts."""
-    quiet_transformers(reporter)
-    check(options)
+    transformers_logging.quiet_transformers(reporter)
+    checks.check(options)
     # Count the stages
     of = partial(_of_model, str(options.model)) if options.recipe is None else partial(_of_recipe, options.recipe)
     name, stages, tokens, workflow, remarks = of(options, reporter)
     size = stages.size
-    context = choose_context(options.context, size.positions, reporter)
+    context = sized_model.choose_context(options.context, size.positions, reporter)
     text = f"text: {tokens:,} held-out tokens (--heldout-tokens); everything but training runs on one device"
     costs = (*workflow, *_generated(stages, options, context))
     result = Forecast.of(name, stages, costs, text, *remarks, _about_time(options))
     # Plan the cache in an engine
     sizes = {"window": stages.gates.window, "context": context}
-    served = serve(options, size.heads, size.num_sliding, options.kv_bytes, **sizes)
+    served = engines.serve(options, size.heads, size.num_sliding, options.kv_bytes, **sizes)
     if served is not None:
         num_kv_heads, engine, cache = size.heads.num_kv_heads, served.engine, served.cache
         budgets = range(num_kv_heads, cache.num_heads + 1, num_kv_heads)
@@ -74,22 +64,26 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> PlanResult:
 _Workflow = tuple[str, Stages, int, list[StageCost], tuple[str, ...]]  # name, cost model, held-out tokens, remarks
 
 
-def _of_model(source: str, options: PlanOptions, reporter: Reporter) -> _Workflow:
+def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) -> _Workflow:
     """Measure a model, then train it by the recipe that ``init`` would draft."""
-    size, gates, length = read_size(source), read_gates(source), options.block_size or default_block_size(source)
-    check_dense(size, source)
+    size, gates, length = (
+        checkpoint.read_size(source),
+        checkpoint.read_gates(source),
+        options.block_size or subject.default_block_size(source),
+    )
+    checkpoint.check_dense(size, source)
     site = _site(options)
-    config = gates or GateConfig(window=suitable_window(length))
+    config = gates or gate_config.GateConfig(window=gate_config.suitable_window(length))
     stages = Stages(size, config, site, length, BATCH_SIZE, item_bytes(source, site, options.dtype))
     # Count the text
     data = DataConfig(sources=[*(options.data or ("stdlib",))])
     tokens, text = options.heldout_tokens or data.max_heldout_tokens, _ENOUGH
     if options.data:
         reporter.announce("counting the tokens of the text")
-        text = count_text(options.data, Path(), load_tokenizer(source))
+        text = count_text(options.data, Path(), checkpoint.load_tokenizer(source))
         tokens = options.heldout_tokens or text.heldout(data)
     # Draft the recipe
-    draft = Draft.of("plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda")
+    draft = first_recipe.Draft.of("plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda")
     draft = replace(draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size)
     recipe = draft.recipe(Path())
     schedule = _training(recipe, recipe.branch, size, site)
@@ -97,17 +91,17 @@ def _of_model(source: str, options: PlanOptions, reporter: Reporter) -> _Workflo
     workflow = [] if gates is not None else [gate_training(stages, options.steps)]
     workflow += measuring_stages(stages, tokens)
     workflow += [training_stages.train(name, schedule, gated=gated) for name, gated in _BRANCHES]
-    return model_name(source), stages, tokens, workflow, (draft.remark(),)
+    return sized_model.model_name(source), stages, tokens, workflow, (draft.remark(),)
 
 
-def _of_recipe(file: Path, options: PlanOptions, reporter: Reporter) -> _Workflow:
+def _of_recipe(file: Path, options: PlanOptions, reporter: progress.Reporter) -> _Workflow:
     """Train as a recipe says, then measure."""
     # Read the recipe and its model
     recipe, site = Recipe.read(file), _site(options)
     planner = run_plan.Planner(recipe, file.parent, options.folders.run_dir(recipe.name), announce=reporter.announce)
     size = planner.size
-    check_dense(size, f"of recipe {file}")
-    item = ITEM_BYTES[options.dtype or "float32"]  # the dtype that training saves
+    checkpoint.check_dense(size, f"of recipe {file}")
+    item = units.ITEM_BYTES[options.dtype or "float32"]  # the dtype that training saves
     gates = recipe.gates.of_model()
     stages = Stages(size, gates, site, recipe.data.block_size, BATCH_SIZE, item)
     # List its trainings
@@ -137,14 +131,14 @@ def _site(options: PlanOptions) -> Site:
     """Return the requested hardware, or this machine, of which only the memory is known."""
     if options.hardware is None:
         device = choose_device(options.device)
-        return Site(device, available_bytes(device), devices=options.devices, is_cpu=device == "cpu")
+        return Site(device, memory.available_bytes(device), devices=options.devices, is_cpu=device == "cpu")
     hardware = find_hardware(options.hardware)
     speed = options.utilisation * hardware.peak
     return Site(hardware.name, hardware.memory, speed, hardware.bandwidth, options.devices)
 
 
 def _training(
-    recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, site: Site, *, gated: bool = False
+    recipe: Recipe, phase: DenseConfig | BranchConfig, size: shape.ModelSize, site: Site, *, gated: bool = False
 ) -> Training:
     """Return how a phase of a recipe trains; on requested GPUs in bfloat16 where the recipe allows it."""
     native = "bfloat16" if site.speed is not None else training_precision(site.name)
@@ -173,8 +167,8 @@ def show(result: PlanResult) -> None:
     grid = Table("global layers", *served.titles, title=title)
     for budget, cache_plan in served.rows:
         grid.add_row(str(budget["num_global"] // num_kv_heads), *served.cells(cache_plan))
-    out.print(grid)
-    say(f"{engine.title}: {engine.evidence}; {served.settings}; {engine.note}")
+    console.out.print(grid)
+    console.say(f"{engine.title}: {engine.evidence}; {served.settings}; {engine.note}")
 
 
 def document(result: PlanResult) -> dict[str, Any]:
@@ -183,6 +177,6 @@ def document(result: PlanResult) -> dict[str, Any]:
     return {**forecast.document(result.forecast), **served}
 
 
-def run(options: PlanOptions, reporter: Reporter) -> Result:
+def run(options: PlanOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
     return Result(plan(options, reporter), show, document)

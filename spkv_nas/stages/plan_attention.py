@@ -11,10 +11,8 @@ from rich.table import Table
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.console import out, say
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import console, errors, units
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import ITEM_BYTES, format_microseconds
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.cost.formulas import Cost, cost, layout_density
 from spkv_nas.stages.engines import Served, chosen_engine, serve
@@ -52,7 +50,7 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     needed = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
     times, remedy = _times(options, subject, needed, tokens, reporter)
     serving = chosen_engine(options)
-    item = ITEM_BYTES["bfloat16" if serving is None or serving.kv_dtype is None else serving.kv_dtype]
+    item = units.ITEM_BYTES["bfloat16" if serving is None or serving.kv_dtype is None else serving.kv_dtype]
 
     def row(name: str, heads: Layout | float, density: float, window: int, sinks: int) -> Cost:
         by_layer = heads if isinstance(heads, Layout) else [heads] * shape.num_layers
@@ -84,7 +82,7 @@ def _times(
         return None, [] if any(subject.native_windows) else calibrate_command(calibrate, windows, context)
     try:
         return read_times(calibrate, windows, context, subject.shape, subject.native_windows), []
-    except UserError as error:
+    except errors.UserError as error:
         if options.calibration is not None:
             raise
         reporter.caution(str(error))
@@ -112,7 +110,7 @@ def _served(
 def show(result: AttentionCosts) -> None:
     """Print KV bytes, FLOPs and times of full attention, of layouts and of a density."""
     shape, times, served = result.shape, result.times, result.served
-    out.print(
+    console.out.print(
         f"[bold]{escape(result.name)}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
         f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads of size {shape.head_dim}; "
         f"{result.context:,} tokens"
@@ -127,24 +125,24 @@ def show(result: AttentionCosts) -> None:
             f"{row.kv_cache_bytes / 2**20:,.2f}",
             f"{row.attention_flops / 1e9:,.4g}",
             "-" if row.total_flops is None else f"{row.total_flops / 1e9:,.4g}",
-            format_microseconds(row.decode_seconds),
+            units.format_microseconds(row.decode_seconds),
         )
-    out.print(grid)
+    console.out.print(grid)
     # Where the times come from
     if times is None:
-        say("\n".join(["times: not measured", *result.remedy]))
+        console.say("\n".join(["times: not measured", *result.remedy]))
     else:
-        out.print(f"times: attention of all layers, {escape(times.source)}")
+        console.out.print(f"times: attention of all layers, {escape(times.source)}")
     if result.costs[0].total_flops is None:
-        out.print("total: unknown for a mixture of experts, of which a token uses only some parameters")
+        console.out.print("total: unknown for a mixture of experts, of which a token uses only some parameters")
     # Caches in an engine
     if served is not None:
         title = f"KV cache in {served.engine.title}: requests of {served.cache.context:,} tokens"
         grid = Table("attention", "served as", *served.titles, title=title)
         for about, plan in served.rows:
             grid.add_row(escape(about["name"]), about["form"], *served.cells(plan))
-        out.print(grid)
-        say(f"{served.settings}; {served.engine.title}: {served.engine.evidence}")
+        console.out.print(grid)
+        console.say(f"{served.settings}; {served.engine.title}: {served.engine.evidence}")
 
 
 def document(result: AttentionCosts) -> dict[str, Any]:

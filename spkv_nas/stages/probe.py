@@ -31,7 +31,6 @@ from spkv_nas.base.console import caution, out, say
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import parse_context
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.alarms import check_text
@@ -48,11 +47,10 @@ from spkv_nas.probing.signal import LAYER, parse_sinks
 from spkv_nas.probing.signals import DENSITY, SIGNALS
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages.checks import check
-from spkv_nas.stages.next_steps import after_probe
+from spkv_nas.stages import checks, next_steps
 from spkv_nas.stages.options import REFERENCE
-from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
-from spkv_nas.stages.printing import identification, show_alarm, with_error
+from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal, memory_limit
+from spkv_nas.stages.printing import change, identification, show_alarm
 from spkv_nas.stages.record import OPTIONS, probe_records, recorded
 from spkv_nas.stages.reference_run import train_dense, train_reference
 from spkv_nas.stages.result import Result
@@ -70,7 +68,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     The default signal is density for a recipe or a model with gates, else head gates. To measure density on a model
     without gates, gates are learned first, at the budget's price and with frozen weights.
     """
-    check(options)
+    checks.check(options)
     quiet_transformers(reporter)
     # Load the model and the text
     signal = chosen_signal(options)
@@ -83,8 +81,8 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
         learns=signal.needs_gates,
     )
     origin = _origin(subject, measured, options, reporter)
-    # Collect what this signal uses: a cache of scores, a batch size
-    run_options: dict[str, Any] = {}
+    # Collect what this signal uses: a limit of memory, a cache of scores, a batch size
+    run_options: dict[str, Any] = dict(zip(("memory", "context"), memory_limit(options), strict=True))
     if signal.caches_scores:
         root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
         run_options["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
@@ -108,8 +106,6 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
             measured.blocks,
             window=options.window,
             sinks=sinks,
-            memory=options.memory,
-            context=None if options.context is None else parse_context(options.context),
             name=name,
             metadata={**origin, **learned, OPTIONS: recorded(options), "environment": environment(), "inputs": inputs},
             progress=progress,
@@ -285,7 +281,7 @@ def _windows(tried: list[dict[str, Any]], chosen: int | None) -> Table:
     columns = ("window", "global heads", "KV cache %", "ΔNLL %", "blocks")
     printed = Table(*columns, box=None, title="windows tried, on documents that the ranking has not seen")
     for row in tried:
-        loss = with_error(row["change"], row["standard_error"])
+        loss = change(row["change"], row["standard_error"])
         cells = (row["window"], row["num_global"], f"{100 * row['memory']:.1f}", loss, row["blocks"])
         printed.add_row(*map(str, cells), style="bold" if row["window"] == chosen else None)
     return printed
@@ -337,5 +333,5 @@ def run(options: ProbeOptions, reporter: Reporter) -> Result:
         table,
         show,
         partial(document, folder=options.folders.probe_dir(table.name)),
-        next=() if ALARM in table.metadata else after_probe(options, table),
+        next=() if ALARM in table.metadata else next_steps.after_probe(options, table),
     )

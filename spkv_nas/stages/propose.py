@@ -11,18 +11,14 @@ from typing import Any
 import pandas as pd
 from rich.markup import escape
 
-from spkv_nas.artifacts.defaults import RECOMMENDED
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.selection import write_selection
-from spkv_nas.base.console import caution, out, print_path, say
-from spkv_nas.base.errors import UserError
+from spkv_nas.artifacts import defaults, head_scores, selection
+from spkv_nas.base import console, errors, units
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import format_bytes
 from spkv_nas.base.workspace import SOLUTIONS, Workspace
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.probing.signal import LAYER
+from spkv_nas.proposal import budget_curve, stability
 from spkv_nas.proposal.answer import Answer, propose_for, random_spread, uneven_budgets, write_proposal
-from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import (
     MATCH_BUDGET,
@@ -36,15 +32,9 @@ from spkv_nas.proposal.propose import (
 )
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, write_solutions
-from spkv_nas.proposal.stability import LEVEL, Certainty, bootstrap
-from spkv_nas.proposal.stability import caution as about_certainty
+from spkv_nas.stages import engines, lookup, next_steps, printing, record
 from spkv_nas.stages.commands import Suggestion, command_line
-from spkv_nas.stages.engines import read_requirements
-from spkv_nas.stages.lookup import chosen_table
-from spkv_nas.stages.next_steps import after_propose
 from spkv_nas.stages.options.propose import ProposeOptions
-from spkv_nas.stages.printing import identification, print_rows
-from spkv_nas.stages.record import read_options
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.table_trust import neighbours, trust, unknown_trust, window_advice
 
@@ -65,7 +55,7 @@ class ProposalResult:
 class BudgetsResult:
     """Result of ``propose`` at several budgets."""
 
-    curve: BudgetCurve  # best layout at every budget
+    curve: budget_curve.BudgetCurve  # best layout at every budget
     caution: str | None  # what the confidence intervals do not cover
     folder: Path  # folder of layouts, curve and figure
     figure: Path | None  # path of the figure; None where the plotting library is not installed
@@ -73,7 +63,7 @@ class BudgetsResult:
 
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
     """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
-    requirements, measured = read_requirements(options), chosen_table(options, reporter)
+    requirements, measured = engines.read_requirements(options), lookup.chosen_table(options, reporter)
     table = with_sinks(measured, options.sinks)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
@@ -109,7 +99,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     ]
     # Suggest what to run next
     advice = _advice(answer, options)
-    steps = after_propose(options, answer.table)
+    steps = next_steps.after_propose(options, answer.table)
     if advice is not None and advice.command:
         steps.append(Suggestion(advice.command))
     return ProposalResult(
@@ -122,14 +112,14 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     )
 
 
-def _keep_selection(folder: Path, tables: Sequence[HeadScores]) -> None:
+def _keep_selection(folder: Path, tables: Sequence[head_scores.HeadScores]) -> None:
     """Write the documents that the heads of tables were scored on, where they are known, beside layouts."""
     for table in tables:
         if table.selected_on is not None:
-            write_selection(folder, table.selected_on)
+            selection.write_selection(folder, table.selected_on)
 
 
-def _recommended(workspace: Workspace, table: HeadScores) -> list[HeadScores]:
+def _recommended(workspace: Workspace, table: head_scores.HeadScores) -> list[head_scores.HeadScores]:
     """Return the recommended signal's scores of the model that densities are of, if the workspace has them.
 
     They were measured with the densities' sink tokens: with others, layouts do not compare.
@@ -137,7 +127,7 @@ def _recommended(workspace: Workspace, table: HeadScores) -> list[HeadScores]:
     if not table.is_density:
         return []
     others = (other for other in neighbours(workspace, table) if other.sinks == table.sinks)
-    return [other for other in others if other.signal == RECOMMENDED][:1]
+    return [other for other in others if other.signal == defaults.RECOMMENDED][:1]
 
 
 def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
@@ -156,12 +146,12 @@ def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
     return None
 
 
-def _probe_command(share: str, table: HeadScores, options: ProposeOptions) -> str:
+def _probe_command(share: str, table: head_scores.HeadScores, options: ProposeOptions) -> str:
     """Format the command that probes anew for a budget.
 
     Return "" where the checkpoint has gates of its own, or the probe's record is incomplete.
     """
-    recorded = read_options(table.metadata, options.folders.root)
+    recorded = record.read_options(table.metadata, options.folders.root)
     takes_budget = "budget" in table.metadata or "training_steps" in table.metadata
     return command_line(replace(recorded, budget=share)) if recorded is not None and takes_budget else ""
 
@@ -170,7 +160,7 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
     """Return remarks on a proposal: the default budget, memory, the worst domain, ties, and uncertainty."""
     num_global = answer.layouts["densest"].num_global
     sentences = [requirements.memory(answer.table, num_global, options.window)]
-    if options.budget is None and options.kv_bytes is None:
+    if options.budget is None and options.memory is None:
         origin = "the paper's 2 of 7; --budget sets another"
         if answer.table.memory_budget is not None:
             share, context = 100 * answer.table.metadata["memory"], answer.table.metadata["context"]
@@ -185,7 +175,7 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
         tie_advice(answer.table, num_global),
         uneven_budgets(answer.rows, num_global),
     ]
-    sentences += [*(answer.certainty.sentences() if answer.certainty else []), about_certainty(answer.table)]
+    sentences += [*(answer.certainty.sentences() if answer.certainty else []), stability.caution(answer.table)]
     return [sentence for sentence in sentences if sentence is not None]
 
 
@@ -199,9 +189,9 @@ def _about_sinks(sinks: int) -> str | None:
 
 def is_for_several(options: ProposeOptions) -> bool:
     """Return whether options have several budgets. Raises ``UserError`` for options that exclude each other."""
-    has_several = read_requirements(options).asks_for_curve(options.budget, options.tau)
+    has_several = engines.read_requirements(options).asks_for_curve(options.budget, options.tau)
     if has_several and options.solutions is not None:
-        raise UserError("--solutions needs a single budget: give one, or leave out --solutions")
+        raise errors.UserError("--solutions needs a single budget: give one, or leave out --solutions")
     return has_several
 
 
@@ -210,17 +200,16 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
 
     Layouts, curve and figure are written to ``layouts/<name>/budgets/``.
     """
-    from spkv_nas.report.figures import save_figure
-    from spkv_nas.report.result_charts import coverage_budget_chart
+    from spkv_nas.report import figures, result_charts
 
-    table = with_sinks(chosen_table(options, reporter), options.sinks)
+    table = with_sinks(lookup.chosen_table(options, reporter), options.sinks)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     # Solve at every budget
     with reporter.bar("solving") as progress:
-        curve = curve_for(
+        curve = budget_curve.curve_for(
             table,
-            read_requirements(options),
+            engines.read_requirements(options),
             str(options.budget),
             tau=options.tau,
             window=options.window,
@@ -228,14 +217,14 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
         )
     # Write layouts, curve and figure
     folder = options.folders.layout_dir(table.name)
-    write_budgets(folder, curve, reporter)
+    budget_curve.write_budgets(folder, curve, reporter)
     _keep_selection(folder, [table])
     covered = {name: coverage(curve.table, layout) for name, layout in curve.layouts.items()}
-    resampled = bootstrap(curve.table)
-    certainty = None if resampled is None else Certainty.of(resampled, curve.layouts, curve.knee.budget)
-    chart = coverage_budget_chart(curve.table, curve.layouts, covered, certainty)
-    figure = None if chart is None else save_figure(folder, replace(chart, name="budgets"))
-    return BudgetsResult(curve, about_certainty(curve.table), folder, figure)
+    resampled = stability.bootstrap(curve.table)
+    certainty = None if resampled is None else stability.Certainty.of(resampled, curve.layouts, curve.knee.budget)
+    chart = result_charts.coverage_budget_chart(curve.table, curve.layouts, covered, certainty)
+    figure = None if chart is None else figures.save_figure(folder, replace(chart, name="budgets"))
+    return BudgetsResult(curve, stability.caution(curve.table), folder, figure)
 
 
 _CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
@@ -247,9 +236,9 @@ def show(result: ProposalResult) -> None:
     if result.answer.solutions is not None:
         _solutions(result.answer.solutions, result.folder)
     for sentence in result.sentences:
-        say(sentence)
+        console.say(sentence)
     if result.advice is not None:
-        caution(result.advice)
+        console.caution(result.advice)
 
 
 def _layouts(result: ProposalResult) -> None:
@@ -268,13 +257,13 @@ def _layouts(result: ProposalResult) -> None:
         }
         for row in answer.rows.itertuples()
     ]
-    print_rows(rows, measure)
+    printing.print_rows(rows, measure)
     if spread is not None and spread.standard_deviation > 0:
-        out.print(
+        console.out.print(
             f"random layouts: coverage {100 * spread.mean:.2f} % on average, "
             f"standard deviation {100 * spread.standard_deviation:.2f}"
         )
-    out.print(f"layouts: {escape(str(result.folder))}", soft_wrap=True)
+    console.out.print(f"layouts: {escape(str(result.folder))}", soft_wrap=True)
 
 
 def _solutions(solutions: Solutions, folder: Path) -> None:
@@ -293,13 +282,13 @@ def _solutions(solutions: Solutions, folder: Path) -> None:
         for row in solutions.rows.itertuples()
     ]
     interval_note = _interval_note("lost", solutions.rows["lost_low"])
-    print_rows(rows, f"solutions at least {solutions.request.apart} heads apart{interval_note}")
-    print_path("solutions", folder / SOLUTIONS)
+    printing.print_rows(rows, f"solutions at least {solutions.request.apart} heads apart{interval_note}")
+    console.print_path("solutions", folder / SOLUTIONS)
 
 
 def _interval_note(name: str, lows: pd.Series[float]) -> str:
     """Return what the columns "from" and "to" beside a column are; empty where no interval is known."""
-    return f"; from, to: {100 * LEVEL:.0f} % interval of {name}" if lows.notna().any() else ""
+    return f"; from, to: {100 * stability.LEVEL:.0f} % interval of {name}" if lows.notna().any() else ""
 
 
 def _percent(share: float) -> str:
@@ -309,7 +298,7 @@ def _percent(share: float) -> str:
 
 def _memory(num_bytes: Any) -> str:
     """Format the memory of a layout; a dash where it is not known."""
-    return "-" if pd.isna(num_bytes) else format_bytes(int(num_bytes))
+    return "-" if pd.isna(num_bytes) else units.format_bytes(int(num_bytes))
 
 
 def show_budgets(result: BudgetsResult) -> None:
@@ -335,22 +324,22 @@ def show_budgets(result: BudgetsResult) -> None:
         for row in rows[is_shown].itertuples()
     ]
     at_tau = f" at tau {table.tau:g}" if table.is_density else ""
-    print_rows(shown, f"{escape(table.name)}{at_tau}{_interval_note('coverage', rows['coverage_low'])}")
+    printing.print_rows(shown, f"{escape(table.name)}{at_tau}{_interval_note('coverage', rows['coverage_low'])}")
     # Knee, caution, files
-    out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
+    console.out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if has_more:
-        say("heads, same memory: the largest number of global heads that takes no more memory in the engine")
+        console.say("heads, same memory: the largest number of global heads that takes no more memory in the engine")
     if result.caution is not None:
-        say(result.caution)
-    print_path("curve", result.figure or result.folder / "budgets.csv")
-    print_path("layouts", result.folder / "budgets")
+        console.say(result.caution)
+    console.print_path("curve", result.figure or result.folder / "budgets.csv")
+    console.print_path("layouts", result.folder / "budgets")
 
 
 def document(result: ProposalResult) -> dict[str, Any]:
     """Return the proposed layouts by coverage, with their confidence intervals, advice and trust."""
     answer = result.answer
     return {
-        **identification(answer.table),
+        **printing.identification(answer.table),
         "layouts": answer.rows,
         "solutions": None if answer.solutions is None else answer.solutions.rows,
         "certainty": None if answer.certainty is None else answer.certainty.intervals,
@@ -365,7 +354,7 @@ def budgets_document(result: BudgetsResult) -> dict[str, Any]:
     """Return every row of a budget curve, and its knee."""
     curve = result.curve
     return {
-        **identification(curve.table),
+        **printing.identification(curve.table),
         "budgets": curve.rows,
         "knee": curve.knee,
         "caution": result.caution,

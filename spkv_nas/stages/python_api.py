@@ -19,11 +19,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.arguments import convert
-from spkv_nas.base.errors import UserError, shortened
-from spkv_nas.base.progress import LOGGER, log_lines
+from spkv_nas.artifacts import head_scores, layout
+from spkv_nas.base import arguments, errors, progress
 from spkv_nas.data.blocks import TokenBlocks
 
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")  # not in paths of the hub's cache
@@ -63,16 +60,16 @@ def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]
                 if key in kinds and signature.parameters[key].kind is not inspect.Parameter.VAR_KEYWORD:
                     bound.arguments[key] = _argument(name, key, kinds[key], value)
             # Log the call and its progress
-            LOGGER.log(level, f"{name}: {', '.join(_shown(*each) for each in bound.arguments.items())}")
+            progress.LOGGER.log(level, f"{name}: {', '.join(_shown(*each) for each in bound.arguments.items())}")
             if "progress" in signature.parameters and bound.arguments.get("progress") is None:
-                bound.arguments["progress"] = log_lines(name)
+                bound.arguments["progress"] = progress.log_lines(name)
             start = time.monotonic()
             # Signals that learn need gradients, and weights that are made in inference mode never have any
             with nullcontext() if torch is None else torch.inference_mode(False):
                 result = function(*bound.args, **bound.kwargs)
-            LOGGER.log(level, f"{name}: done in {time.monotonic() - start:.1f} s")
+            progress.LOGGER.log(level, f"{name}: done in {time.monotonic() - start:.1f} s")
             return result
-        except UserError as error:
+        except errors.UserError as error:
             # Name arguments where the message names options of the command line
             error.args = (_OPTION.sub(lambda match: match[1].replace("-", "_"), str(error)),)
             raise
@@ -98,9 +95,9 @@ def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
 
         return unwrapped(value, adds_gates=function in ("attach_gates", "learn_gates"))
     remedy = next((text for part, text in _REMEDIES.items() if re.search(rf"\b{part}\b", str(kind))), "")
-    converted = convert(name, kind, value, _CONVERTERS, remedy)
+    converted = arguments.convert(name, kind, value, _CONVERTERS, remedy)
     if isinstance(converted, int) and name in _LEAST and converted < _LEAST[name]:
-        raise UserError(f"{name} must be at least {_LEAST[name]}; found {converted}")
+        raise errors.UserError(f"{name} must be at least {_LEAST[name]}; found {converted}")
     return converted
 
 
@@ -113,8 +110,8 @@ def _read(read: Callable[[Any], Any], value: Any) -> Any:
 
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {  # by class, make an instance of what means one
     "PreTrainedTokenizerBase": lambda value: getattr(value, "tokenizer", value),  # of a multimodal model's processor
-    "Layout": lambda value: _read(Layout.read, value),
-    "HeadScores": lambda value: _read(HeadScores.read, value),
+    "Layout": lambda value: _read(layout.Layout.read, value),
+    "HeadScores": lambda value: _read(head_scores.HeadScores.read, value),
     "DocumentNLL": lambda value: getattr(value, "nll", value),
     "Path": lambda value: _read(Path, value),
 }
@@ -125,7 +122,7 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, TokenBlocks):
         return str(value)
     return (
-        f"{name}={shortened(repr(value), 60)}"
+        f"{name}={errors.shortened(repr(value), 60)}"
         if isinstance(value, int | float | str | PathLike | None)
         else type(value).__name__
     )

@@ -16,25 +16,21 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from spkv_nas.artifacts import kinds, probe_file
 from spkv_nas.artifacts.head_scores import RECORD, HeadScores
-from spkv_nas.artifacts.kinds import DENSITY
-from spkv_nas.artifacts.probe_file import ProbeFile
-from spkv_nas.base.assets import EMBEDDED_PREFIX
-from spkv_nas.base.entry import shared_options
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import assets, entry, errors
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages.commands import command_line
-from spkv_nas.stages.options.init import InitOptions
-from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options import init, probe
 
 OPTIONS = "options"
 _NOT_RECORDED = ("workspace", "device", "dry_run")  # options that do not affect the result
 _PATHS = ("model", "data", "recipe")
 
 
-def recorded(options: ProbeOptions) -> dict[str, Any]:
+def recorded(options: probe.ProbeOptions) -> dict[str, Any]:
     """Return the options to write to ``probe.yaml``: those not at their defaults, with absolute paths."""
     content: dict[str, Any] = {}
     for field in fields(options):
@@ -53,7 +49,7 @@ def absolute(source: str | Path) -> str:
     return os.path.abspath(path) if path.exists() else str(source)
 
 
-def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | None:
+def read_options(record: Mapping[str, Any], workspace: Path) -> probe.ProbeOptions | None:
     """Read a probe's options from its record, which users may have edited, to make commands for ``workspace``.
 
     None where they are missing, invalid or incomplete.
@@ -61,11 +57,11 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | N
     if (content := record.get(OPTIONS)) is None:
         return None
     try:
-        options = TypeAdapter(ProbeOptions).validate_python({**content, "workspace": workspace})
+        options = TypeAdapter(probe.ProbeOptions).validate_python({**content, "workspace": workspace})
     except ValidationError:
         return None
     # Require a known text, and a command that can be printed
-    is_custom_model = options.model is not None and not options.model.startswith(EMBEDDED_PREFIX)
+    is_custom_model = options.model is not None and not options.model.startswith(assets.EMBEDDED_PREFIX)
     is_complete = bool(options.data) or not is_custom_model
     return options if is_complete and command_line(options).isprintable() else None
 
@@ -81,14 +77,14 @@ def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
     records: dict[str, dict[str, Any]] = {}
     for name in workspace.probes():
         records[name] = {}
-        with suppress(UserError):
-            records[name] = read_unchecked(workspace.probe_dir(name) / RECORD, "probe", ProbeFile)
+        with suppress(errors.UserError):
+            records[name] = read_unchecked(workspace.probe_dir(name) / RECORD, "probe", probe_file.ProbeFile)
     return records
 
 
 def is_of(record: Mapping[str, Any], identity: str, signal: str) -> bool:
     """Return whether a probe is of a model, as named by ``model_identity``, and of a signal."""
-    return model_identity(record) == identity and record.get("signal", DENSITY) == signal
+    return model_identity(record) == identity and record.get("signal", kinds.DENSITY) == signal
 
 
 def is_comparable(record: Mapping[str, Any], table: HeadScores) -> bool:
@@ -96,24 +92,24 @@ def is_comparable(record: Mapping[str, Any], table: HeadScores) -> bool:
     return record.get("window") in (None, table.window) and record.get("sinks", 0) == table.sinks
 
 
-def for_signal(options: ProbeOptions, signal: str, budget: str | None, *, learns: bool) -> ProbeOptions:
+def for_signal(options: probe.ProbeOptions, signal: str, budget: str | None, *, learns: bool) -> probe.ProbeOptions:
     """Return the options that measure another signal of the same model, on the same blocks of text.
 
     A signal that ``learns`` on the model takes the budget, the window and the seed.
     """
     name = options.name and f"{options.name}-{signal}"
-    unset = {name: None for name in shared_options(SIGNALS) if name != "seed"}
+    unset = {name: None for name in entry.shared_options(SIGNALS) if name != "seed"}
     changed = replace(options, **{**unset, "signal": signal, "name": name, "budget": budget})  # type: ignore[arg-type]
     return changed if learns else replace(changed, signal=None, budget=None, window=None, seed=None)
 
 
-def first_recipe(recorded: ProbeOptions) -> InitOptions:
+def first_recipe(recorded: probe.ProbeOptions) -> init.InitOptions:
     """Return the options of ``init`` that write a recipe for a probed model to a new file."""
     out, number = Path("recipe.yaml"), 1
     while out.exists():
         number += 1
         out = Path(f"recipe-{number}.yaml")
     sources = recorded.data or []
-    return InitOptions(
+    return init.InitOptions(
         model=str(recorded.model), data=sources, out=out, separator=recorded.separator, workspace=recorded.workspace
     )

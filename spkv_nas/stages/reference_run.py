@@ -12,11 +12,9 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MAX_BYTES
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.training.branches import BranchContext
-from spkv_nas.training.corpus import join_processes
+from spkv_nas.training import branches, corpus, variants
 from spkv_nas.training.dense import dense_run, is_dense_trained
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.variants import Variant
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,11 @@ def train_reference(
     for line in recipe.warnings():
         reporter.caution(f"warning: {line}")
     # Count what is finished
-    runs, variant = workspace.run_dir(recipe.name), Variant.sp_kv()
+    runs, variant = workspace.run_dir(recipe.name), variants.Variant.sp_kv()
     recipe = distributed.on_main(lambda: recipe.resolve_precision(choose_device(device)))
     dense = dense_run(recipe, runs)
     finished = [] if dense is None else [is_dense_trained(dense)]
-    context = BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter)
+    context = branches.BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter)
     finished.append(context.is_trained(variant))
     reporter.reused(sum(finished), len(finished), "runs")
     # Train the SP-KV branch
@@ -55,25 +53,24 @@ def train_dense(
     """Train a recipe's dense model, unless it is finished or given, and return its checkpoint; see above."""
     recipe = _read_recipe(file, workspace, device, dtype, reporter)
     runs = workspace.run_dir(recipe.name)
-    return BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter).dense
+    return branches.BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter).dense
 
 
 def _read_recipe(file: Path, workspace: Workspace, device: str | None, dtype: str | None, reporter: Reporter) -> Recipe:
     """Read a recipe, join torchrun's processes, and check the workspace."""
     quiet_transformers(reporter)
     recipe = Recipe.read(file).with_precision(dtype)
-    join_processes(recipe, device)
+    corpus.join_processes(recipe, device)
     workspace.check_writable()
     return recipe
 
 
 def _show_training(checkpoint: Path, folder: Path) -> None:
     """Write ``density-evolution`` (.csv, figure) of a run that was long enough to log it."""
-    from spkv_nas.report.density_charts import density_evolution_chart
-    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report import density_charts, plot
 
     log = checkpoint / "density-log.csv"
     if log.is_file():
         rows = read_density_log(log)
         files.write_atomic(folder / "density-evolution.csv", files.read_text(log, "density log", max_bytes=MAX_BYTES))
-        save_chart(folder, density_evolution_chart(rows))
+        plot.save_chart(folder, density_charts.density_evolution_chart(rows))

@@ -9,32 +9,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from spkv_nas.artifacts import checkpoints
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.assets import EMBEDDED_PREFIX
-from spkv_nas.base.console import print_path
-from spkv_nas.base.errors import UserError
+from spkv_nas.artifacts import checkpoints, head_scores, layout
+from spkv_nas.base import assets, console, errors, version
 from spkv_nas.base.files import write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.version import __version__
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.report.density_charts import thumbnail
-from spkv_nas.report.formatting import capitalized
+from spkv_nas.report import density_charts, formatting
 from spkv_nas.report.page import render, write_report
 from spkv_nas.report.verdict import Step, Verdict, conclude
-from spkv_nas.stages.checks import check
+from spkv_nas.stages import checks, next_steps, record, report_results, result, table_trust
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.lookup import chosen_table, find_proposal, find_table
-from spkv_nas.stages.next_steps import recommend, retraining
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.record import model_identity
-from spkv_nas.stages.report_results import read_inputs
-from spkv_nas.stages.result import Result
-from spkv_nas.stages.table_trust import neighbours, trust
 
 
 def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
@@ -42,7 +31,7 @@ def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
 
     Return the path of the index if there is one and no probe was named, else of the page.
     """
-    check(options)
+    checks.check(options)
     workspace = options.folders
     # Choose the probes
     tables = [] if options.probe is not None else [find_table(workspace, name) for name in pages(workspace)]
@@ -53,7 +42,7 @@ def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
     return page_files[0] if index is None or options.probe is not None else index
 
 
-def _page(options: ReportOptions, table: HeadScores, reporter: Reporter) -> Path:
+def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Reporter) -> Path:
     """Write the page of a probe and return its path."""
     workspace = options.folders
     proposal = find_proposal(workspace, table.name)
@@ -63,12 +52,12 @@ def _page(options: ReportOptions, table: HeadScores, reporter: Reporter) -> Path
     # Read probes and results
     folder = workspace.report_dir(table.name)
     table = _with_positions(table)
-    table_at_tau, probes = proposal.table(table), [table, *neighbours(workspace, table)]
+    table_at_tau, probes = proposal.table(table), [table, *table_trust.neighbours(workspace, table)]
     commands = {
         probe.name: in_folder(command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root)
         for probe in probes
     }
-    inputs = read_inputs(
+    inputs = report_results.read_inputs(
         workspace,
         table,
         proposal,
@@ -82,26 +71,26 @@ def _page(options: ReportOptions, table: HeadScores, reporter: Reporter) -> Path
         return write_report(folder, inputs, steps=steps, progress=progress)
 
 
-def _with_positions(table: HeadScores) -> HeadScores:
+def _with_positions(table: head_scores.HeadScores) -> head_scores.HeadScores:
     """Add the model's context to a table that does not record it, if the model's config is here."""
-    model = model_identity(table.metadata)
+    model = record.model_identity(table.metadata)
     if model is None or "positions" in table.metadata:
         return table
-    if not (model.startswith(EMBEDDED_PREFIX) or Path(model).is_dir()):
+    if not (model.startswith(assets.EMBEDDED_PREFIX) or Path(model).is_dir()):
         return table
     from spkv_nas.model.checkpoint import read_size
 
-    with suppress(UserError):
+    with suppress(errors.UserError):
         return replace(table, metadata={**table.metadata, "positions": read_size(model).positions})
     return table
 
 
-def _trust(options: ReportOptions, table: HeadScores, layouts: Mapping[str, Layout]) -> Trust | None:
+def _trust(options: ReportOptions, table: head_scores.HeadScores, layouts: Mapping[str, layout.Layout]) -> Trust | None:
     """Judge the table by the layout ``densest``; None without one of the table's shape."""
     densest = layouts.get("densest")
     if densest is None or densest.grid != table.grid:
         return None
-    return trust(options.folders, table, densest.global_mask)
+    return table_trust.trust(options.folders, table, densest.global_mask)
 
 
 def pages(workspace: Workspace) -> list[str]:
@@ -116,21 +105,21 @@ def write_workspace_index(workspace: Workspace) -> Path | None:
         return None
     cards = []
     for number, name in enumerate(names):
-        inputs = read_inputs(workspace, find_table(workspace, name), find_proposal(workspace, name))
+        inputs = report_results.read_inputs(workspace, find_table(workspace, name), find_proposal(workspace, name))
         table, measure = inputs.table, inputs.table.measure
         about = (
             f"{table.num_layers} layers of {table.num_kv_heads} KV heads; the mean {measure.noun} is "
             f"{measure.scale.factor * table.mean:.1f} {measure.shown}."
         )
-        chart = thumbnail(f"{measure.title} by {name}", table.values, measure.scale, number)
+        chart = density_charts.thumbnail(f"{measure.title} by {name}", table.values, measure.scale, number)
         sentences = (about, "".join(conclude(inputs).lead))
         cards.append({"name": name, "chart": chart, "sentences": sentences, "page": f"{quote(name)}/index.html"})
     page = workspace.reports / "index.html"
-    write_atomic(page, render("index.html.j2", version=__version__, cards=cards))
+    write_atomic(page, render("index.html.j2", version=version.__version__, cards=cards))
     return page
 
 
-def page_steps(workspace: Workspace, table: HeadScores, verdict: Verdict) -> list[Step]:
+def page_steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict) -> list[Step]:
     """Return the commands that a verdict calls for, without absolute paths of the workspace."""
     steps = []
     for step in _steps(workspace, table, verdict):
@@ -141,15 +130,15 @@ def page_steps(workspace: Workspace, table: HeadScores, verdict: Verdict) -> lis
     return steps
 
 
-def _steps(workspace: Workspace, table: HeadScores, verdict: Verdict) -> list[Step]:
+def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict) -> list[Step]:
     """Return the commands as they are run in the current folder."""
     # Propose layouts, or do what the probe's options recommend before anything was measured
     if verdict.layout is None:
         return [Step("Propose layouts:", command_line(ProposeOptions(probe=table.name, workspace=workspace.root)))]
     if verdict.evidence is None:
-        recommended = recommend(workspace, table)
+        recommended = next_steps.recommend(workspace, table)
         if recommended is not None and recommended.command:
-            return [Step(f"{capitalized(recommended.reason)}:", recommended.command)]
+            return [Step(f"{formatting.capitalized(recommended.reason)}:", recommended.command)]
         return _retrain(workspace, table, verdict)
     # Export the layout of the verdict, or retrain it first
     name = verdict.layout.name
@@ -171,9 +160,9 @@ def _checkpoint(workspace: Workspace, report: str, strategy: str) -> Path | None
     return next((path for path in models if path.is_dir()), None)
 
 
-def _retrain(workspace: Workspace, table: HeadScores, verdict: Verdict) -> list[Step]:
+def _retrain(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict) -> list[Step]:
     """Recommend to retrain all layouts or, after a comparison, the verdict's; nothing without the probe's recipe."""
-    retrain = retraining(workspace, table)
+    retrain = next_steps.retraining(workspace, table)
     if verdict.layout is None or retrain is None:
         return []
     if verdict.evidence is None:
@@ -189,7 +178,7 @@ def _retrain(workspace: Workspace, table: HeadScores, verdict: Verdict) -> list[
 
 def show(page: Path) -> None:
     """Print the path of the page."""
-    print_path("report", page)
+    console.print_path("report", page)
 
 
 def document(page: Path) -> dict[str, Any]:
@@ -197,6 +186,6 @@ def document(page: Path) -> dict[str, Any]:
     return {"report": page}
 
 
-def run(options: ReportOptions, reporter: Reporter) -> Result:
+def run(options: ReportOptions, reporter: Reporter) -> result.Result:
     """Run the command."""
-    return Result(report(options, reporter), show, document)
+    return result.Result(report(options, reporter), show, document)

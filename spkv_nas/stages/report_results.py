@@ -10,12 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.artifacts.agreement import read_agreement
-from spkv_nas.artifacts.comparison import ComparisonRecord, read_comparison
-from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts import agreement, comparison, head_scores, search_table
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import ALARM, SCORES, VERDICT, AlarmRecord, ResultTable
-from spkv_nas.artifacts.search_table import SearchRecord, read_search
 from spkv_nas.base.files import is_file
 from spkv_nas.base.records import read_record
 from spkv_nas.base.schema import Recorded
@@ -28,7 +25,7 @@ from spkv_nas.stages.record import absolute, model_identity
 SEARCH = "search.csv"
 
 
-def read_inputs(workspace: Workspace, table: HeadScores, proposal: Proposal, **others: Any) -> ReportInputs:
+def read_inputs(workspace: Workspace, table: head_scores.HeadScores, proposal: Proposal, **others: Any) -> ReportInputs:
     """Return what the page of a probe is made from; ``others`` are further fields of ``ReportInputs``."""
     folder = workspace.report_dir(table.name)
     results = read_results(folder)
@@ -51,13 +48,13 @@ def read_inputs(workspace: Workspace, table: HeadScores, proposal: Proposal, **o
 def read_results(folder: Path) -> dict[str, Any]:
     """Read the results in a folder, by their names in ``report.inputs``."""
     tables = {
-        "comparison": (folder / "comparison.csv", read_comparison),
-        "probe_pairs": (folder / "agreement.csv", read_agreement),
-        "search": (folder / SEARCH, read_search),
+        "comparison": (folder / "comparison.csv", comparison.read_comparison),
+        "probe_pairs": (folder / "agreement.csv", agreement.read_agreement),
+        "search": (folder / SEARCH, search_table.read_search),
     }
     records: dict[str, tuple[Path, str, type[Recorded]]] = {
-        "record": (folder / "comparison.yaml", "comparison", ComparisonRecord),
-        "search_record": (folder / "search.yaml", "search", SearchRecord),
+        "record": (folder / "comparison.yaml", "comparison", comparison.ComparisonRecord),
+        "search_record": (folder / "search.yaml", "search", search_table.SearchRecord),
     }
     results: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
     results |= {name: read_record(*record) for name, record in records.items() if is_file(record[0])}
@@ -68,7 +65,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     return {**results, "benchmarks": read_benchmarks(folder), "alarms": [each for each in alarms if each is not None]}
 
 
-def _found(workspace: Workspace, table: HeadScores, kind: ResultTable) -> Iterator[ResultFile]:
+def _found(workspace: Workspace, table: head_scores.HeadScores, kind: ResultTable) -> Iterator[ResultFile]:
     """Yield the tables of a kind that were measured on the model of a probe, or have its name, in order of names."""
     model = model_identity(table.metadata)
     for file in sorted(workspace.reports.glob(f"*/{kind.name}*.csv")):

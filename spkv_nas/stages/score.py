@@ -12,15 +12,11 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts.defaults import SCORE_TOKENS
-from spkv_nas.artifacts.result_tables import SCORES
-from spkv_nas.base import console, distributed, units
-from spkv_nas.base.errors import UserError
+from spkv_nas.artifacts import defaults, result_tables
+from spkv_nas.base import console, distributed, errors, units
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.evaluation.alarms import Circumstances, alarm
-from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation import alarms, nll, separators
 from spkv_nas.evaluation.selected import find_selected
-from spkv_nas.evaluation.separators import SeparatorReport
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.answer import uneven_budgets
@@ -39,7 +35,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     workspace = options.folders
     table = None if options.probe is None else lookup.find_table(workspace, options.probe)
     subject = Subject.of(options, DENSE, "score on")
-    if table is not None and (report := SeparatorReport.parse(table.metadata.get("separator"))) is not None:
+    if table is not None and (report := separators.SeparatorReport.parse(table.metadata.get("separator"))) is not None:
         subject = replace(subject, given_separator=report.best)
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)
@@ -51,7 +47,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         covered = {key: coverage(table_at_tau, layout) for key, layout in proposal.layouts.items()}
     # Score full attention and every layout
     workspace.check_writable()
-    measured = subject.load(reporter, tokens=SCORE_TOKENS)
+    measured = subject.load(reporter, tokens=defaults.SCORE_TOKENS)
     _announce_size(measured, len(proposal.layouts), reporter)
     root = workspace.run_dir(family) / "zero-shot"  # shared with probes and searches
     cache = distributed.on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
@@ -60,8 +56,8 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     full_attention, *scores = zero_shot(measured.model, layouts, measured.blocks, **scoring)
     # Write the table
     by_name = dict(zip(proposal.layouts, scores, strict=True))
-    circumstances = Circumstances.of(measured.model, measured.blocks, full_attention, measured.separator)
-    found_alarm = alarm(circumstances, full_attention, by_name, proposal.layouts)
+    circumstances = alarms.Circumstances.of(measured.model, measured.blocks, full_attention, measured.separator)
+    found_alarm = alarms.alarm(circumstances, full_attention, by_name, proposal.layouts)
     rows = score_table(proposal.layouts, by_name, full_attention, covered)
     selected = find_selected(workspace, proposal.layouts, near=proposal.files.values(), with_scores=False)
     num_selection, selected_by = selected.count(measured.blocks), selected.among(measured.blocks)
@@ -87,22 +83,22 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
 def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: Measured, reporter: Reporter) -> None:
     """Write the table, with the layouts that were scored earlier on the same text, and the documents of the text."""
     earlier = None
-    with suppress(UserError):  # a damaged table is kept beside the new one
-        earlier = SCORES.read(folder)
+    with suppress(errors.UserError):  # a damaged table is kept beside the new one
+        earlier = result_tables.SCORES.read(folder)
     if earlier is not None and earlier[1].get("inputs") == origin["inputs"]:
         others = earlier[0][~earlier[0]["hash"].isin(rows["hash"])]
         for distinction in ("num_global", "hash"):  # of equal names, as in "densest-12"
             same = others["strategy"].isin(rows["strategy"]) | others["strategy"].duplicated()
             others.loc[same, "strategy"] += "-" + others[distinction].astype(str)
         rows = pd.concat([rows.head(1), pd.concat([rows[1:], others]).sort_values("nll")])
-    SCORES.write(folder, rows, origin, reporter, measured.blocks.text_ids)
+    result_tables.SCORES.write(folder, rows, origin, reporter, measured.blocks.text_ids)
 
 
 def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> None:
     """Announce how much of the text is measured and, after timing a block, how long that takes at most."""
     blocks, whole = measured.blocks, measured.whole
     start = time.perf_counter()
-    document_nll(measured.model, blocks.take(1), batch_size=1)
+    nll.document_nll(measured.model, blocks.take(1), batch_size=1)
     seconds = (1 + num_layouts) * blocks.num_blocks * (time.perf_counter() - start)
     part = f"{blocks.tokens.size:,} tokens"
     if blocks.num_blocks < whole.num_blocks:

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from spkv_nas.base import limits, progress
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MAX_WHOLE
-from spkv_nas.base.progress import Reporter
 from spkv_nas.engines.registry import checked_engines
-from spkv_nas.stages import flags
-from spkv_nas.stages.result import Result
+from spkv_nas.stages import flags, result
 
 Folder = Annotated[Path, Flag("Exported model folder.", argument=True)]
 Engine = Annotated[str, Flag("Inference engine to run.", values=checked_engines)]
 Intended = Annotated[Path | None, Flag("Layout (YAML) that the engine must run.")]
-PromptTokens = Annotated[int | None, Flag("Tokens of the prompt, more than the window.", low=2, high=MAX_WHOLE)]
+PromptTokens = Annotated[int | None, Flag("Tokens of the prompt, more than the window.", low=2, high=limits.MAX_WHOLE)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ def check(options: ServeCheckOptions) -> None:
         check_exist([options.python], "Python")
 
 
-def serve_check(options: ServeCheckOptions, reporter: Reporter) -> Result:
+def serve_check(options: ServeCheckOptions, reporter: progress.Reporter) -> result.Result:
     """Run an exported folder in an inference engine, and compare it with our own model.
 
     Greedy tokens and log-probabilities of a prompt longer than the window must agree, and full attention must fail the
@@ -64,4 +62,4 @@ def serve_check(options: ServeCheckOptions, reporter: Reporter) -> Result:
         num_prompt=options.prompt_tokens,
         python=options.python,
     )
-    return Result(checked, lambda check: say(str(check)), exit_code=int(not checked.passed))
+    return result.Result(checked, lambda check: say(str(check)), exit_code=int(not checked.passed))

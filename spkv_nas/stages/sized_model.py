@@ -11,11 +11,8 @@ from pathlib import Path
 from spkv_nas.artifacts.checkpoints import run_origin
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
+from spkv_nas.base import assets, files, progress, units
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_json
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import parse_context
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.calibration import Calibration, default_contexts
 from spkv_nas.cost.ladder import find_level
@@ -32,8 +29,8 @@ def model_name(source: str) -> str:
 
     Checkpoints of a run take the run's name, as every run ends in a folder ``final``. A revision is appended.
     """
-    if source.startswith(EMBEDDED_PREFIX):
-        return EMBEDDED.name
+    if source.startswith(assets.EMBEDDED_PREFIX):
+        return assets.EMBEDDED.name
     from spkv_nas.model.source import split_revision
 
     name, revision = split_revision(source)
@@ -51,7 +48,7 @@ def result_name(source: str, workspace: Workspace) -> str:
 
     It is that of the probe that a hybrid's layout is from, else of the recipe that trained the model, else the model's.
     """
-    if source.startswith(EMBEDDED_PREFIX):
+    if source.startswith(assets.EMBEDDED_PREFIX):
         return model_name(source)
     layout = _saved_layout(Path(source, "config.json"))
     probe, origin = None if layout is None else probe_of(workspace, [layout]), run_origin(Path(source))
@@ -61,7 +58,7 @@ def result_name(source: str, workspace: Workspace) -> str:
 def _saved_layout(file: Path) -> Layout | None:
     """Read the layout in a hybrid's config without torch; None if there is none, or if it is damaged."""
     try:
-        saved = read_json(file, "config")["spkv"]["layout"]
+        saved = files.read_json(file, "config")["spkv"]["layout"]
         return Layout(tuple(saved["heads"]), saved["window"], sinks=saved.get("sinks", 0))
     except (UserError, KeyError, TypeError, AttributeError):
         return None
@@ -97,14 +94,14 @@ class SizedModel:
 LONG = "128k"  # default tokens of a model that supports as many or does not say
 
 
-def choose_context(text: str | None, positions: int | None, reporter: Reporter = SILENT) -> int:
+def choose_context(text: str | None, positions: int | None, reporter: progress.Reporter = progress.SILENT) -> int:
     """Parse a context length such as "32k"; by default 128k tokens, or the model's maximum if that is less.
 
     The reporter gets a caution if it is longer than the model was made for, ``positions`` (None: unknown).
     """
     if text is None and positions is not None:
-        return min(parse_context(LONG), positions)
-    context = parse_context(text or LONG)
+        return min(units.parse_context(LONG), positions)
+    context = units.parse_context(text or LONG)
     if positions is not None and context > positions:
         reporter.caution(
             f"the model supports {positions:,} tokens (max_position_embeddings); costs at {context:,} assume that its "
@@ -139,7 +136,7 @@ def calibrate_command(options: CalibrateOptions, windows: Sequence[int], context
         return []
     for window in windows:
         options = replace(options, window=window)
-    measured = default_contexts(parse_context(options.context))
+    measured = default_contexts(units.parse_context(options.context))
     if not measured[0] <= context <= measured[-1]:
         options = replace(options, context=str(context))
     return [next_line(command_line(options))]

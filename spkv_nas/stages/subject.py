@@ -7,17 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.artifacts.defaults import CONTEXT
-from spkv_nas.artifacts.selection import SELECTION, digest
+from spkv_nas.artifacts import defaults, selection
+from spkv_nas.base import errors, names, version
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, on_main
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.version import environment
-from spkv_nas.data import config
-from spkv_nas.data.readers import open_source
+from spkv_nas.data import config, readers
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
 from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages.options import SubjectOptions
@@ -28,8 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from spkv_nas.data.blocks import TokenBlocks
-    from spkv_nas.evaluation.paired import DocumentNLL
-    from spkv_nas.evaluation.separators import SeparatorReport
+    from spkv_nas.evaluation import paired, separators
     from spkv_nas.training.recipe import Recipe
 
 
@@ -43,7 +38,7 @@ class Measured:
     whole: TokenBlocks  # all that were read, including those not measured on
     text: Any  # record of where the blocks come from
     saved_dtype: str  # of the checkpoint
-    separator: SeparatorReport  # what stands after a document, and how it was chosen
+    separator: separators.SeparatorReport  # what stands after a document, and how it was chosen
     train: TokenBlocks | None = None  # of other documents, for gates to learn on; None unless gates are to be learned
     batch_size: int = BATCH_SIZE  # micro-batch size in blocks
 
@@ -81,7 +76,7 @@ class Subject:
 
     def __post_init__(self) -> None:
         """Check the name before hours of work."""
-        check_name(self.name, "the name")
+        names.check_name(self.name, "the name")
 
     @classmethod
     def of(cls, options: SubjectOptions, default: str, purpose: str, *, reads_text: bool = True) -> Subject:
@@ -93,7 +88,7 @@ class Subject:
 
         source = options.model or default
         if reads_text and not source.startswith(EMBEDDED_PREFIX) and not options.data:
-            raise UserError(f"--model needs --data: files or folders with the text to {purpose}")
+            raise errors.UserError(f"--model needs --data: files or folders with the text to {purpose}")
         family = model_name(source)
         has_custom_text = bool(options.data) and source.startswith(EMBEDDED_PREFIX)
         name = source.replace(":", "-") if has_custom_text else family
@@ -111,7 +106,7 @@ class Subject:
         """Check without torch that model and text exist, and if ``in_blocks`` that ``max_tokens`` covers a block."""
         check_checkpoint(self.source)
         for source in self.options.data or ():
-            open_source(source, Path())
+            readers.open_source(source, Path())
         if in_blocks and self.options.max_tokens is not None:
             self._length()
 
@@ -125,7 +120,7 @@ class Subject:
             (options.block_size or default_block_size(self.source)) if options.data else self.recipe.data.block_size
         )
         if options.max_tokens is not None and options.max_tokens < length:
-            raise UserError(f"--max-tokens {options.max_tokens} is less than one block of {length} tokens")
+            raise errors.UserError(f"--max-tokens {options.max_tokens} is less than one block of {length} tokens")
         return length
 
     def load(
@@ -140,9 +135,8 @@ class Subject:
             learns: whether a model without gates will learn them, so that its text is split by document.
         """
         from spkv_nas.evaluation.alarms import packing_warning
+        from spkv_nas.model import config_section, model_shape
         from spkv_nas.model.checkpoint import load_on, saved_dtype
-        from spkv_nas.model.config_section import gate_config
-        from spkv_nas.model.model_shape import check_tokens
 
         # Load the model
         options, recipe = self.options, self.recipe
@@ -161,10 +155,10 @@ class Subject:
         # Read the text
         if options.data and options.block_size is None:
             reporter.announce(
-                f"text in blocks of {length:,} tokens: the model's context, up to {CONTEXT:,} (--block-size)"
+                f"text in blocks of {length:,} tokens: the model's context, up to {defaults.CONTEXT:,} (--block-size)"
             )
         separator = self.separator(model, tokenizer, reporter)
-        learns = learns and gate_config(model) is None
+        learns = learns and config_section.gate_config(model) is None
         train, whole = self.read(tokenizer, separator.best, reporter, learns=learns)
         text: Any = options.data or recipe.data.model_dump(mode="json")
         # Choose the blocks to measure on
@@ -173,7 +167,7 @@ class Subject:
             blocks = whole.spread(max(1, tokens // length))
         for part in (blocks, train):
             if part is not None:
-                check_tokens(model, part.largest_token)
+                model_shape.check_tokens(model, part.largest_token)
         # Fit the micro-batch to memory
         batch_size = fitting_batch(model, blocks, reporter)
         if with_logits:
@@ -186,7 +180,7 @@ class Subject:
 
     def separator(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
-    ) -> SeparatorReport:
+    ) -> separators.SeparatorReport:
         """Return what stands after a document: the one given, the recipe's, or what the model knows best.
 
         What was measured is kept for all commands on this model in this workspace. Must be called on all ranks.
@@ -242,8 +236,7 @@ class Subject:
         A mixture has at most ``max_blocks`` blocks; text without samples is returned whole.
         """
         from spkv_nas.data.splits import load_heldout
-        from spkv_nas.training.corpus import read_essays
-        from spkv_nas.training.dataset import mixed_heldout
+        from spkv_nas.training import corpus, dataset
 
         recipe = self.recipe
         cache = self.options.folders.run_dir(recipe.name) / "blocks"
@@ -252,34 +245,33 @@ class Subject:
         if recipe.data.mix is None:
             return text
         total = min(text.num_blocks, max_blocks or text.num_blocks)
-        return mixed_heldout(recipe, tokenizer, read_essays(recipe, self.base), text, total)
+        return dataset.mixed_heldout(recipe, tokenizer, corpus.read_essays(recipe, self.base), text, total)
 
     def _split(
         self, tokenizer: PreTrainedTokenizerBase, length: int, separator: str, reporter: Reporter
     ) -> tuple[TokenBlocks, TokenBlocks]:
         """Split the user's text, else the recipe's, by document into (training, held-out) blocks."""
-        from spkv_nas.data.config import DataConfig
-        from spkv_nas.data.splits import cache_split, read_split
+        from spkv_nas.data import config, splits
 
         data, base, name, stretch = self.recipe.data, self.base, self.recipe.name, self.recipe.heldout_stretch
         data = data.model_copy(update={"separator": separator})
         if self.options.data:
-            data = DataConfig(sources=[*self.options.data], block_size=length, separator=separator)
+            data = config.DataConfig(sources=[*self.options.data], block_size=length, separator=separator)
             base, name = Path(), self.name
             stretch = length
         cache = self.options.folders.run_dir(name) / "blocks"
-        folder = on_main(partial(cache_split, data, tokenizer, cache, base, reporter, stretch=stretch))
-        return read_split(folder, data, stretch=stretch)
+        folder = on_main(partial(splits.cache_split, data, tokenizer, cache, base, reporter, stretch=stretch))
+        return splits.read_split(folder, data, stretch=stretch)
 
 
 def default_block_size(source: str) -> int:
     """Return the tokens per block of text for a model: its context, up to ``CONTEXT``. Raises ``UserError``."""
     from spkv_nas.model.checkpoint import read_size
 
-    return min(CONTEXT, read_size(source).positions or CONTEXT)
+    return min(defaults.CONTEXT, read_size(source).positions or defaults.CONTEXT)
 
 
-def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: Any) -> dict[str, Any]:
+def measured_on(subject: Subject, measured: Measured, nll: paired.DocumentNLL, **more: Any) -> dict[str, Any]:
     """Return the record of what a table was measured on, for the file beside it."""
     from spkv_nas.model.checkpoint import model_origin
 
@@ -289,10 +281,10 @@ def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: 
         **measured.dtypes,
         "separator": measured.separator.as_mapping(),
         "block_size": measured.blocks.block_size,
-        SELECTION: digest(measured.blocks.text_ids),
+        selection.SELECTION: selection.digest(measured.blocks.text_ids),
         "num_tokens": int(nll.num_tokens.sum()),
         "num_documents": nll.num_documents,
         "effective_documents": round(nll.effective_documents, 1),
         **more,
-        "environment": environment(),
+        "environment": version.environment(),
     }

@@ -9,12 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 
-from spkv_nas.artifacts.defaults import RECOMMENDED
-from spkv_nas.artifacts.head_scores import RECORD, HeadScores
-from spkv_nas.artifacts.head_tables import Gains
-from spkv_nas.artifacts.probe_file import ProbeFile
-from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.records import read_unchecked
+from spkv_nas.artifacts import defaults, head_scores, head_tables, probe_file
+from spkv_nas.base import errors, records
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import Mask, Trust
 from spkv_nas.stages.record import is_comparable, is_of, model_identity, probe_records
@@ -23,7 +19,7 @@ _SINKS = ("sink tokens:", "--sinks")
 _ADD_ONE_HEAD = "add-one-head"  # signal whose values are gains
 
 
-def trust(workspace: Workspace, table: HeadScores, chosen: Mask) -> Trust | None:
+def trust(workspace: Workspace, table: head_scores.HeadScores, chosen: Mask) -> Trust | None:
     """Say how well ``table`` ranks its heads, at its threshold; None where no gains were measured.
 
     ``chosen`` bool [L, Hkv] are its densest heads. Warns of another probe of the same model that cannot be read.
@@ -34,63 +30,63 @@ def trust(workspace: Workspace, table: HeadScores, chosen: Mask) -> Trust | None
     return None
 
 
-def unknown_trust(table: HeadScores) -> str | None:
+def unknown_trust(table: head_scores.HeadScores) -> str | None:
     """Return a remark if the ranking by probed densities was not validated by gains, else None."""
     if not table.is_density or "model" not in table.metadata:
         return None
     return "the table's ranking was not validated"
 
 
-def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
+def window_advice(workspace: Workspace, table: head_scores.HeadScores) -> str | None:
     """Return a remark if the model's recommended probe has another window or other sinks; else None.
 
     Layouts of the two then do not compare.
     """
     model = model_identity(table.metadata)
-    if table.window is None or model is None or table.signal == RECOMMENDED:
+    if table.window is None or model is None or table.signal == defaults.RECOMMENDED:
         return None
     for name, record in probe_records(workspace).items():
-        if not is_of(record, model, RECOMMENDED) or is_comparable(record, table):
+        if not is_of(record, model, defaults.RECOMMENDED) or is_comparable(record, table):
             continue
         # Say whether the window or the sink tokens differ
         seen, flag = ("window", "--window") if record.get("window") not in (None, table.window) else _SINKS
         mine, other = (table.window, record["window"]) if seen == "window" else (table.sinks, record.get("sinks", 0))
         return (
-            f"layouts of '{table.name}' ({seen} {mine}) and of '{name}' ({RECOMMENDED} of the same model, "
+            f"layouts of '{table.name}' ({seen} {mine}) and of '{name}' ({defaults.RECOMMENDED} of the same model, "
             f"{seen} {other}) cannot be compared: probe again with {flag} {mine}"
         )
     return None
 
 
-def _gains(table: HeadScores, ranked_table: HeadScores) -> Gains | None:
+def _gains(table: head_scores.HeadScores, ranked_table: head_scores.HeadScores) -> head_tables.Gains | None:
     """Return the gains measured beside a table, or its values if it measures gains itself; else None."""
     if table.gains is not None:
         return table.gains
     lacks_gains = (
         table is ranked_table or table.signal != _ADD_ONE_HEAD or table.metadata.get("granularity", "head") != "head"
     )
-    return None if lacks_gains else Gains(table.values, table.standard_error)
+    return None if lacks_gains else head_tables.Gains(table.values, table.standard_error)
 
 
-def _num_documents(table: HeadScores) -> int | None:
+def _num_documents(table: head_scores.HeadScores) -> int | None:
     """Return the number of documents that a table's gains were measured on; None if not recorded."""
     if table.gains is None:
         return int(table.rows.drop_duplicates("domain")["num_documents"].sum())
     return (table.metadata.get("gains") or {}).get("documents")
 
 
-def neighbours(workspace: Workspace, table: HeadScores) -> Iterator[HeadScores]:
+def neighbours(workspace: Workspace, table: head_scores.HeadScores) -> Iterator[head_scores.HeadScores]:
     """Yield other probes of the same model, window and grid; warn of those that cannot be read."""
     model = model_identity(table.metadata)
     for name in workspace.probes() if model is not None else ():
         folder = workspace.probe_dir(name)
         try:
-            record = read_unchecked(folder / RECORD, "probe", ProbeFile)
+            record = records.read_unchecked(folder / head_scores.RECORD, "probe", probe_file.ProbeFile)
             if name == table.name or (model_identity(record), record.get("window")) != (model, table.window):
                 continue
-            other = HeadScores.read(folder)
-        except UserError as error:
-            warnings.warn(f"ignoring a probe that cannot be read: {first_line(error)}", stacklevel=2)
+            other = head_scores.HeadScores.read(folder)
+        except errors.UserError as error:
+            warnings.warn(f"ignoring a probe that cannot be read: {errors.first_line(error)}", stacklevel=2)
             continue
         if other.grid == table.grid:
             yield other

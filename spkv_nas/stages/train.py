@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from spkv_nas.base.console import say
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.stages.next_steps import after_train
+from spkv_nas.base import console, progress
+from spkv_nas.stages import next_steps, reference_run
 from spkv_nas.stages.options.train import TrainOptions
-from spkv_nas.stages.reference_run import Trained, train_reference
 from spkv_nas.stages.result import Result
 
 
-def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
+def train(options: TrainOptions, reporter: progress.Reporter = progress.SILENT) -> reference_run.Trained:
     """Train a recipe's dense model and its SP-KV branch, reusing finished runs."""
-    return train_reference(
+    return reference_run.train_reference(
         options.recipe, options.folders, device=options.device, dtype=options.dtype, reporter=reporter
     )
 
 
-def show(result: Trained) -> None:
+def show(result: reference_run.Trained) -> None:
     """Print the paths of a recipe's checkpoints."""
-    say(f"dense checkpoint: {result.dense}\nSP-KV reference:  {result.reference}")
+    console.say(f"dense checkpoint: {result.dense}\nSP-KV reference:  {result.reference}")
 
 
-def run(options: TrainOptions, reporter: Reporter) -> Result:
+def run(options: TrainOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
-    return Result(train(options, reporter), show, next=after_train(options))
+    return Result(train(options, reporter), show, next=next_steps.after_train(options))

@@ -12,13 +12,10 @@ from spkv_nas.base.console import out, say
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.ranking import format_rank_correlation
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.lookup import chosen_recipe, chosen_table, find_proposal
-from spkv_nas.stages.next_steps import after_training_hybrids
+from spkv_nas.stages import lookup, next_steps, printing
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
-from spkv_nas.stages.printing import about_errors, change, show_alarm
 from spkv_nas.stages.result import Result
 from spkv_nas.training import hybrids
-from spkv_nas.training.hybrids import Comparison
 from spkv_nas.training.recipe import Recipe
 
 
@@ -26,9 +23,9 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     """Retrain layouts, by default all of the workspace's, and write their comparison to ``reports/<name>/``."""
     workspace = options.folders
     # Read probe, layouts and recipe
-    table = chosen_table(options, reporter)
-    proposal = find_proposal(workspace, table.name, options.layouts)
-    recipe_file = chosen_recipe(options, table, "demo.yaml")
+    table = lookup.chosen_table(options, reporter)
+    proposal = lookup.find_proposal(workspace, table.name, options.layouts)
+    recipe_file = lookup.chosen_recipe(options, table, "demo.yaml")
     recipe = Recipe.read(recipe_file).with_precision(options.dtype)
     # Warn before hours of work
     if (missed_price := table.missed_price) is not None:
@@ -51,9 +48,9 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     )
 
 
-def show(result: Comparison) -> None:
+def show(result: hybrids.Comparison) -> None:
     """Print retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
-    show_alarm(result.alarm)
+    printing.show_alarm(result.alarm)
     baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
     # Table of layouts
     grid = Table(
@@ -71,16 +68,16 @@ def show(result: Comparison) -> None:
             baselines.get(row.strategy, escape(row.strategy)),
             f"{row.density_percent:.1f}",
             f"{row.coverage_percent:.2f}",
-            change(row.zero_shot_delta_percent),
+            printing.change(row.zero_shot_delta_percent),
             f"{row.nll:.4f}",
-            change(row.delta_nll_percent, row.delta_nll_standard_error),
-            change(row.delta_control_percent, row.delta_control_standard_error),
+            printing.change(row.delta_nll_percent, row.delta_nll_standard_error),
+            printing.change(row.delta_control_percent, row.delta_control_standard_error),
         )
     out.print(grid)
     # Notes and errors
     for row in result.rows[result.rows["note"] != ""].itertuples():
         say(f"{row.strategy}: {row.note}")
-    about_errors(result.heldout.num_documents, result.heldout.effective_documents)
+    printing.about_errors(result.heldout.num_documents, result.heldout.effective_documents)
     # Rank correlations
     for measure, correlation in result.correlations.items():
         if correlation is not None:
@@ -94,7 +91,7 @@ def show(result: Comparison) -> None:
         out.print(f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}", soft_wrap=True)
 
 
-def document(result: Comparison) -> dict[str, Any]:
+def document(result: hybrids.Comparison) -> dict[str, Any]:
     """Return the retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
     return {
         "layouts": result.rows,
@@ -110,5 +107,5 @@ def document(result: Comparison) -> dict[str, Any]:
 def run(options: TrainHybridOptions, reporter: Reporter) -> Result:
     """Run the command."""
     comparison = train_hybrid(options, reporter)
-    steps = () if comparison.alarm else after_training_hybrids(options, comparison.folder.name)
+    steps = () if comparison.alarm else next_steps.after_training_hybrids(options, comparison.folder.name)
     return Result(comparison, show, document, next=steps)

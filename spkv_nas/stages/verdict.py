@@ -13,36 +13,31 @@ from rich.table import Table
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import layout_names
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
-from spkv_nas.base.console import out, print_path
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base import console, progress
+from spkv_nas.evaluation.verdict import margins, trial, words
 from spkv_nas.evaluation.verdict.contenders import Contender
-from spkv_nas.evaluation.verdict.margins import parse_risk
-from spkv_nas.evaluation.verdict.trial import Verdict, decide_all
-from spkv_nas.evaluation.verdict.words import basis, conclusion, shared_by
-from spkv_nas.model import checkpoint, config_section, transformers_logging
-from spkv_nas.model.source import resolve
-from spkv_nas.stages import checkpoints, checks, printing, sized_model
-from spkv_nas.stages.decision import EXIT_CODES, Compared, loss_cells, origin, prepare, shared_document
+from spkv_nas.model import checkpoint, config_section, source, transformers_logging
+from spkv_nas.stages import checkpoints, checks, decision, printing, sized_model
 from spkv_nas.stages.options.margins import is_layout
 from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.result import Result
 
 
 @dataclass(frozen=True)
-class VerdictResult(Verdict):
+class VerdictResult(trial.Verdict):
     """Verdict on what was compared, and the folder of its table."""
 
-    compared: Compared
+    compared: decision.Compared
     folder: Path
 
 
-def run(options: VerdictOptions, reporter: Reporter) -> Result:
+def run(options: VerdictOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
     result = verdict(options, reporter)
-    return Result(result, show, document, exit_code=EXIT_CODES[result.answer])
+    return Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer])
 
 
-def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResult:
+def verdict(options: VerdictOptions, reporter: progress.Reporter = progress.SILENT) -> VerdictResult:
     """Measure candidates and the dense model until the answer about every candidate is known."""
     transformers_logging.quiet_transformers(reporter)
     checks.check(options)
@@ -50,17 +45,17 @@ def verdict(options: VerdictOptions, reporter: Reporter = SILENT) -> VerdictResu
     candidates = contenders(options.candidates, options.model, reporter)
     for candidate in candidates:
         checkpoints.check_pair(candidate.source, options.model)
-    compared = prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
-    outcome = decide_all(compared.trial, candidates, parse_risk(options.risk), reporter)
+    compared = decision.prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
+    outcome = trial.decide_all(compared.trial, candidates, margins.parse_risk(options.risk), reporter)
     # Write the table
-    record = {"answers": dict(outcome.answers), **origin(options, compared)}
+    record = {"answers": dict(outcome.answers), **decision.origin(options, compared)}
     record |= {} if outcome.alarm is None else {ALARM: outcome.alarm}
     folder = options.folders.report_dir(compared.name)
     VERDICT.write(folder, outcome.rows, record, reporter)
     return VerdictResult(**vars(outcome), compared=compared, folder=folder)
 
 
-def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Contender]:
+def contenders(texts: Sequence[str], dense: str, reporter: progress.Reporter) -> list[Contender]:
     """Return the candidates that files and checkpoints name, under different names (``layout_names``), each once."""
     # Read every candidate once
     candidates: dict[tuple[str, str], tuple[str, Contender]] = {}
@@ -69,7 +64,7 @@ def contenders(texts: Sequence[str], dense: str, reporter: Reporter) -> list[Con
             layout = Layout.read(text)
             candidate = Contender(layout.strategy, dense, layout, layout)
         else:
-            config = checkpoint.read_config(str(resolve(text)), f"model {text}")
+            config = checkpoint.read_config(str(source.resolve(text)), f"model {text}")
             candidate = Contender(sized_model.model_name(text), text, None, config_section.saved_layout(config))
         first, _ = candidates.setdefault(candidate.content, (text, candidate))
         if first != text:
@@ -94,18 +89,18 @@ def show(result: VerdictResult) -> None:
     for row in result.rows.itertuples():
         layout = layouts[row.candidate]
         heads = "-" if layout is None else f"{layout.num_global} of {layout.num_heads}"
-        grid.add_row(escape(row.candidate), heads, *loss_cells(row, result.nouns), row.answer)
-    out.print(grid)
+        grid.add_row(escape(row.candidate), heads, *decision.loss_cells(row, result.nouns), row.answer)
+    console.out.print(grid)
     # Print the conclusions
     for line in _sentences(result):
-        out.print(line)
-    print_path("verdict", result.folder / "verdict.csv")
+        console.out.print(line)
+    console.print_path("verdict", result.folder / "verdict.csv")
 
 
 def document(result: VerdictResult) -> dict[str, Any]:
     """Return what ``--json`` prints: the answers, the table, and the sentences."""
     return {
-        **shared_document(result.compared, result, _sentences(result)),
+        **decision.shared_document(result.compared, result, _sentences(result)),
         "alarm": result.alarm,
         "answer": result.answer,
         "answers": result.answers,
@@ -120,7 +115,7 @@ def _sentences(result: VerdictResult) -> list[str]:
     sentences = []
     for name, answer in result.answers.items():
         rows = result.rows[result.rows["candidate"] == name]
-        verb, reason = conclusion(rows, answer, result.nouns, result.num_samples)
+        verb, reason = words.conclusion(rows, answer, result.nouns, result.num_samples)
         sentences.append(f"[bold]{escape(name)} {verb}[/bold]: {escape(reason)}")
-    shared = shared_by(len(result.answers))
-    return [*sentences, escape(basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown))]
+    shared = words.shared_by(len(result.answers))
+    return [*sentences, escape(words.basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown))]

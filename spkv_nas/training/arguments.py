@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from spkv_nas.base.device import choose_device
@@ -81,7 +80,7 @@ def _micro_batch_size(recipe: Recipe, phase: DenseConfig | BranchConfig, rank_bl
     return max(size for size in range(min_blocks, max_blocks + 1, min_blocks) if rank_blocks % size == 0)
 
 
-def make_optimizer(model: nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: torch.nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:
     """Create the AdamW variant ``args.optim`` with separate options for predictors.
 
     Vectors, such as those of norms and learned sinks, are not decayed. Raises ``UserError``: the optimizer does not

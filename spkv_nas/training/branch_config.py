@@ -15,15 +15,14 @@ from pydantic import Field, model_validator
 
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, GateConfig
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, schema
 from spkv_nas.base.limits import MAX_BATCH, MAX_BLOCK_SIZE, MAX_STEPS, MAX_WHOLE
-from spkv_nas.base.schema import Section
 
 MAX_THETA = 1e12
 _YARN_KEYS = ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
 
 
-class RopeConfig(Section):
+class RopeConfig(schema.Section):
     """Change rotary positions, by the names of transformers' ``rope_parameters``; other parameters stay the model's."""
 
     rope_theta: float | None = Field(None, gt=1.0, le=MAX_THETA, description="base of the rotary frequencies")
@@ -58,7 +57,7 @@ class RopeConfig(Section):
         return self.model_dump(exclude_none=True)
 
 
-class ExtendConfig(Section):
+class ExtendConfig(schema.Section):
     """Train on longer blocks from a step of the branch on, with rotary positions for them."""
 
     at: float = Field(0.5, ge=0.0, lt=1.0, description="fraction of the branch's steps before the switch")
@@ -72,14 +71,14 @@ class ExtendConfig(Section):
         return min(round(self.at * steps), steps - 1)
 
 
-class DistillConfig(Section):
+class DistillConfig(schema.Section):
     """Learn from the dense checkpoint's predictions: (1 - weight) NLL + weight temperature^2 KL(dense || branch)."""
 
     weight: float = Field(0.5, gt=0.0, le=1.0, description="weight of the divergence; the NLL has the rest")
     temperature: float = Field(1.0, gt=0.0, le=100.0, description="temperature of both predictions")
 
 
-class BranchConfig(Section):
+class BranchConfig(schema.Section):
     """Continue training in the same way for every variant: the decay phase."""
 
     steps: int = Field(1000, ge=1, le=MAX_STEPS, description="optimizer steps")
@@ -174,7 +173,7 @@ def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str
     """
     layout = Layout.read(base / section["layout"])
     if layout.sinks:
-        raise UserError(
+        raise errors.UserError(
             f"{where}: gates.layout has {layout.reach}, but local heads of a model with gates see only their window\n"
             f"write it without sink tokens (layout convert {section['layout']} NEW.yaml --sinks 0), or retrain it "
             "without gates (train-hybrid)"

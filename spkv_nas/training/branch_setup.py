@@ -14,8 +14,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model import attach, checkpoint, modes, rope, windows
 from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.gates import predictors
-from spkv_nas.training import lora, run_files
-from spkv_nas.training.branch_config import GateSchedule, LearningRateSchedule
+from spkv_nas.training import branch_config, lora, run_files
 from spkv_nas.training.dense import new_model
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Kind, Variant
@@ -26,8 +25,8 @@ class BranchSetup:
     """Model and schedules of a branch."""
 
     model: PreTrainedModel  # model to train, with the variant applied
-    schedule: LearningRateSchedule  # learning rate by step
-    gates: GateSchedule | None = None  # gate phases by step; None without gates
+    schedule: branch_config.LearningRateSchedule  # learning rate by step
+    gates: branch_config.GateSchedule | None = None  # gate phases by step; None without gates
     # file with the dense run's optimizer state to start from; None if there is none
     optimizer_state: Path | None = None
     distillation: Distillation | None = None  # loss of the branch with a teacher; None without one
@@ -75,7 +74,7 @@ def set_up(
     )
     setup = BranchSetup(
         model=model,
-        schedule=LearningRateSchedule(
+        schedule=branch_config.LearningRateSchedule(
             phase.steps,
             phase.warmup_steps,
             min(phase.decay_steps, phase.steps - phase.warmup_steps),
@@ -92,7 +91,7 @@ def set_up(
         return setup
     # Schedule the change from soft to hard gates
     soft = 1.0 if _is_frozen(recipe, variant) else gates.soft_fraction  # hard gates would leave nothing to train
-    return replace(setup, gates=GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
+    return replace(setup, gates=branch_config.GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
 
 
 def apply_variant(

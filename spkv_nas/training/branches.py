@@ -13,20 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.checkpoints import RUN_RECORD
-from spkv_nas.base import files, manifest, version
+from spkv_nas.base import distributed, files, manifest, schema, version
 from spkv_nas.base.device import choose_device
-from spkv_nas.base.distributed import num_processes, on_main
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
-from spkv_nas.base.schema import Recorded, validate
 from spkv_nas.data.splits import RULE
-from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.evaluation.sweep import Evaluation, evaluate
-from spkv_nas.model.checkpoint import check_savable, checkpoint_hash, load_on
-from spkv_nas.model.source import commit_of
-from spkv_nas.training import arguments, dataset, lora, run_files, sharding
+from spkv_nas.evaluation import paired, sweep
+from spkv_nas.model import checkpoint, source
+from spkv_nas.training import arguments, callbacks, dataset, lora, run_files, sharding
 from spkv_nas.training.branch_setup import BranchSetup, branch_recipe, learns_sinks, set_up
-from spkv_nas.training.callbacks import ExtensionCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import dense_checkpoint
 from spkv_nas.training.initial_sinks import measure_initial_sinks
@@ -37,7 +32,7 @@ from spkv_nas.training.variants import Kind, Variant
 _NLL = "heldout-nll.npz"
 
 
-class _RunRecord(Recorded):
+class _RunRecord(schema.Recorded):
     """Keys of ``run.json`` that are read back."""
 
     steps: int
@@ -49,7 +44,7 @@ class Branch:
     """Finished branch: its checkpoint and its held-out NLL."""
 
     checkpoint: Path  # folder of the checkpoint
-    nll: DocumentNLL  # held-out NLL by document
+    nll: paired.DocumentNLL  # held-out NLL by document
     density: float | None  # mean over heads and held-out tokens at the recipe's tau; None without gates
     steps: int  # number of training steps
 
@@ -73,14 +68,14 @@ class BranchContext:
 
         ``precision: auto`` is resolved for the device of rank 0. The recipe's relative paths start from ``base``.
         """
-        recipe = on_main(lambda: recipe.resolve_precision(choose_device(device)))
+        recipe = distributed.on_main(lambda: recipe.resolve_precision(choose_device(device)))
         corpus = load_corpus(recipe, base, runs, reporter=reporter)
         dense = dense_checkpoint(recipe, corpus, runs, device=device, reporter=reporter)
         return cls(recipe, corpus, dense, runs, device, reporter)
 
     @cached_property
     def _origin(self) -> str:
-        return checkpoint_hash(self.dense)
+        return checkpoint.checkpoint_hash(self.dense)
 
     def _seed(self, seed: int | None) -> int:
         return self.recipe.seed if seed is None else seed
@@ -92,12 +87,12 @@ class BranchContext:
     def load_dense(self) -> PreTrainedModel:
         """Load the dense checkpoint for evaluation, in float32 if the recipe trains in it, else in its stored dtype."""
         dtype = "float32" if self.recipe.precision == "float32" else None
-        return load_on(self.dense, choose_device(self.device), dtype)[0]
+        return checkpoint.load_on(self.dense, choose_device(self.device), dtype)[0]
 
     def is_trained(self, variant: Variant, seed: int | None = None) -> bool:
         """Return True if a branch has finished; ``seed`` defaults to the recipe's."""
         final_folder = self.folder(variant, seed) / "final"
-        return on_main(lambda: is_finished(final_folder))
+        return distributed.on_main(lambda: is_finished(final_folder))
 
     def train(self, variant: Variant, seed: int | None = None, folder: Path | None = None) -> Branch:
         """Train and evaluate a branch; an interrupted run resumes, a finished one is read.
@@ -109,13 +104,13 @@ class BranchContext:
         folder = folder or self.folder(variant, seed)
         self.reporter.detail(f"{variant.name}: {folder}")
         final = folder / "final"
-        on_main(lambda: run_files.check_text(folder, self.corpus.text))
-        if not on_main(lambda: is_finished(final)):
+        distributed.on_main(lambda: run_files.check_text(folder, self.corpus.text))
+        if not distributed.on_main(lambda: is_finished(final)):
             # Look again with the lock, as another process may have finished the run meanwhile
             with run_files.run_lock(folder, self.reporter.announce):
-                if not on_main(lambda: is_finished(final)):
+                if not distributed.on_main(lambda: is_finished(final)):
                     _train(self, folder, variant, self._seed(seed))
-        on_main(lambda: run_files.remove_checkpoints(folder))
+        distributed.on_main(lambda: run_files.remove_checkpoints(folder))
         return read_branch(final)
 
 
@@ -126,7 +121,7 @@ def branch_folder(
 
     Pass ``origin``, the ``checkpoint_hash(dense)``, if it is known: hashing weights without a manifest takes a while.
     """
-    return runs / "branches" / branch_key(recipe, origin or checkpoint_hash(dense), variant, seed)
+    return runs / "branches" / branch_key(recipe, origin or checkpoint.checkpoint_hash(dense), variant, seed)
 
 
 def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:
@@ -152,11 +147,11 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
     """Train and evaluate a branch, and write the subfolder ``final`` of ``folder``."""
     # Train
     recipe, corpus, reporter = context.recipe, context.corpus, context.reporter
-    sink_logits = on_main(lambda: initial_sinks(context, variant))
+    sink_logits = distributed.on_main(lambda: initial_sinks(context, variant))
 
     def begin(recipe: Recipe) -> SPKVTrainer:
         setup = set_up(recipe, context.dense, variant, seed, sink_logits)
-        on_main(lambda: check_savable(setup.model, corpus.tokenizer))
+        distributed.on_main(lambda: checkpoint.check_savable(setup.model, corpus.tokenizer))
         return _trainer(replace(context, recipe=recipe), setup, folder, variant, seed)
 
     trainer = train_in_fitting_passes(branch_recipe(recipe, variant), begin, recipe.least_blocks(recipe.branch))
@@ -168,7 +163,7 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
     tau, size = recipe.gates.tau if variant.kind is Kind.SP_KV else None, recipe.evaluation.batch_size
     with reporter.bar(f"{variant.name}, held-out text") as progress:
         sharding.spare_passes(trainer.model, corpus.heldout, size)
-        measured = evaluate(trainer.model, corpus.heldout, tau, batch_size=size, progress=progress)
+        measured = sweep.evaluate(trainer.model, corpus.heldout, tau, batch_size=size, progress=progress)
     record = _record(variant, trainer.args.max_steps, measured, recipe, seed, trained_parameters)
     # Write the checkpoint, the results and the logs
     weights = sharding.whole_weights(trainer.model)
@@ -181,7 +176,7 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
             files.write_json(new / RUN_RECORD, record)
             manifest.write_manifest(new)
 
-    on_main(finish)
+    distributed.on_main(finish)
 
 
 def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: Variant, seed: int) -> SPKVTrainer:
@@ -202,7 +197,7 @@ def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: 
         reporter=context.reporter,
     )
     if (extend := recipe.branch.extend) is not None:
-        trainer.add_callback(ExtensionCallback(extend, recipe.branch.steps))
+        trainer.add_callback(callbacks.ExtensionCallback(extend, recipe.branch.steps))
     return trainer
 
 
@@ -214,10 +209,10 @@ def initial_sinks(context: BranchContext, variant: Variant) -> list[Tensor] | No
 
 
 def _record(
-    variant: Variant, steps: int, measured: Evaluation, recipe: Recipe, seed: int, trained_parameters: int
+    variant: Variant, steps: int, measured: sweep.Evaluation, recipe: Recipe, seed: int, trained_parameters: int
 ) -> dict[str, Any]:
     """Return the content of a branch's ``run.json``."""
-    commit = None if recipe.model.path is None else commit_of(recipe.model.path)
+    commit = None if recipe.model.path is None else source.commit_of(recipe.model.path)
     return {
         "variant": variant.name,
         "heldout_nll": measured.nll.mean,
@@ -226,7 +221,7 @@ def _record(
         "steps": steps,
         "trained_parameters": trained_parameters,
         "seed": seed,
-        "processes": num_processes(),
+        "processes": distributed.num_processes(),
         "recipe": recipe.model_dump(mode="json"),
         **({} if commit is None else {"model_commit": commit}),
         "environment": version.environment(),
@@ -242,5 +237,5 @@ def read_branch(final: Path) -> Branch:
         final, [name for name in manifest.read_manifest(final) if not name.endswith(manifest.WEIGHT_ENDINGS)]
     )
     file = final / RUN_RECORD
-    record = validate(_RunRecord, files.read_json(file, "run record"), f"run record {file}")
-    return Branch(final, DocumentNLL.read(final / _NLL), record.heldout_density, record.steps)
+    record = schema.validate(_RunRecord, files.read_json(file, "run record"), f"run record {file}")
+    return Branch(final, paired.DocumentNLL.read(final / _NLL), record.heldout_density, record.steps)

@@ -10,13 +10,8 @@ from numpy.typing import NDArray
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from spkv_nas.base.distributed import num_processes, sum_over_processes
-from spkv_nas.base.interrupt import Pending
-from spkv_nas.base.progress import Bar, no_progress
-from spkv_nas.model import gates, modes, rope
-from spkv_nas.model.density_tracker import DensityTracker
-from spkv_nas.model.distillation import Distillation
-from spkv_nas.model.price import KeyBenefitEstimator, Price
+from spkv_nas.base import distributed, interrupt, progress
+from spkv_nas.model import density_tracker, distillation, gates, modes, price, rope
 from spkv_nas.training.branch_config import ExtendConfig, GateSchedule, GatesConfig
 
 
@@ -27,7 +22,7 @@ class InterruptCallback(TrainerCallback):
         ended: True if training was stopped.
     """
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: interrupt.Pending) -> None:
         """Watch for a signal in ``pending``."""
         self._pending = pending
         self.ended = False
@@ -35,7 +30,7 @@ class InterruptCallback(TrainerCallback):
     def on_step_end(self, _args: object, _state: object, control: TrainerControl, **_: object) -> None:
         """Stop on all ranks if any of them received a signal."""
         received = torch.tensor(float(self._pending.number is not None))
-        self.ended = bool(sum_over_processes(received) > 0)  # all ranks stop at the same step
+        self.ended = bool(distributed.sum_over_processes(received) > 0)  # all ranks stop at the same step
         if self.ended:
             control.should_save = control.should_training_stop = True
 
@@ -55,7 +50,7 @@ class LogCallback(TrainerCallback, ExportableState):
 
     def take(self) -> None:
         """Copy the trainer's accumulated loss; must be called on all ranks."""
-        self.total = float(sum_over_processes(self._trainer._tr_loss)) / num_processes()
+        self.total = float(distributed.sum_over_processes(self._trainer._tr_loss)) / distributed.num_processes()
         self.since = int(self._trainer._globalstep_last_logged)
 
     def state(self) -> dict[str, Any]:
@@ -79,18 +74,18 @@ class DistillationCallback(TrainerCallback, ExportableState):
         loss: the loss of training passes, which collects its parts.
     """
 
-    def __init__(self, loss: Distillation) -> None:
+    def __init__(self, loss: distillation.Distillation) -> None:
         """Read and restore the sums of ``loss``."""
         self.loss = loss
         self._saved: list[float] = []
 
     def take(self) -> None:
         """Average the sums over ranks, for a checkpoint; must be called on all ranks."""
-        self._saved = (sum_over_processes(self.loss.sums) / num_processes()).tolist()
+        self._saved = (distributed.sum_over_processes(self.loss.sums) / distributed.num_processes()).tolist()
 
     def take_means(self) -> dict[str, float]:
         """Return the mean parts of the loss since the last call, over all ranks; must be called on all ranks."""
-        sums = sum_over_processes(self.loss.sums)
+        sums = distributed.sum_over_processes(self.loss.sums)
         self.loss.sums = torch.zeros_like(self.loss.sums)
         return self.loss.means(sums)
 
@@ -121,10 +116,10 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
     def __init__(self, schedule: GateSchedule, options: GatesConfig) -> None:
         """Follow the gate phases of ``schedule``."""
         self._schedule, self._options = schedule, options
-        self._tracker: DensityTracker | None = None
+        self._tracker: density_tracker.DensityTracker | None = None
         self.density: NDArray[np.float64] | None = None
-        self._controller = None if options.target_density is None else Price(options.target_density)
-        self._benefits: KeyBenefitEstimator | None = None
+        self._controller = None if options.target_density is None else price.Price(options.target_density)
+        self._benefits: price.KeyBenefitEstimator | None = None
 
     @property
     def price(self) -> float:
@@ -141,7 +136,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any) -> None:
         """Restore the price of a resumed run, and give each rank its own random seed."""
-        self._tracker = DensityTracker(kwargs["model"], only_learning=True)
+        self._tracker = density_tracker.DensityTracker(kwargs["model"], only_learning=True)
         if args.process_index:  # the data order is already drawn; a checkpoint restores each rank's random state
             torch.manual_seed(args.seed + args.process_index)
         saved = state.stateful_callbacks.get(type(self).__name__)
@@ -157,7 +152,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         if self._controller is not None or (state.global_step + 1) % args.logging_steps == 0:
             self._tracker.start()
         if self._controller is not None and not self._controller.is_measured and not phase.frozen:
-            self._benefits = KeyBenefitEstimator(kwargs["model"])
+            self._benefits = price.KeyBenefitEstimator(kwargs["model"])
 
     def on_pre_optimizer_step(self, _args: object, state: TrainerState, _control: object, **kwargs: Any) -> None:
         """Record the density, leave frozen predictors out of the update, and adjust the price."""
@@ -168,7 +163,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
             self.density = measured
         # Set the first price from the benefits of keys, averaged over ranks
         if self._benefits is not None and self._controller is not None:
-            self._controller.begin(sum_over_processes(self._benefits.stop()) / num_processes())
+            self._controller.begin(distributed.sum_over_processes(self._benefits.stop()) / distributed.num_processes())
             self._benefits = None
         # Leave frozen predictors out of the update, else adjust the price
         if self.frozen(state.global_step):
@@ -226,7 +221,7 @@ class TokenProgressCallback(TrainerCallback):
 
     def __init__(self) -> None:
         """Start without a bar."""
-        self.bar: Bar = no_progress
+        self.bar: progress.Bar = progress.no_progress
         self._note = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

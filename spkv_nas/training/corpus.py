@@ -14,11 +14,10 @@ from spkv_nas.base import distributed, extras, locks, manifest, replace
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.formulas import OPTIMIZERS
+from spkv_nas.data import sources, splits
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.config import AUTO, EOS, NO_SEPARATOR, DataConfig
 from spkv_nas.data.ruler.haystacks import Essays
-from spkv_nas.data.sources import documents
-from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
 from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
 from spkv_nas.model import checkpoint, weight_files
 from spkv_nas.training.recipe import OFFLOAD, Recipe
@@ -95,12 +94,12 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
             # Choose the separator, and tokenize the text unless it is cached
             separator = recipe_separator(recipe, tokenizer, base, folder, reporter)
             data = recipe.data.model_copy(update={"separator": separator.best})
-            split = cache_split(data, tokenizer, folder / "blocks", base, reporter, stretch=stretch)
+            split = splits.cache_split(data, tokenizer, folder / "blocks", base, reporter, stretch=stretch)
             return source, data, separator, split
 
     # Prepare on rank 0, then read on all ranks
     source, data, separator, blocks = distributed.on_main(prepare)
-    parts = read_split(blocks, data, stretch=stretch)
+    parts = splits.read_split(blocks, data, stretch=stretch)
     return Corpus(checkpoint.load_tokenizer(source), *parts, separator, read_essays(recipe, base))
 
 
@@ -119,7 +118,7 @@ def recipe_separator(
 
     def measure() -> SeparatorReport:
         model, _ = checkpoint.load_on(str(source), choose_device(None))
-        return measure_separator(model, tokenizer, documents(data.sources, base), data.block_size, data.bos)
+        return measure_separator(model, tokenizer, sources.documents(data.sources, base), data.block_size, data.bos)
 
     return shared_separator(folder / SEPARATORS, checkpoint.checkpoint_hash(str(source)), measure, reporter)
 
@@ -145,7 +144,7 @@ def _own_tokenizer(recipe: Recipe, base: Path, folder: Path, reporter: Reporter)
     final = tokenizer_folder(recipe, folder)
     if not manifest.is_complete(final):
         with reporter.bar("training the tokenizer"):
-            tokenizer = train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base, recipe.tokenizer.bos)
+            tokenizer = splits.train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base, recipe.tokenizer.bos)
         with replace.new_folder(final) as new:
             weight_files.save_tokenizer(tokenizer, new)
             manifest.write_manifest(new)

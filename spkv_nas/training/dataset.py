@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +23,7 @@ from spkv_nas.training.recipe import DenseConfig, Recipe
 
 _MIN_SAMPLES = 2  # minimum number of held-out RULER blocks, so that a domain has a standard error
 
-Item = dict[str, Tensor]  # "input_ids" and "labels", both int64 [T]
+Item = dict[str, torch.Tensor]  # "input_ids" and "labels", both int64 [T]
 
 
 class BlockDataset(Dataset[Item]):

@@ -17,12 +17,10 @@ from transformers import (
     set_seed,
 )
 
-from spkv_nas.base import distributed, limits, manifest, replace
-from spkv_nas.base.errors import UserError, first_line, shortened
+from spkv_nas.base import distributed, errors, limits, manifest, replace
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model import checkpoint, model_shape, source
-from spkv_nas.training import arguments, dataset, run_files, sharding
-from spkv_nas.training.branch_config import LearningRateSchedule
+from spkv_nas.training import arguments, branch_config, dataset, run_files, sharding
 from spkv_nas.training.corpus import Corpus, tokenizer_folder
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
@@ -78,7 +76,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
             model=model,
             args=arguments.training_arguments(recipe, phase, folder, device=device),
             train_dataset=dataset.training_data(recipe, corpus, phase, recipe.seed),
-            schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
+            schedule=branch_config.LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
             recomputes=recipe.gradient_checkpointing,
             compiles=recipe.compile,
             title="dense",
@@ -113,7 +111,7 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     options |= dict(recipe.model.config or {})
     try:
         return _buildable(options, recipe)
-    except UserError:
+    except errors.UserError:
         raise
     except Exception as error:  # transformers raises many kinds
         # Find the key without which the model can be built
@@ -121,9 +119,9 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
         for key, value in (recipe.model.config or {}).items():
             with suppress(Exception):
                 _buildable({name: option for name, option in options.items() if name != key}, recipe)
-                subject = f"{_about(recipe)}.{key}: no model can be built with {shortened(repr(value), 160)}"
+                subject = f"{_about(recipe)}.{key}: no model can be built with {errors.shortened(repr(value), 160)}"
                 break
-        raise UserError(f"{subject}: {first_line(error)}") from error
+        raise errors.UserError(f"{subject}: {errors.first_line(error)}") from error
 
 
 def _buildable(options: Mapping[str, Any], recipe: Recipe) -> PreTrainedConfig:
@@ -152,9 +150,9 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
         with torch.random.fork_rng(devices=()), torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits
     except Exception as error:  # transformers raises many kinds
-        raise UserError(f"{_about(recipe)}: the model cannot be run: {first_line(error)}") from error
+        raise errors.UserError(f"{_about(recipe)}: the model cannot be run: {errors.first_line(error)}") from error
     if not logits.isfinite().all():
-        raise UserError(f"{_about(recipe)}: the new model's logits are not finite: correct its values")
+        raise errors.UserError(f"{_about(recipe)}: the new model's logits are not finite: correct its values")
     return model
 
 

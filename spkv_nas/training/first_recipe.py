@@ -14,11 +14,9 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spkv_nas.artifacts.defaults import FIRST_STEPS
-from spkv_nas.artifacts.gate_config import suitable_window
+from spkv_nas.artifacts import defaults, gate_config
 from spkv_nas.artifacts.shape import ModelSize
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import parse_yaml, yaml_line
+from spkv_nas.base import errors, files
 from spkv_nas.cost.ladder import peak_learning_rate, predictor_learning_rate
 from spkv_nas.data.config import AUTO
 from spkv_nas.proposal.budget import DEFAULT_SHARE
@@ -74,7 +72,7 @@ class Draft:
     text: TextSize  # size of the text
     device: str  # "cpu" or "cuda"
     block_size: int  # tokens per block
-    steps: int = FIRST_STEPS  # training steps of a branch
+    steps: int = defaults.FIRST_STEPS  # training steps of a branch
     micro_batch_size: int | None = None  # blocks per forward and backward pass; None for whole batches
     recomputes: bool = False  # True to recompute activations in the backward pass
     separator: str = AUTO  # what stands after a document (data.separator)
@@ -131,15 +129,15 @@ class Draft:
         # Optional keys
         memory, separator = "", ""
         if self.separator != AUTO:
-            separator = f"  separator: {yaml_line(self.separator)}            # what stands after a document\n"
+            separator = f"  separator: {files.yaml_line(self.separator)}            # what stands after a document\n"
         if self.micro_batch_size is not None:
             memory += f"micro_batch_size: {self.micro_batch_size}   # blocks at once\n"
         if self.recomputes:
             memory += "gradient_checkpointing: true   # a third more time, for lack of memory\n"
         return _TEMPLATE.format(
-            name=yaml_line(self.name),
-            model=yaml_line({"path": self.model}),
-            sources=yaml_line(list(self.sources)),
+            name=files.yaml_line(self.name),
+            model=files.yaml_line({"path": self.model}),
+            sources=files.yaml_line(list(self.sources)),
             tokens=f"{'' if self.text.is_whole else 'at least '}{self.text.tokens:,}",
             layers=self.size.heads.num_layers,
             kv_heads=self.size.heads.num_kv_heads,
@@ -154,7 +152,7 @@ class Draft:
             memory=memory,
             separator=separator,
             warmup=round(WARMUP_SHARE * self.steps),
-            window=suitable_window(self.block_size),
+            window=gate_config.suitable_window(self.block_size),
             soft=SOFT_FRACTION,
             multiplier=multiplier,
             density=float(DEFAULT_SHARE),
@@ -162,11 +160,11 @@ class Draft:
 
     def recipe(self, base: Path) -> Recipe:
         """Parse the recipe; relative paths start from ``base``."""
-        return Recipe.parse(parse_yaml(self.text_of_recipe(), "recipe"), base, "recipe")
+        return Recipe.parse(files.parse_yaml(self.text_of_recipe(), "recipe"), base, "recipe")
 
 
-def _too_little(size: ModelSize, text: TextSize) -> UserError:
-    return UserError(
+def _too_little(size: ModelSize, text: TextSize) -> errors.UserError:
+    return errors.UserError(
         f"{text.tokens:,} tokens of text, {size.positions or 'any number of'} positions of the model: too few "
         f"for {_MIN_BLOCKS} blocks of {_SMALLEST_BLOCK} tokens\ngive more text"
     )

@@ -19,17 +19,15 @@ from spkv_nas.artifacts import comparison, proposal, result_tables
 from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import distributed, records, replace, version
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base import distributed, progress, records, replace, version
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation import paired, ranking
 from spkv_nas.evaluation.alarms import Circumstances, alarm, control_alarm, packing_warning
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.proposal.coverage import coverage
+from spkv_nas.training import corpus, harm
 from spkv_nas.training.branches import Branch, BranchContext
-from spkv_nas.training.corpus import join_processes
-from spkv_nas.training.harm import caution_if_worse, compare_control
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -71,7 +69,7 @@ def train_by_recipe(
     num_seeds: int = 1,
     reference: bool = True,
     device: str | None = None,
-    reporter: Reporter = SILENT,
+    reporter: progress.Reporter = progress.SILENT,
 ) -> Comparison:
     """Train full attention, SP-KV and every layout by a recipe, and write the report after each run.
 
@@ -80,7 +78,7 @@ def train_by_recipe(
     a baseline.
     """
     # Check everything that can fail before training starts
-    join_processes(recipe, device)
+    corpus.join_processes(recipe, device)
     workspace.check_writable()
     covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # raises if a layout does not fit
     comparison.check_layout_names(layouts)
@@ -149,9 +147,9 @@ def compare(
         finished[name].append(branch)
         # Announce the change of the control by retraining, or warn about a layout that became worse
         if name == comparison.FULL_ATTENTION:
-            compare_control(branch.nll, untrained[comparison.DENSE], recipe, reporter)
+            harm.compare_control(branch.nll, untrained[comparison.DENSE], recipe, reporter)
         elif name in untrained:
-            caution_if_worse(name, branch.nll, untrained[name], reporter)
+            harm.caution_if_worse(name, branch.nll, untrained[name], reporter)
         models.append(TrainedModel(name, seed, variant.layout.hash if variant.layout else "", branch.checkpoint))
         # Compare what is finished
         rows = comparison_rows(finished, variants, covered, untrained, recipe, names)
@@ -165,7 +163,7 @@ def compare(
     return compared
 
 
-def _distinct(layouts: dict[str, Layout], reporter: Reporter) -> dict[str, tuple[str, ...]]:
+def _distinct(layouts: dict[str, Layout], reporter: progress.Reporter) -> dict[str, tuple[str, ...]]:
     """Group the names of equal layouts by the first of them, and announce the duplicates."""
     names = proposal.distinct(layouts)
     for first, *duplicates in names.values():

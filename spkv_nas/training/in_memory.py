@@ -9,19 +9,14 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.defaults import FIRST_STEPS
-from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import distributed, replace, schema
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import StrPath
+from spkv_nas.artifacts import defaults, layout
+from spkv_nas.base import distributed, errors, files, replace, schema
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import micro_batch, score
 from spkv_nas.model import checkpoint, config_section
-from spkv_nas.training import first_recipe, harm
-from spkv_nas.training.branches import BranchContext
+from spkv_nas.training import branches, first_recipe, harm, hybrids
 from spkv_nas.training.corpus import Corpus, join_processes
-from spkv_nas.training.hybrids import Comparison, compare
 from spkv_nas.training.recipe import Recipe
 
 
@@ -30,16 +25,16 @@ def train_hybrids(
     tokenizer: PreTrainedTokenizerBase,
     blocks: TokenBlocks,
     heldout: TokenBlocks,
-    layouts: Layout | Sequence[Layout] | Mapping[str, Layout],
-    folder: StrPath,
+    layouts: layout.Layout | Sequence[layout.Layout] | Mapping[str, layout.Layout],
+    folder: files.StrPath,
     *,
-    steps: int = FIRST_STEPS,
+    steps: int = defaults.FIRST_STEPS,
     batch_size: int = 8,
     learning_rate: float | None = None,
     distill: float = 0.5,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Comparison:
+) -> hybrids.Comparison:
     """Retrain full attention and every layout from the weights of ``model``, and compare them on held-out text.
 
     All learn from the same blocks in the same order. The model is left unchanged; it and the retrained models are
@@ -80,18 +75,18 @@ def train_hybrids(
     training |= {"warmup_steps": round(harm.WARMUP_SHARE * steps), "distill": {"weight": distill} if distill else None}
     recipe = _recipe(runs / "dense", corpus, training, seed).resolve_precision(model.device.type)
     join_processes(recipe, model.device.type)
-    context = BranchContext(recipe, corpus, runs / "dense", runs, model.device.type, Reporter.of(progress))
-    return compare(context, named, dict.fromkeys(named, math.nan), runs, reference=False)
+    context = branches.BranchContext(recipe, corpus, runs / "dense", runs, model.device.type, Reporter.of(progress))
+    return hybrids.compare(context, named, dict.fromkeys(named, math.nan), runs, reference=False)
 
 
 def _check(model: PreTrainedModel, blocks: TokenBlocks, heldout: TokenBlocks) -> None:
     """Raise ``UserError`` unless the model is dense, and both texts have blocks of one length that fit it."""
     if config_section.gate_config(model) is not None or config_section.checkpoint_layout(model) is not None:
-        raise UserError("layouts are retrained from a dense model: call spkv_nas.detach(model) first")
+        raise errors.UserError("layouts are retrained from a dense model: call spkv_nas.detach(model) first")
     for part in (blocks, heldout):
         micro_batch.check_blocks(model, part)
     if blocks.block_size != heldout.block_size:
-        raise UserError(
+        raise errors.UserError(
             f"the blocks have {blocks.block_size} tokens, the held-out ones {heldout.block_size}: build both with the "
             "same block_size"
         )

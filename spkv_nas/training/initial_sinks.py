@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
@@ -19,7 +18,7 @@ TOKENS = 8192  # training tokens to measure on
 
 
 @torch.inference_mode()
-def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenBlocks) -> list[Tensor]:
+def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenBlocks) -> list[torch.Tensor]:
     """Measure the mean score of the first token that the layout hides from its local heads, for each query head.
 
     Blocks of about ``TOKENS`` tokens of ``blocks``, the training text, are run with full attention, one at a time. A
@@ -51,7 +50,7 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
     return [(total / part.num_blocks).float() for total in sums]
 
 
-def _adder(total: Tensor, layout: Layout, native: int) -> Callable[..., None]:
+def _adder(total: torch.Tensor, layout: Layout, native: int) -> Callable[..., None]:
     """Return an observer that adds the mean score of a block's first hidden token to ``total`` [Hq].
 
     The mean is over the queries from which the layout hides it, but not the window ``native`` of the checkpoint.
@@ -59,7 +58,7 @@ def _adder(total: Tensor, layout: Layout, native: int) -> Callable[..., None]:
     hidden = layout.sinks
     queries = slice(hidden + layout.window, hidden + native)
 
-    def add(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
+    def add(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink_logits: torch.Tensor | None) -> None:
         if sink_logits is not None:
             raise learned_sinks.native_sinks_error()
         query = q[0, :, queries].cpu().double().mean(1)  # [Hq, D]; the mean of scores is the score of the mean

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError, first_line
@@ -44,7 +43,7 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
 
 def _check_shared(model: PreTrainedModel) -> None:
     """Raise ``UserError`` if a module with an adapter shares its weight with another, such as tied embeddings."""
-    owners: dict[nn.Parameter, list[str]] = {}
+    owners: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(name.removesuffix(".weight"))
     for modules in owners.values():
@@ -58,7 +57,7 @@ def _check_shared(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def merge_adapters(model: nn.Module) -> None:
+def merge_adapters(model: torch.nn.Module) -> None:
     """Merge the adapters into the weights and remove them; must be called on all ranks if the model is sharded."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -70,7 +69,7 @@ def merge_adapters(model: nn.Module) -> None:
         del model.peft_config
 
 
-def adapter_switch(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+def adapter_switch(model: torch.nn.Module) -> Callable[[], AbstractContextManager[None]]:
     """Return a function whose contexts disable the adapters of a model, which then computes as without them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -11,11 +11,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from spkv_nas.artifacts.histogram import threshold_logit
-from spkv_nas.base import files, limits
+from spkv_nas.base import errors, files, limits, names, schema
 from spkv_nas.base.device import training_precision
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.names import MAX_CHARACTERS
-from spkv_nas.base.schema import Section, validate
 from spkv_nas.cost.formulas import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from spkv_nas.cost.ladder import find_level, ladder
 from spkv_nas.data.config import DataConfig
@@ -28,7 +25,7 @@ _REMOVED = {"gates": {"layers": None}, "evaluation": {"every": None, "max_tokens
 _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
 
 
-class ModelConfig(Section):
+class ModelConfig(schema.Section):
     """Either ``path`` (a Hugging Face decoder) or ``config`` (a Hugging Face config for a new one)."""
 
     path: str | None = Field(None, description="dense checkpoint, a Hugging Face decoder: folder, ID, or ID@REVISION")
@@ -45,7 +42,7 @@ class ModelConfig(Section):
         return self
 
 
-class TokenizerConfig(Section):
+class TokenizerConfig(schema.Section):
     """Either ``path`` (a tokenizer folder or id) or ``vocab_size`` (a BPE trained on the corpus)."""
 
     path: str | None = Field(None, description="tokenizer folder or id")
@@ -67,7 +64,7 @@ class TokenizerConfig(Section):
         return self
 
 
-class DenseConfig(Section):
+class DenseConfig(schema.Section):
     """Train a new dense model: the stable phase, at a constant learning rate."""
 
     steps: int = Field(3000, ge=1, le=limits.MAX_STEPS, description="optimizer steps")
@@ -78,7 +75,7 @@ class DenseConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
 
 
-class LoraConfig(Section):
+class LoraConfig(schema.Section):
     """Train low-rank adapters of linear layers, and the gates' predictors, while the weights are frozen."""
 
     rank: int = Field(16, ge=1, le=limits.MAX_RANK, description="rank of the adapters")
@@ -89,13 +86,13 @@ class LoraConfig(Section):
     )
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(schema.Section):
     """Measure held-out NLL after training."""
 
     batch_size: int = Field(8, ge=1, le=limits.MAX_BATCH, description="blocks per forward pass")
 
 
-class Recipe(Section):
+class Recipe(schema.Section):
     """Say which model, which text, how to train it and how to gate it.
 
     Without ``dense``, the model at ``model.path`` is the dense checkpoint. ``model`` may be the name of a level of the
@@ -104,7 +101,7 @@ class Recipe(Section):
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=MAX_CHARACTERS,
+        max_length=names.MAX_CHARACTERS,
         description="name of the results in probes/, layouts/, reports/ and runs/",
     )
     seed: int = Field(
@@ -242,7 +239,7 @@ class Recipe(Section):
         gates = data.get("gates") if isinstance(data, dict) else None
         if isinstance(gates, dict) and isinstance(gates.get("layout"), str) and "heads" not in gates:
             data = {**data, "gates": gates_of_layout(gates, base, where)}
-        return validate(cls, data, where)
+        return schema.validate(cls, data, where)
 
     def content_hash(self, *sections: str) -> str:
         """Hash the recipe, or the given sections: the first 16 hexadecimal digits of the SHA-256.
@@ -277,7 +274,7 @@ class Recipe(Section):
         if dtype is None:
             return self
         if dtype not in ("float32", "bfloat16"):
-            raise UserError(f"--dtype {dtype}: training knows float32 and bfloat16")
+            raise errors.UserError(f"--dtype {dtype}: training knows float32 and bfloat16")
         return self.model_copy(update={"precision": dtype})
 
     def resolve_precision(self, device: str) -> Recipe:

@@ -18,10 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerState
 
-from spkv_nas.base import distributed, files, manifest, tables
-from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.locks import FolderLock
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base import distributed, errors, files, locks, manifest, progress, tables
 from spkv_nas.model.checkpoint import save_files
 from spkv_nas.training.sharding import like, whole
 
@@ -43,20 +40,20 @@ def newest_checkpoint(folder: Path) -> Path | None:
     Warns:
         UserWarning: a newer checkpoint is damaged, or none is complete.
     """
-    damaged: list[UserError] = []
+    damaged: list[errors.UserError] = []
     # Take the newest whose files match its manifest
     newest_first = sorted(_checkpoints(folder), key=_step, reverse=True)
     for checkpoint in filter(manifest.is_complete, newest_first):
         try:
             manifest.check_manifest(checkpoint)
-        except UserError as error:
+        except errors.UserError as error:
             damaged.append(error)
             continue
         _warn_of(damaged, f"going on from {checkpoint.name}")
         return checkpoint
     # Explain why the run starts over
     if newest_first and not damaged:
-        damaged = [UserError(f"{newest_first[0]} is incomplete: it has no {manifest.MANIFEST}")]
+        damaged = [errors.UserError(f"{newest_first[0]} is incomplete: it has no {manifest.MANIFEST}")]
     _warn_of(damaged, "there is no other checkpoint: starting over")
     return None
 
@@ -93,16 +90,16 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
-def _warn_of(damaged: list[UserError], consequence: str) -> None:
+def _warn_of(damaged: list[errors.UserError], consequence: str) -> None:
     """Warn about each damaged checkpoint."""
     for error in damaged:
         warnings.warn(f"{error}; {consequence}", stacklevel=3)
 
 
 @contextmanager
-def run_lock(folder: Path, announce: Announce = silent) -> Iterator[None]:
+def run_lock(folder: Path, announce: progress.Announce = progress.silent) -> Iterator[None]:
     """Hold the lock of a run's folder; with torchrun, rank 0 holds it for all ranks."""
-    lock = FolderLock(folder, "trains the same run")
+    lock = locks.FolderLock(folder, "trains the same run")
     while not distributed.on_main(lambda: lock.take(_PATIENCE, announce)):
         continue  # on_main reports to the other ranks each time, so that their collectives do not time out
     try:
@@ -123,7 +120,7 @@ def check_text(folder: Path, text: str, tokenizer: Path | None = None, *, key: s
         files.write_json(file, {key: text})
     elif recorded != text:
         also = f" and {tokenizer.name} beside it" if tokenizer is not None and tokenizer.is_dir() else ""
-        raise UserError(
+        raise errors.UserError(
             f"the text has changed since the run in {folder} started: a file was edited, added or removed\n"
             f"rename the recipe, or restore the text; to start over, remove that folder{also}"
         )
@@ -138,8 +135,8 @@ def writing(checkpoint: Path) -> Iterator[None]:
         if distributed.is_lost_process(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         shutil.rmtree(checkpoint, ignore_errors=True)
-        raise UserError(
-            f"cannot write {checkpoint}: {first_line(error)}\n"
+        raise errors.UserError(
+            f"cannot write {checkpoint}: {errors.first_line(error)}\n"
             "free disk space, then repeat the command: it resumes from the previous checkpoint"
         ) from error
 
@@ -200,7 +197,7 @@ def load_learned(model: nn.Module, checkpoint: Path) -> bool:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     saved = _read_tensors(file)
     if {name: p.shape for name, p in trainable.items()} != {name: value.shape for name, value in saved.items()}:
-        raise UserError(f"{file} belongs to another model: remove its folder to start the run over")
+        raise errors.UserError(f"{file} belongs to another model: remove its folder to start the run over")
     # Copy the values
     with torch.no_grad():
         for name, parameter in trainable.items():
@@ -261,7 +258,7 @@ def _moments(saved: Mapping[str, Tensor], parameter: Tensor, message_prefix: str
     """Return torch's AdamW state for a parameter, zero where it was not saved; ``message_prefix`` begins errors."""
     step, *moments = (saved.get(key) for key in ("step", "exp_avg", "exp_avg_sq"))
     if any(value is not None and value.shape != parameter.shape for value in moments):
-        raise UserError(f"{message_prefix} has another shape")
+        raise errors.UserError(f"{message_prefix} has another shape")
     return {
         "step": torch.zeros((), device=parameter.device) if step is None else step.to(parameter.device),
         **{
@@ -276,5 +273,5 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise UserError(f"cannot read {path}: {first_line(error)}") from error
+        raise errors.UserError(f"cannot read {path}: {errors.first_line(error)}") from error
     return tensors

@@ -18,23 +18,18 @@ from spkv_kernels.timing import device_name
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from spkv_nas.artifacts.shape import ModelSize
+from spkv_nas.base import memory, progress
 from spkv_nas.base.device import choose_device
-from spkv_nas.base.memory import available_bytes
-from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.formulas import largest_fit
-from spkv_nas.cost.stage_costs import Site, Stages, Training
+from spkv_nas.cost import formulas, stage_costs
 from spkv_nas.data.splits import train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.model_shape import config_size
 from spkv_nas.model.source import resolve
-from spkv_nas.training import arguments, branch_setup, run_files
+from spkv_nas.training import arguments, branch_setup, branches, dense, run_files, text_size
 from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.branches import branch_folder, is_finished
-from spkv_nas.training.dense import dense_run, is_dense_trained, new_config, new_model
 from spkv_nas.training.recipe import DenseConfig, Recipe
 from spkv_nas.training.step_cost import MAX_SECONDS, StepCost, estimate, how_trained, measure
-from spkv_nas.training.text_size import TextSize, count_text
 from spkv_nas.training.variants import Kind, Variant
 
 ROOM = 0.8  # share of the free memory that trial steps may use
@@ -101,8 +96,8 @@ class Planner:
         runs: Path,
         *,
         device: str | None = None,
-        announce: Announce = silent,
-        text: TextSize | None = None,
+        announce: progress.Announce = progress.silent,
+        text: text_size.TextSize | None = None,
     ) -> None:
         """Resolve the recipe, whose relative paths start from ``base``, for the device.
 
@@ -111,7 +106,7 @@ class Planner:
         """
         self.device, self._announce = choose_device(device), announce
         self.recipe = recipe.resolve_precision(self.device)
-        self.available = available_bytes(self.device)  # before any measurement
+        self.available = memory.available_bytes(self.device)  # before any measurement
         self._base, self._runs, self._text = base, runs, text
         self._costs: dict[Kind, StepCost] = {}
 
@@ -128,12 +123,12 @@ class Planner:
     @cached_property
     def dense_path(self) -> Path:
         """Return the folder of the dense checkpoint, which may not exist yet."""
-        folder = dense_run(self.recipe, self._runs)
+        folder = dense.dense_run(self.recipe, self._runs)
         return resolve(str(self.recipe.model.path)) if folder is None else folder / "final"
 
     @cached_property
     def _has_dense(self) -> bool:
-        return self.recipe.model.path is not None or is_dense_trained(self.dense_path.parent)
+        return self.recipe.model.path is not None or dense.is_dense_trained(self.dense_path.parent)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -148,18 +143,18 @@ class Planner:
         return train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, self._base, recipe.tokenizer.bos)
 
     @property
-    def text(self) -> TextSize:
+    def text(self) -> text_size.TextSize:
         """Return the size of the recipe's text."""
         if self._text is None:
             self._announce("counting the tokens of the text")
-            self._text = count_text(self.recipe.data.sources, self._base, self.tokenizer)
+            self._text = text_size.count_text(self.recipe.data.sources, self._base, self.tokenizer)
         return self._text
 
     @cached_property
     def size(self) -> ModelSize:
         """Return the size of the model without gates."""
         path = self.recipe.model.path
-        return config_size(new_config(self.recipe, self.tokenizer)) if path is None else read_size(path)
+        return config_size(dense.new_config(self.recipe, self.tokenizer)) if path is None else read_size(path)
 
     def dense(self) -> list[PlannedRun]:
         """Plan the run of the dense model; the list is empty if the recipe names an existing model."""
@@ -175,8 +170,8 @@ class Planner:
         phase = branch_setup.branch_recipe(recipe, variant).branch
         done = 0
         if self._has_dense:
-            folder = branch_folder(recipe, self.dense_path, self._runs, variant, seed)
-            done = phase.steps if is_finished(folder / "final") else run_files.newest_step(folder)
+            folder = branches.branch_folder(recipe, self.dense_path, self._runs, variant, seed)
+            done = phase.steps if branches.is_finished(folder / "final") else run_files.newest_step(folder)
         return self._run(name, phase, done, variant)
 
     def new_branch(self, name: str, variant: Variant) -> PlannedRun:
@@ -230,12 +225,12 @@ class Planner:
         return [arguments.training_arguments(self.recipe, phase, self._runs, device=self.device) for phase in phases]
 
     @cached_property
-    def _stages(self) -> Stages:
+    def _stages(self) -> stage_costs.Stages:
         """Return the formulas of memory and FLOPs for the recipe's model on the device."""
-        site = Site(self.device, math.inf, is_cpu=self.device == "cpu")
-        return Stages(self.size, self.recipe.gates.of_model(), site, self.recipe.data.block_size, 1)
+        site = stage_costs.Site(self.device, math.inf, is_cpu=self.device == "cpu")
+        return stage_costs.Stages(self.size, self.recipe.gates.of_model(), site, self.recipe.data.block_size, 1)
 
-    def _training(self, kind: Kind) -> Training:
+    def _training(self, kind: Kind) -> stage_costs.Training:
         """Return how the branch of a kind of variant is trained."""
         bfloat16, gated = self._arguments[-1].bf16, kind is Kind.SP_KV
         return how_trained(self.recipe, self.recipe.branch, self.size, bfloat16=bfloat16, gated=gated)
@@ -247,7 +242,7 @@ class Planner:
     def fitting_blocks(self, kind: Kind) -> int:
         """Return the largest micro-batch size whose step fits in ``ROOM``, up to that of the recipe, or 0."""
         largest = self._arguments[-1].per_device_train_batch_size
-        return largest_fit(largest, ROOM * self.available, lambda blocks: self.memory(kind, blocks))
+        return formulas.largest_fit(largest, ROOM * self.available, lambda blocks: self.memory(kind, blocks))
 
     def _cost(self, variant: Variant) -> StepCost:
         """Time a step, or estimate its time if a trial would take too much memory or time."""
@@ -271,7 +266,7 @@ class Planner:
         """Return the dense model for a trial step of a variant, with new weights if it does not exist yet."""
         if self._has_dense:
             return branch_setup.start_model(self.recipe, self.dense_path, variant)
-        return new_model(self.recipe, self.tokenizer)
+        return dense.new_model(self.recipe, self.tokenizer)
 
     def _remarks(self, needed: int) -> Iterator[str]:
         """Yield sentences about the text, the time and the memory of the training left."""

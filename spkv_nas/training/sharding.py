@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -19,9 +18,8 @@ from transformers import PreTrainedModel
 from spkv_nas.base.distributed import is_sharded, pass_device
 from spkv_nas.data.batches import block_tokens, num_spare_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model import gates, modes
+from spkv_nas.model import gates, loss, modes
 from spkv_nas.model.learned_sinks import learned_sinks
-from spkv_nas.model.loss import token_nll
 from spkv_nas.training.recipe import OFFLOAD
 
 
@@ -31,7 +29,7 @@ def fsdp_config(sharding: str) -> dict[str, Any]:
     return {**config, "cpu_offload": True} if sharding == OFFLOAD else config
 
 
-def shard_added_modules(model: nn.Module, plugin: Any, *, bfloat16: bool) -> None:
+def shard_added_modules(model: torch.nn.Module, plugin: Any, *, bfloat16: bool) -> None:
     """Make predictors and learned sinks FSDP units, and set the precision of those that ``plugin`` will make.
 
     ``plugin`` is accelerate's.
@@ -56,16 +54,16 @@ def spare_passes(model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -
     """
     with modes.evaluation_mode(model):
         for _ in range(num_spare_batches(blocks.num_blocks, batch_size)):
-            token_nll(model, block_tokens(blocks, 0, batch_size, pass_device(model)))
+            loss.token_nll(model, block_tokens(blocks, 0, batch_size, pass_device(model)))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a tensor that may be sharded; must be called on all ranks if it is."""
-    result: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    result: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return result.detach()
 
 
-def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Convert an unsharded tensor to the device, dtype and sharding of ``parameter``."""
     tensor = tensor.to(parameter.device, parameter.dtype)
     if not isinstance(parameter, DTensor):
@@ -74,7 +72,7 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     return sharded.to(parameter.device)  # offloaded parameters are not on the device of their mesh
 
 
-def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
     """Gather the state dict of a sharded model; must be called on all ranks.
 
     Returns:
@@ -87,7 +85,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
     # Make tied parameters share a tensor again, as each was gathered on its own
-    names: dict[nn.Parameter, str] = {}
+    names: dict[torch.nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if weights:
             weights[name] = weights[names.setdefault(parameter, name)]

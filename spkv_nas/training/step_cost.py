@@ -17,8 +17,7 @@ from spkv_kernels.timing import synchronise
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.shape import ModelSize
-from spkv_nas.cost.formulas import FLOAT32, OPTIMIZERS, Learns, num_adapter_parameters
-from spkv_nas.cost.stage_costs import Stages, Training
+from spkv_nas.cost import formulas, stage_costs
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.model_shape import vocabulary_size
@@ -49,13 +48,13 @@ class StepCost:
 
 def how_trained(
     recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, *, bfloat16: bool, gated: bool = False
-) -> Training:
+) -> stage_costs.Training:
     """Return the settings that determine the cost of a dense or branch phase; ``gated`` for an SP-KV branch."""
     # A dense model that the recipe trains is float32
     path = recipe.model.path
-    frozen_item = FLOAT32 if path is None else frozen_dtype(path, bfloat16=bfloat16).itemsize
+    frozen_item = formulas.FLOAT32 if path is None else frozen_dtype(path, bfloat16=bfloat16).itemsize
     # Translate the settings that both kinds of phase have
-    training = Training(
+    training = stage_costs.Training(
         phase.steps,
         phase.batch_size,
         recipe.micro_batch_size,
@@ -63,7 +62,7 @@ def how_trained(
         offloads=recipe.sharding == OFFLOAD,
         bfloat16=bfloat16,
         recomputes=recipe.gradient_checkpointing,
-        moment_bytes=OPTIMIZERS[recipe.optimizer].moment_bytes,
+        moment_bytes=formulas.OPTIMIZERS[recipe.optimizer].moment_bytes,
         frozen_item=frozen_item,
     )
     # Add the teacher and learned sinks of a branch
@@ -75,17 +74,17 @@ def how_trained(
         training = replace(training, adapters=num_sinks)
     # Account for weights that stay frozen
     if isinstance(phase, BranchConfig) and gated and recipe.gates.training == "frozen-model":
-        return replace(training, learns=Learns.GATES)
+        return replace(training, learns=formulas.Learns.GATES)
     if isinstance(phase, BranchConfig) and recipe.lora is not None:
-        adapters = num_adapter_parameters(size, recipe.lora.rank, recipe.lora.targets)
-        return replace(training, learns=Learns.ADAPTERS, adapters=adapters + num_sinks)
+        adapters = formulas.num_adapter_parameters(size, recipe.lora.rank, recipe.lora.targets)
+        return replace(training, learns=formulas.Learns.ADAPTERS, adapters=adapters + num_sinks)
     return training
 
 
 def measure(
     model: PreTrainedModel,
     shape: tuple[int, int],
-    training: Training,
+    training: stage_costs.Training,
     *,
     device: str,
     distillation: Distillation | None = None,
@@ -128,7 +127,7 @@ def measure(
     )
 
 
-def estimate(stages: Stages, training: Training, *, gated: bool) -> StepCost:
+def estimate(stages: stage_costs.Stages, training: stage_costs.Training, *, gated: bool) -> StepCost:
     """Estimate the time of a training step from FLOPs, at half the measured speed of a matrix product."""
     speed = EFFICIENCY * matmul_speed(stages.site.name, bfloat16=training.bfloat16)
     block = replace(training, steps=1, batch_size=1, micro_batch_size=None)

@@ -16,22 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from spkv_nas.base import manifest, memory
+from spkv_nas.base import manifest, memory, progress
 from spkv_nas.base.distributed import num_processes, on_main, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, deferred
-from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model import modes, weight_files, weights
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
-from spkv_nas.training import arguments, run_files, sharding
-from spkv_nas.training.branch_config import GateSchedule, GatesConfig, LearningRateSchedule
+from spkv_nas.training import arguments, branch_config, run_files, sharding
 from spkv_nas.training.callbacks import (
     DistillationCallback,
     EndWandbRun,
@@ -65,15 +62,15 @@ class SPKVTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        schedule: LearningRateSchedule,
-        gates: GateSchedule | None = None,
-        gate_options: GatesConfig | None = None,
+        schedule: branch_config.LearningRateSchedule,
+        gates: branch_config.GateSchedule | None = None,
+        gate_options: branch_config.GatesConfig | None = None,
         optimizer_state: Path | None = None,
         recomputes: bool = False,
         compiles: bool = False,
         distillation: Distillation | None = None,
         title: str = "training",
-        reporter: Reporter = SILENT,
+        reporter: progress.Reporter = progress.SILENT,
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ) -> None:
@@ -83,7 +80,7 @@ class SPKVTrainer(Trainer):
         # Store how to train, and the largest weight to accept
         self._schedule = schedule
         self._max_weight = _MAX_GROWTH * max([1.0, *(_largest(p) for p in self.model.parameters())])
-        self._gate_options = gate_options or GatesConfig()
+        self._gate_options = gate_options or branch_config.GatesConfig()
         self._optimizer_state = optimizer_state
         self._recomputes, self._compiles = recomputes, compiles
         # Set up logging
@@ -148,7 +145,7 @@ class SPKVTrainer(Trainer):
         else:
             self.control.should_training_stop = True
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer with ``make_optimizer``, after preparing the model for sharding.
 
         Raises ``UserError``: the run is sharded but there is no GPU, or the optimizer is not available.
@@ -224,7 +221,7 @@ class SPKVTrainer(Trainer):
                 return loss + 0.0 * sum((p.sum() for p in predictor_parameters(self.model)), start=0.0)
         return result
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Save a checkpoint after checking that all numbers are finite, and complete it with a manifest."""
         self.check_finite()
         self._log_state.take()
@@ -246,7 +243,7 @@ class SPKVTrainer(Trainer):
         elif self.args.should_save:
             run_files.save_learned(self.model, Path(output_dir or self.args.output_dir))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """Load what ``_save`` wrote."""
         if not run_files.load_learned(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -274,7 +271,7 @@ class SPKVTrainer(Trainer):
         if sum_over_processes(torch.tensor(float(sizes[name] > self._max_weight))) > 0:
             self._stop(f"largest weight, of {name},", sizes[name])
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         """Clip gradients, and stop the run if their norm is not finite."""
         norm = super()._clip_grad_norm(model)
         if norm is not None and not math.isfinite(float(norm)):
@@ -324,4 +321,4 @@ def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTraine
 def _largest(value: Any) -> float:
     """Return the largest magnitude in a tensor or this rank's shard of it, NaN if one is; 0 for anything else."""
     local = value.to_local() if isinstance(value, DTensor) else value
-    return weights.largest(local.detach()) if isinstance(local, Tensor) else 0.0
+    return weights.largest(local.detach()) if isinstance(local, torch.Tensor) else 0.0

@@ -180,7 +180,7 @@ class TestPasses:
 
     def test_a_batch_of_them(self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 19)
-        monkeypatch.setattr("spkv_nas.model.device_map.available_bytes_per_process", lambda device: 1 << 40)
+        monkeypatch.setattr("spkv_nas.base.memory.available_bytes_per_process", lambda device: 1 << 40)
         subject = Subject.of(self.options(folder, text, 64), "", "measure")
         with pytest.raises(UserError, match=r"logits of 8 x 64 tokens"):
             subject.load()
@@ -192,7 +192,7 @@ class TestPasses:
         whole = nll(options).evaluation.nll
         sizes, messages = [], []
         for free in (1 << 40, 1_500_000, 1):
-            monkeypatch.setattr("spkv_nas.model.device_map.available_bytes_per_process", lambda device, free=free: free)
+            monkeypatch.setattr("spkv_nas.base.memory.available_bytes_per_process", lambda device, free=free: free)
             messages.clear()
             reporter = Recorder(announced=messages.append)
             measured = Subject.of(self.options(folder, text, 64), "", "measure").load(reporter)

@@ -318,7 +318,7 @@ class TestCommand:
 class TestDryRunOfAProbe:
     @pytest.fixture(autouse=True)
     def speed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("spkv_nas.stages.forecast.matmul_speed", lambda device, bfloat16: 1e11)
+        monkeypatch.setattr("spkv_nas.training.step_cost.matmul_speed", lambda device, bfloat16: 1e11)
 
     @pytest.fixture
     def model(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:

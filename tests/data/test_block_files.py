@@ -42,7 +42,7 @@ class TestPieces:
 
 class TestLongDocuments:
     def test_a_long_file_is_read_in_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 5000)
+        monkeypatch.setattr(readers.tokenizer, "MAX_ENCODED_CHARACTERS", 5000)
         (tmp_path / "long.txt").write_text(prose(300))
         result = list(documents(["long.txt"], tmp_path, piece=1000))
         assert [d.text for d in result] == list(cut([prose(300)], 1000))
@@ -63,7 +63,7 @@ class TestLongDocuments:
         assert len({d.id for d in result}) == len(result) == 10
 
     def test_binary_content_after_text_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 5000)
+        monkeypatch.setattr(readers.tokenizer, "MAX_ENCODED_CHARACTERS", 5000)
         (tmp_path / "long.txt").write_bytes(prose(2000).encode() + b"\xff" + prose(2000).encode())
         with pytest.raises(UserError, match=r"cannot read .*long\.txt after \d+ chunks: .*utf-8"):
             list(documents(["long.txt"], tmp_path, piece=1000))
@@ -186,7 +186,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
     def test_of_a_long_text(self, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(readers, "MAX_ENCODED_CHARACTERS", 20_000)
+        monkeypatch.setattr(readers.tokenizer, "MAX_ENCODED_CHARACTERS", 20_000)
         monkeypatch.setattr("spkv_nas.data.sources.MAX_ENCODED_CHARACTERS", 20_000)
         peaks = []
         for megabytes in (1, 4):

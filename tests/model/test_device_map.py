@@ -80,7 +80,7 @@ def test_layers_are_distributed_by_memory(free: int, expected: set[int | str], m
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(device_map, "available_bytes", lambda device: free)
+    monkeypatch.setattr(device_map.memory, "available_bytes", lambda device: free)
     monkeypatch.setattr(accelerate, "dispatch_model", dispatch)
     device_map.dispatch(model)
     assert set(made.values()) == expected

@@ -94,7 +94,7 @@ class TestExport:
     def test_a_model_beyond_memory(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Weights stay in their files; a config larger than these files is refused."""
         model, _ = load(dense)
-        enough = max(4 * sum(p.numel() for p in part.parameters()) for part in verify_export.parts(model))
+        enough = max(4 * sum(p.numel() for p in part.parameters()) for part in verify_export.plain_logits.parts(model))
         monkeypatch.setattr("spkv_nas.base.memory.available_bytes", lambda *_: enough)
         with pytest.raises(UserError, match="of memory"):
             load(dense)
@@ -311,7 +311,9 @@ def test_weights_are_not_held_in_memory(tmp_path: Path, tiny_tokenizer: PreTrain
     attach_gates(model)
     save(model, tiny_tokenizer, tmp_path / "gated")
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    largest = max(2 * sum(p.numel() * p.itemsize for p in part.parameters()) for part in verify_export.parts(model))
+    largest = max(
+        2 * sum(p.numel() * p.itemsize for p in part.parameters()) for part in verify_export.plain_logits.parts(model)
+    )
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.histogram import threshold_logit
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.gates import threshold_logit
 from spkv_nas.probing.counting import position_buckets
 from spkv_nas.probing.density import probe
 from spkv_nas.stages.printing import change as shown

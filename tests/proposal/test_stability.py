@@ -14,13 +14,12 @@ from helpers import Page, all_logits, fails, make_layouts, scatter_gates, tiny_m
 from spkv_nas.artifacts.agreement import read_agreement
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.histogram import MAX_DOCUMENTS, DocumentCounts, LogitHistogram, group_documents
+from spkv_nas.artifacts.histogram import MAX_DOCUMENTS, DocumentCounts, LogitHistogram, group_documents, threshold_logit
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.compare.agreement import agreement, parse_probe, short_labels, write_agreement
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.gates import threshold_logit
 from spkv_nas.probing.density import probe
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Limit, Requirements

@@ -80,7 +80,7 @@ def test_numbers_equal_those_of_the_file_and_the_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every number on the page is the file's, rounded, and the command's tables agree."""
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     sections = {section.name: section for section in read_benchmarks(folder)}
     file = write_report(folder, ReportInputs(make_domain_table(), {}, benchmarks=tuple(sections.values())))
     page = Page(file.read_text(encoding="utf-8"))

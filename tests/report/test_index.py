@@ -31,7 +31,7 @@ def write_probe(workspace: Path, name: str, *, model: str, layouts: bool) -> Non
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Workspace with two probes that have layouts, one of them with results, and one without layouts."""
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     write_probe(tmp_path, "first", model="one", layouts=True)
     write_probe(tmp_path, "first & duo", model="one", layouts=False)
     write_probe(tmp_path, HOSTILE, model="two", layouts=True)
@@ -85,7 +85,7 @@ def test_a_named_page_is_written_alone(workspace: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_one_probe_needs_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(report_page, "save_chart", lambda _, chart: drawn.append(chart.name))
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda _, chart: drawn.append(chart.name))
     write_probe(tmp_path, "only", model="one", layouts=True)
     assert report(ReportOptions(workspace=tmp_path)) == tmp_path / "reports/only/index.html"
     assert not (tmp_path / "reports/index.html").exists()

@@ -283,7 +283,7 @@ def test_points_of_charts_show_their_layout(open_page: Any) -> None:
 
 def test_no_nearest_layouts_before_training(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script works without the table of measured layouts."""
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     page = open_page("#budget=3", write_report(tmp_path, ReportInputs(make_domain_table(), {})))
     assert page.inner_text("#explorer-heads") == "3 of 8 KV heads"
     assert page.locator("#explorer-measured").count() == 0
@@ -314,7 +314,7 @@ def test_without_javascript_the_page_shows_the_map(browser: Any, workspace: Path
 
 def test_hostile_names_do_not_run(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of domains, layouts, notes and a probe would each open a dialog, which fails the page."""
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     forms = (
         "<script>alert({})</script>",
         '"><img src=x onerror=alert({})>',

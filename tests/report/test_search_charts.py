@@ -23,7 +23,7 @@ HEADS = ["GL LG GL LL", "LG LG GL LL", "GL GL GL LL", "GG LL GL LL", "GL LG LG L
 @pytest.fixture
 def cloud(open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Write a search with costs of five layouts."""
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     search = make_search().assign(heads=HEADS, hash=list("abcde"), cost=[1.0, 5.0, 2.0, 4.0, 3.0])
     return open_file(write_report(tmp_path, ReportInputs(make_domain_table(), {}, search=search)))
 
@@ -68,7 +68,7 @@ def test_the_point_under_the_pointer_is_named_and_shown(cloud: Any) -> None:
 
 
 def test_a_name_of_two_layouts_leads_to_none(open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     twice = make_search(name=["densest", "one", "one", "two", "three"])
     search: pd.DataFrame = twice.assign(heads=HEADS, hash=list("abcde"), cost=np.arange(5.0))
     page = open_file(write_report(tmp_path, ReportInputs(make_domain_table(), {}, search=search)))

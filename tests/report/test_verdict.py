@@ -156,7 +156,7 @@ def random_search(rng: np.random.Generator, masks: dict[str, np.ndarray]) -> pd.
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], str]:
     """Write the page of a case and return its HTML."""
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
 
     def written(case: Case) -> str:
         inputs = ReportInputs(
@@ -338,7 +338,7 @@ def test_measured_layouts_stay_when_their_names_stand_for_others() -> None:
 
 def test_the_dense_model_is_a_row_and_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes count from it, not from the control, which retraining may harm."""
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     comparison = pd.concat(
         [
             pd.DataFrame({"strategy": [DENSE], "nll": [1.98], "density_percent": 100.0, "coverage_percent": 100.0}),
@@ -371,7 +371,7 @@ def test_nll_is_drawn_against_bytes_of_the_cache() -> None:
 
 def test_no_table_is_shown_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts of a search are in one table."""
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     case = make_evidence()
     file = write_report(
         tmp_path,
@@ -384,7 +384,7 @@ def test_no_table_is_shown_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_terms_are_explained_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     case = make_evidence()
     file = write_report(
         tmp_path,

@@ -95,7 +95,7 @@ def test_a_verdict_without_samples() -> None:
 
 
 def test_the_page_escapes_names(section: Section, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     file = write_report(tmp_path, ReportInputs(make_domain_table(), {}, benchmarks=(section,)))
     text = file.read_text(encoding="utf-8")
     assert "<other>" not in text.partition("<script")[0]

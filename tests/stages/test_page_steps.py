@@ -20,7 +20,7 @@ from spkv_nas.stages.report import report
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Workspace with head gates of the embedded reference, and its two layouts."""
-    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     make_domain_table(
         metadata={"model": "embedded:reference", "data": {}, "signal": "head-gates", "kind": "share", "options": {}}
     ).write(tmp_path / "probes/test")

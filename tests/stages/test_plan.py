@@ -167,7 +167,7 @@ class TestDryRun:
         assert everything(tmp_path) == before
 
     def test_too_little_text_and_memory_are_reported(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("spkv_nas.training.run_plan.available_bytes", lambda device: 1 << 17)
+        monkeypatch.setattr("spkv_nas.base.memory.available_bytes", lambda device: 1 << 17)
         recipe = Recipe.read(recipe_file)
         small = TextSize(documents=2, tokens=100)
         planner = Planner(recipe, recipe_file.parent, recipe_file.parent / "runs", text=small)
@@ -322,7 +322,7 @@ class TestInit:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        monkeypatch.setattr("spkv_nas.training.run_plan.available_bytes", lambda device: available)
+        monkeypatch.setattr("spkv_nas.base.memory.available_bytes", lambda device: available)
         file = tmp_path / "recipe.yaml"
         main(["init", str(model), str(corpus_folder), "--out", str(file)])
         assert Recipe.read(file).micro_batch_size == micro
@@ -346,7 +346,7 @@ class TestInit:
 
         monkeypatch.setattr(Planner, "_cost", lambda planner, variant: StepCost(2.0, 0.0, 0.0, True))
         monkeypatch.setattr(Planner, "memory", memory)
-        monkeypatch.setattr("spkv_nas.training.run_plan.available_bytes", lambda device: available)
+        monkeypatch.setattr("spkv_nas.base.memory.available_bytes", lambda device: available)
         file = tmp_path / "recipe.yaml"
         main(["init", str(model), str(corpus_folder), "--out", str(file)])
         recipe = Recipe.read(file)

@@ -116,7 +116,7 @@ def test_a_batch_that_cannot_be_shared(
     assert "a batch_size of 3 blocks cannot be divided evenly among 2 processes" in fails(capsys, "train", recipe_file)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("spkv_nas.cli.app.OTHERS_WAIT", 0.0)  # of this one torchrun has not disposed, so it speaks
-    monkeypatch.setattr("spkv_nas.cli.app.err.quiet", True)
+    monkeypatch.setattr("spkv_nas.base.console.err.quiet", True)
     assert "cannot be divided" in fails(capsys, "train", recipe_file)
 
 

@@ -210,7 +210,7 @@ def test_the_control_is_compared_before_layouts_are_trained(
         compare_control(*arguments)
 
     monkeypatch.setattr(BranchContext, "train", watched_train)
-    monkeypatch.setattr("spkv_nas.training.hybrids.compare_control", watched_compare)
+    monkeypatch.setattr("spkv_nas.training.harm.compare_control", watched_compare)
     command = ["train-hybrid", str(layout), "--probe", str(table), "--recipe", str(recipe_file), *options]
     main([*command, "--no-reference"])
     assert order == [FULL_ATTENTION, "compared", "mine"]

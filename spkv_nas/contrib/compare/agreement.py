@@ -12,25 +12,19 @@ import numpy as np
 import pandas as pd
 import scipy  # submodules load lazily on use
 
+from spkv_nas.artifacts import grid, head_scores
 from spkv_nas.artifacts.agreement import COLUMNS
-from spkv_nas.artifacts.grid import check_grid
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import is_file
-from spkv_nas.base.locks import locked
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.records import write_record
+from spkv_nas.base import errors, files, locks, progress, records, version
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import read_table, write_csv
-from spkv_nas.base.version import environment
 from spkv_nas.proposal.strategy import densest
 
 PARTS = ("domain", "half")
 
 
 def parse_probe(
-    text: str, find: Callable[[str], HeadScores], split_by: str | None = None
-) -> Iterator[tuple[str, HeadScores]]:
+    text: str, find: Callable[[str], head_scores.HeadScores], split_by: str | None = None
+) -> Iterator[tuple[str, head_scores.HeadScores]]:
     """Yield (label, table) pairs for a probe given on the command line.
 
     Args:
@@ -43,7 +37,7 @@ def parse_probe(
             per-document counts to halve.
     """
     if split_by is not None and split_by not in PARTS:
-        raise UserError(f"--split-by must be {' or '.join(PARTS)}; found '{split_by}'")
+        raise errors.UserError(f"--split-by must be {' or '.join(PARTS)}; found '{split_by}'")
     # Load the table at its threshold
     names_file = text.endswith((".csv", ".tsv"))
     source, separator, tau = ("", "", "") if names_file else text.rpartition("@")
@@ -52,10 +46,10 @@ def parse_probe(
     if separator:
         try:
             table = table.at_tau(float(tau))
-        except UserError:
+        except errors.UserError:
             raise
         except ValueError as error:
-            raise UserError(f"'{text}': the threshold after the @ must be a number in [0, 1]") from error
+            raise errors.UserError(f"'{text}': the threshold after the @ must be a number in [0, 1]") from error
         label = f"{label}@{tau}"
     # Split it by domain or into halves
     parts = {"domain": _domains, "half": _halves}
@@ -63,7 +57,7 @@ def parse_probe(
         yield f"{label}:{part}" if part else label, values
 
 
-def agreement(tables: Mapping[str, HeadScores], budget: int) -> pd.DataFrame:
+def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.DataFrame:
     """Compare every pair of tables.
 
     Args:
@@ -84,10 +78,10 @@ def agreement(tables: Mapping[str, HeadScores], budget: int) -> pd.DataFrame:
     (name, first), *remaining = tables.items()
     for label, table in remaining:
         remedy = "compare probes of models with the same number of layers and KV heads"
-        check_grid(f"the probe '{label}'", table.grid, f"'{name}'", first.grid, remedy)
+        grid.check_grid(f"the probe '{label}'", table.grid, f"'{name}'", first.grid, remedy)
     for label, table in tables.items():
         if table.mean == 0.0:
-            raise UserError(f"every head density of '{label}' is 0 at tau = {table.tau:g}: choose a smaller tau")
+            raise errors.UserError(f"every head density of '{label}' is 0 at tau = {table.tau:g}: choose a smaller tau")
     # Measure every pair
     share = budget / first.num_heads
     rows = []
@@ -123,7 +117,7 @@ def write_agreement(
     rows: pd.DataFrame,
     windows: Mapping[str, int | None] | None = None,
     *,
-    reporter: Reporter = SILENT,
+    reporter: progress.Reporter = progress.SILENT,
 ) -> None:
     """Write ``agreement.csv``, and ``agreement.yaml`` with the probes, their local windows, and versions.
 
@@ -134,12 +128,13 @@ def write_agreement(
         reporter: warned of another comparison that is replaced.
     """
     probes = list(dict.fromkeys([*rows["first"], *rows["second"]]))
-    with locked(folder, "writes agreement.csv", reporter.announce), replacing(folder) as new:
+    with locks.locked(folder, "writes agreement.csv", reporter.announce), replacing(folder) as new:
         if (earlier_comparison := _compared_before(folder / "agreement.csv")) not in (None, _compared(rows)):
             reporter.caution(f"replaced an earlier comparison in {folder}: {earlier_comparison}")
         write_csv(new / "agreement.csv", rows)
-        write_record(
-            new / "agreement.yaml", {"probes": probes, "windows": dict(windows or {}), "environment": environment()}
+        records.write_record(
+            new / "agreement.yaml",
+            {"probes": probes, "windows": dict(windows or {}), "environment": version.environment()},
         )
 
 
@@ -152,15 +147,15 @@ def _compared(rows: pd.DataFrame) -> str:
 def _compared_before(path: Path) -> str | None:
     """Describe what the table in a file compares; None without a readable table."""
     try:
-        return _compared(read_table(path, "agreement", COLUMNS)) if is_file(path) else None
-    except UserError:
+        return _compared(read_table(path, "agreement", COLUMNS)) if files.is_file(path) else None
+    except errors.UserError:
         return None
 
 
-def _domains(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
+def _domains(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:
     """Yield (domain, table of that domain). Raises ``UserError`` if there is only one."""
     if len(table.domains) == 1:
-        raise UserError(
+        raise errors.UserError(
             f"the probe '{table.name}' has a single domain, '{table.domains[0]}', so there are no domains to compare\n"
             "probe text of several domains, or leave out --split-by"
         )
@@ -168,7 +163,7 @@ def _domains(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
         yield domain, replace(table, rows=table.rows[table.rows["domain"] == domain], documents=None, histogram=None)
 
 
-def _halves(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
+def _halves(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:
     """Yield ("even", table) and ("odd", table) of the documents; domains with a single document are left out.
 
     Raises:
@@ -176,7 +171,7 @@ def _halves(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
     """
     documents = table.documents
     if documents is None:
-        raise UserError(
+        raise errors.UserError(
             f"the probe '{table.name}' ({table.signal}) has no scores by document, so it cannot be split into halves\n"
             "probe two parts of the text under different names (--data, --name), and compare these"
         )
@@ -184,7 +179,7 @@ def _halves(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
     counts = np.bincount(documents.domain, minlength=len(documents.domains))
     domains = [name for name, count in zip(documents.domains, counts, strict=True) if count > 1]
     if not domains:
-        raise UserError(
+        raise errors.UserError(
             f"the probe '{table.name}' has only one document per domain, so it cannot be split into halves\n"
             "probe text with more documents"
         )

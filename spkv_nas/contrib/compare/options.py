@@ -7,8 +7,7 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.proposal.budget import PAPER_BUDGET
-from spkv_nas.stages import flags
-from spkv_nas.stages.command_group import AddedCommand, runner
+from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.options import InWorkspace
 
 Probes = Annotated[
@@ -41,4 +40,4 @@ class CompareOptions(InWorkspace):
     name: flags.Name = default(None, "the first probe's")
 
 
-COMPARE = AddedCommand("compare", runner(CompareOptions))
+COMPARE = command_group.AddedCommand("compare", command_group.runner(CompareOptions))

@@ -10,11 +10,8 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Column, Table
 
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.proposal import warn_of_separators, warn_of_windows
-from spkv_nas.base.console import out, print_path, say
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.artifacts import head_scores, proposal
+from spkv_nas.base import console, errors, progress
 from spkv_nas.contrib.compare.agreement import agreement, parse_probe, short_labels, write_agreement
 from spkv_nas.contrib.compare.options import CompareOptions
 from spkv_nas.proposal.budget import parse_budget
@@ -30,20 +27,20 @@ class AgreementResult:
     folder: Path
 
 
-def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementResult:
+def compare(options: CompareOptions, reporter: progress.Reporter = progress.SILENT) -> AgreementResult:
     """Measure how far probes, or with ``split_by`` the parts of each probe, agree on the heads to choose.
 
     The table is written to ``reports/<name>/``.
     """
     # Read and split the probes
-    tables: dict[str, HeadScores] = {}
+    tables: dict[str, head_scores.HeadScores] = {}
     for probe in options.probes:
         for label, table in parse_probe(probe, lambda source: find_table(options.folders, source), options.split_by):
             if label in tables and tables[label].content_hash == table.content_hash:
-                raise UserError(f"probe '{label}' is given twice")
+                raise errors.UserError(f"probe '{label}' is given twice")
             tables[label if label not in tables else probe] = table
     if len(tables) < 2:
-        raise UserError(
+        raise errors.UserError(
             "compare needs at least two probes: give another, or split this one (--split-by domain or half)"
         )
     # Compare the heads that they choose
@@ -52,8 +49,8 @@ def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementRe
     folder = options.folders.report_dir(options.name or first.name)
     windows = {label: table.window for label, table in tables.items()}
     sinks = {label: table.local_sinks for label, table in tables.items()}
-    warn_of_windows(windows, sinks, remedy="probe all of them with the same {}")
-    warn_of_separators({label: table.metadata for label, table in tables.items()})
+    proposal.warn_of_windows(windows, sinks, remedy="probe all of them with the same {}")
+    proposal.warn_of_separators({label: table.metadata for label, table in tables.items()})
     write_agreement(folder, rows, windows, reporter=reporter)
     return AgreementResult(rows, folder)
 
@@ -81,17 +78,17 @@ def show(result: AgreementResult) -> None:
             f"{100 * row.transfer:.1f}",
             f"{row.mean_difference:.3f}",
         )
-    out.print(grid)
+    console.out.print(grid)
     # Notes
     if rows["spearman"].isna().any():
-        say("Spearman -: undefined, because all scores of one of the two probes are equal")
-    out.print(
+        console.say("Spearman -: undefined, because all scores of one of the two probes are equal")
+    console.out.print(
         "transfer: coverage on one probe by the heads selected on the other, relative to its best; the lower of both "
         "directions"
     )
-    print_path("agreement", result.folder / "agreement.csv")
+    console.print_path("agreement", result.folder / "agreement.csv")
 
 
-def run(options: CompareOptions, reporter: Reporter) -> Result:
+def run(options: CompareOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
     return Result(compare(options, reporter), show)

@@ -15,13 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.base.console import out
-from spkv_nas.base.device import dtype_name
-from spkv_nas.base.distributed import on_main
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import parse_json, read_text, write_atomic
-from spkv_nas.base.progress import Reporter
-from spkv_nas.base.statistics import share_text
+from spkv_nas.base import console, device, distributed, errors, files, progress, statistics
 from spkv_nas.stages.checkpoints import load
 from spkv_nas.stages.options import InDtype
 
@@ -41,25 +35,25 @@ def sample_file(folder: Path, name: str, depends_on: str) -> Path:
 def write_samples(file: Path, lines: Iterable[Mapping[str, Any]], default: Callable[[Any], Any] | None = None) -> None:
     """Write one JSON line per mapping, atomically; ``default`` converts values that JSON does not support."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, "".join(json.dumps(line, default=default, ensure_ascii=False) + "\n" for line in lines))
+    files.write_atomic(file, "".join(json.dumps(line, default=default, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_samples(file: Path) -> list[dict[str, Any]]:
     """Read a file written by ``write_samples``. Raises ``UserError`` if the file is damaged."""
     try:
-        text = read_text(file, "samples", max_bytes=_MAX_BYTES)
+        text = files.read_text(file, "samples", max_bytes=_MAX_BYTES)
         # Not splitlines(): other line breaks may occur inside samples
-        return [parse_json(line) for line in text.removesuffix("\n").split("\n")]
+        return [files.parse_json(line) for line in text.removesuffix("\n").split("\n")]
     except ValueError as error:
-        raise UserError(f"{file} is damaged\nremove it and run the command again") from error
+        raise errors.UserError(f"{file} is damaged\nremove it and run the command again") from error
 
 
 def kept_samples(file: Path, compute: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Read the records of a finished computation, or compute and write them; must be called on all ranks."""
-    if not on_main(file.is_file):
+    if not distributed.on_main(file.is_file):
         lines = compute()
-        on_main(lambda: write_samples(file, lines))
-    return on_main(lambda: read_samples(file))
+        distributed.on_main(lambda: write_samples(file, lines))
+    return distributed.on_main(lambda: read_samples(file))
 
 
 @dataclass(frozen=True)
@@ -72,19 +66,18 @@ class Checkpoint:
     tau: float | None = None
 
     @classmethod
-    def load(cls, options: InDtype, source: str, tau: float | None, reporter: Reporter) -> Checkpoint:
+    def load(cls, options: InDtype, source: str, tau: float | None, reporter: progress.Reporter) -> Checkpoint:
         """Load a checkpoint as ``load`` does."""
         return cls(source, *load(options, source, reporter), tau)
 
     @property
     def origin(self) -> dict[str, Any]:
         """Return the record of which checkpoint was evaluated, at which dtype and threshold."""
-        from spkv_nas.model.checkpoint import model_origin
-        from spkv_nas.model.config_section import gate_config
+        from spkv_nas.model import checkpoint, config_section
 
-        gates = gate_config(self.model)
+        gates = config_section.gate_config(self.model)
         tau = gates.tau if self.tau is None and gates is not None else self.tau
-        return {**model_origin(self.source), "computed_in": dtype_name(self.model.dtype), "tau": tau}
+        return {**checkpoint.model_origin(self.source), "computed_in": device.dtype_name(self.model.dtype), "tau": tau}
 
     def identity(self, mode: object) -> str:
         """Return a text of everything that answers depend on besides the questions, such as ``mode``: of its gates."""
@@ -95,13 +88,12 @@ class Checkpoint:
 
     def hard(self) -> AbstractContextManager[Any]:
         """Return a context in which its gates, if any, are hard. Raises ``UserError`` for a threshold without gates."""
-        from spkv_nas.model.config_section import gate_config
-        from spkv_nas.model.modes import gate_mode
+        from spkv_nas.model import config_section, modes
 
-        if gate_config(self.model) is not None:
-            return gate_mode(self.model, "hard", self.tau)
+        if config_section.gate_config(self.model) is not None:
+            return modes.gate_mode(self.model, "hard", self.tau)
         if self.tau is not None:
-            raise UserError("the model has no gates, so --tau has no effect: remove --tau")
+            raise errors.UserError("the model has no gates, so --tau has no effect: remove --tau")
         return nullcontext()
 
 
@@ -119,7 +111,7 @@ def say_sample_count(counts: pd.Series[int], unit: str) -> None:
     """Print how many samples the standard errors of a table rest on."""
     low, high = int(counts.min()), int(counts.max())
     number = f"{high:,}" if low == high else f"{low:,} to {high:,}"
-    out.print(f"±: one standard error over {number} {unit}")
+    console.out.print(f"±: one standard error over {number} {unit}")
 
 
 def percent(share: float) -> str:
@@ -131,4 +123,4 @@ def with_error(value: float, error: float | None = None) -> str:
     """Format a value with its standard error, if there is one (``share_text``); a dash for NaN."""
     if math.isnan(value):
         return "-"
-    return f"{value:.3f}" if error is None else share_text(value, error)
+    return f"{value:.3f}" if error is None else statistics.share_text(value, error)

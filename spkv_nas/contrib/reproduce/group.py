@@ -11,10 +11,8 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.contrib.defaults import LADDER_DENSITY, PAPER
 from spkv_nas.contrib.reproduce.ablate.options import AblateOptions
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
-from spkv_nas.stages import flags
-from spkv_nas.stages.command_group import CommandGroup, runner
+from spkv_nas.stages import command_group, flags, result
 from spkv_nas.stages.options import InWorkspace
-from spkv_nas.stages.result import Result
 
 Runs = Annotated[
     Path | None,
@@ -36,7 +34,7 @@ class ScalingOptions(InWorkspace):
     name: flags.Name = None
 
 
-def scaling(options: ScalingOptions, reporter: Reporter) -> Result:
+def scaling(options: ScalingOptions, reporter: Reporter) -> result.Result:
     """Fit the scaling law L(C) = L_inf + A C^-alpha to training runs, by default the paper's.
 
     Needs at least four runs of different compute per variant. Predicts the held-out runs. Writes
@@ -44,7 +42,7 @@ def scaling(options: ScalingOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.contrib.reproduce.scaling import stage
 
-    return Result(stage.scaling(options.folders, options.runs, options.name), stage.show)
+    return result.Result(stage.scaling(options.folders, options.runs, options.name), stage.show)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class LadderOptions(InWorkspace):
     name: flags.Name = default(None, PAPER)
 
 
-def ladder(options: LadderOptions, reporter: Reporter) -> Result:
+def ladder(options: LadderOptions, reporter: Reporter) -> result.Result:
     """Compute FLOPs per token of the paper's model ladder: full attention, and SP-KV at a density.
 
     Writes reports/NAME/flops.csv and a figure of FLOPs against model size.
@@ -67,8 +65,8 @@ def ladder(options: LadderOptions, reporter: Reporter) -> Result:
     from spkv_nas.contrib.reproduce import ladder as stage
 
     context, density = parse_context(options.context), LADDER_DENSITY if options.density is None else options.density
-    return Result(stage.ladder(options.folders, options.name or PAPER, context, density), stage.show)
+    return result.Result(stage.ladder(options.folders, options.name or PAPER, context, density), stage.show)
 
 
-_COMMANDS = (runner(PalindromeOptions), runner(AblateOptions), scaling, ladder)
-REPRODUCE = CommandGroup("reproduce", "Reproduce the paper's experiments.", _COMMANDS)
+_COMMANDS = (command_group.runner(PalindromeOptions), command_group.runner(AblateOptions), scaling, ladder)
+REPRODUCE = command_group.CommandGroup("reproduce", "Reproduce the paper's experiments.", _COMMANDS)

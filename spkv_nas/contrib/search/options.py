@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, progress
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.defaults import SAMPLER
 from spkv_nas.contrib.search.sampler import SAMPLERS
 from spkv_nas.proposal.budget import PAPER_BUDGET
-from spkv_nas.stages import flags
-from spkv_nas.stages.command_group import AddedCommand, runner
+from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
 
 if TYPE_CHECKING:  # pandas takes too long for --help
@@ -88,26 +86,25 @@ class SearchSpecification:
     given: dict[str, Layout]  # that the user gave, by name
 
 
-def specify(options: SearchOptions, reporter: Reporter = SILENT) -> SearchSpecification:
+def specify(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> SearchSpecification:
     """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
     from spkv_nas.artifacts.proposal import Proposal, distinct
     from spkv_nas.contrib.search.space import Space, starting_layouts
     from spkv_nas.contrib.search.trials import Effort
     from spkv_nas.proposal.budget import is_several, parse_budget, parse_budgets
-    from spkv_nas.stages.engines import read_constraints
-    from spkv_nas.stages.lookup import chosen_recipe, chosen_table
+    from spkv_nas.stages import engines, lookup
     from spkv_nas.training.recipe import Recipe
 
     # Read the table, the recipe and the objective
-    table = chosen_table(options, reporter)
-    file = chosen_recipe(options, table, "search.yaml")
+    table = lookup.chosen_table(options, reporter)
+    file = lookup.chosen_recipe(options, table, "search.yaml")
     recipe = Recipe.read(file)
     context = _parse_objective(options.objective, options.context)
     SAMPLERS[options.sampler]  # raises for an unknown one
     # Define the search space
     budget, number = options.budget, table.num_candidates
     budgets = parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
-    constraints = read_constraints(options)
+    constraints = engines.read_constraints(options)
     window = table.window or recipe.gates.window
     space = Space(table, (budgets[0], budgets[-1]), window, constraints.on(table))
     space.check()
@@ -140,10 +137,10 @@ def _check_given(space: Space, strategies: Mapping[str, Layout], given: Mapping[
     check_layout_names(given)
     for key, layout in given.items():
         if key in strategies:
-            raise UserError(f"two layouts are called '{key}': rename one of them (key 'strategy')")
+            raise errors.UserError(f"two layouts are called '{key}': rename one of them (key 'strategy')")
         coverage(space.table, layout)  # raises for another grid
         if (layout.window, layout.sinks) != (space.window, space.sinks):
-            raise UserError(
+            raise errors.UserError(
                 f"layout '{key}' has a window of {layout.window} tokens and {layout.sinks} sink tokens, the search "
                 f"{space.window} and {space.sinks}, as its probe '{space.table.name}'\n"
                 f"use layouts of that probe, or convert them (layout convert, with --window {space.window} "
@@ -156,11 +153,11 @@ def _parse_objective(objective: str, context: str | None) -> int | None:
     from spkv_nas.base.units import parse_context
 
     if objective not in ("nll", "nll,kv-bytes"):
-        raise UserError(f"--objective '{objective}' is unknown; expected nll or nll,kv-bytes")
+        raise errors.UserError(f"--objective '{objective}' is unknown; expected nll or nll,kv-bytes")
     if objective == "nll":
         return None
     if context is None:
-        raise UserError(f"--objective {objective} needs --context, the number of tokens per sequence")
+        raise errors.UserError(f"--objective {objective} needs --context, the number of tokens per sequence")
     return parse_context(context)
 
 
@@ -172,4 +169,4 @@ def check(options: SearchOptions) -> None:
     check_files(specification.recipe, specification.file.parent)
 
 
-SEARCH = AddedCommand("search", runner(SearchOptions))
+SEARCH = command_group.AddedCommand("search", command_group.runner(SearchOptions))

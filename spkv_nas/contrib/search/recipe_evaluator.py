@@ -16,34 +16,31 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts import search_table, selection
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import Fidelity, Retraining
-from spkv_nas.artifacts.selection import Selection
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base import errors, progress
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.alarms import Circumstances, changes_alarm
-from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
+from spkv_nas.evaluation import alarms, paired
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.model.checkpoint import read_shape
-from spkv_nas.training.branches import BranchContext, is_finished, read_branch
+from spkv_nas.training import branches, dataset, harm, variants
 from spkv_nas.training.corpus import join_processes
-from spkv_nas.training.dataset import mixed_heldout
-from spkv_nas.training.harm import compare_control
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.variants import Variant
 
 
 class RecipeEvaluator:
     """Evaluator that scores and retrains layouts with a recipe; selection uses at most ``max_tokens`` tokens."""
 
-    def __init__(self, context: BranchContext, *, max_tokens: int) -> None:
+    def __init__(self, context: branches.BranchContext, *, max_tokens: int) -> None:
         """Keep one context per fidelity of retraining."""
         short = shortened(context.recipe)
         self._context, self._max_tokens = context, max_tokens
-        self._contexts: dict[Retraining, BranchContext] = {"short": replace(context, recipe=short), "full": context}
-        self._controls: set[Retraining] = set()  # retrained and compared
+        self._contexts: dict[search_table.Retraining, branches.BranchContext] = {
+            "short": replace(context, recipe=short),
+            "full": context,
+        }
+        self._controls: set[search_table.Retraining] = set()  # retrained and compared
 
     @classmethod
     def prepare(
@@ -54,11 +51,11 @@ class RecipeEvaluator:
         *,
         max_tokens: int,
         device: str | None = None,
-        reporter: Reporter = SILENT,
+        reporter: progress.Reporter = progress.SILENT,
     ) -> RecipeEvaluator:
         """Prepare as ``BranchContext.prepare``; concurrent workers wait for the first."""
         join_processes(recipe, device)
-        context = BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
+        context = branches.BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
         return cls(context, max_tokens=max_tokens)
 
     @property
@@ -91,7 +88,7 @@ class RecipeEvaluator:
         """Return the number of held-out documents used for scores and short retrainings."""
         return int(self._selection_documents.sum())
 
-    def documents(self, fidelity: Fidelity) -> Selection:
+    def documents(self, fidelity: search_table.Fidelity) -> selection.Selection:
         """Return the held-out documents that results of a fidelity are measured on."""
         heldout, selects = self._context.corpus.heldout, self._chosen_on.text_ids
         return heldout.text_ids - selects if fidelity == "full" else selects
@@ -110,7 +107,7 @@ class RecipeEvaluator:
         heldout = self._context.corpus.heldout
         number = min(self._max_tokens // heldout.block_size, heldout.num_blocks // 2)
         if number < 1:
-            raise UserError(
+            raise errors.UserError(
                 f"{heldout.num_blocks} held-out blocks of {heldout.block_size} tokens are too few to search on\n"
                 "give more text, a larger data.heldout or more --max-tokens"
             )
@@ -122,10 +119,10 @@ class RecipeEvaluator:
         text, corpus, recipe = self._chosen_on, self._context.corpus, self._context.recipe
         if recipe.data.mix is None:
             return text
-        return mixed_heldout(recipe, corpus.tokenizer, corpus.essays, text, text.num_blocks)
+        return dataset.mixed_heldout(recipe, corpus.tokenizer, corpus.essays, text, text.num_blocks)
 
     @cached_property
-    def _dense(self) -> DocumentNLL:
+    def _dense(self) -> paired.DocumentNLL:
         """Return the NLL of the unchanged dense model on all held-out text."""
         heldout = self._context.corpus.heldout
         batch_size = self._context.recipe.evaluation.batch_size
@@ -138,12 +135,12 @@ class RecipeEvaluator:
         is_selected[np.unique(self._chosen_on.document)] = True
         return is_selected
 
-    def _part(self, nll: DocumentNLL, fidelity: Retraining) -> DocumentNLL:
+    def _part(self, nll: paired.DocumentNLL, fidelity: search_table.Retraining) -> paired.DocumentNLL:
         """Restrict an NLL to the documents that a retraining is evaluated on; the others get 0 tokens."""
         is_counted = self._selection_documents if fidelity == "short" else ~self._selection_documents
-        return DocumentNLL(np.where(is_counted, nll.total, 0.0), np.where(is_counted, nll.num_tokens, 0))
+        return paired.DocumentNLL(np.where(is_counted, nll.total, 0.0), np.where(is_counted, nll.num_tokens, 0))
 
-    def steps(self, fidelity: Retraining) -> int:
+    def steps(self, fidelity: search_table.Retraining) -> int:
         """Return the training steps of a retraining."""
         return self._contexts[fidelity].recipe.branch.steps
 
@@ -160,29 +157,29 @@ class RecipeEvaluator:
         """Return the folder of scores on ``text``."""
         return cache_folder(self._context.runs / "zero-shot", self._model, self._context.dense, text)
 
-    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[PairedDifference]:
+    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[paired.PairedDifference]:
         """Return the change of NLL of each layout without training against ``baseline``; None is full attention."""
         full, *scores = self._zero_shot([baseline, *layouts])
-        return [paired_difference(score, full) for score in scores]
+        return [paired.paired_difference(score, full) for score in scores]
 
-    def _zero_shot(self, layouts: Sequence[Layout | None]) -> list[DocumentNLL]:
+    def _zero_shot(self, layouts: Sequence[Layout | None]) -> list[paired.DocumentNLL]:
         """Return the NLL of layouts without training on the text that scores are measured on."""
         batch_size = self._context.recipe.evaluation.batch_size
         return zero_shot(
             self._model, layouts, self._scored_on, batch_size=batch_size, cache=self._cache, reporter=_Quiet()
         )
 
-    def alarm(self, changes: Sequence[PairedDifference]) -> str | None:
+    def alarm(self, changes: Sequence[paired.PairedDifference]) -> str | None:
         """Return a sentence if changes of NLL without training make no sense (``evaluation.alarms``), else None."""
         (full,) = self._zero_shot([None])
         separator = self._context.corpus.separator
-        return changes_alarm(Circumstances.of(self._model, self._scored_on, full, separator), changes)
+        return alarms.changes_alarm(alarms.Circumstances.of(self._model, self._scored_on, full, separator), changes)
 
     def run_name(self, layout: Layout | None) -> str:
         """Return the name of the full retraining's folder, which encodes everything that determines its result."""
         return self._context.folder(_variant(layout)).name
 
-    def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
+    def retrain(self, fidelity: search_table.Retraining, layout: Layout | None) -> None:
         """Train the branch unless it has finished, and report the change of the control by retraining."""
         context = self._contexts[fidelity]
         if layout is not None:
@@ -190,35 +187,35 @@ class RecipeEvaluator:
         elif fidelity not in self._controls:
             branch = context.train(_variant(None))
             control, dense = (self._part(nll, fidelity) for nll in (branch.nll, self._dense))
-            compare_control(control, dense, context.recipe, context.reporter)
+            harm.compare_control(control, dense, context.recipe, context.reporter)
             self._controls.add(fidelity)
 
-    def control(self, fidelity: Retraining) -> PairedDifference:
+    def control(self, fidelity: search_table.Retraining) -> paired.PairedDifference:
         """Return the change of NLL of full attention by retraining, relative to the unchanged dense model."""
-        return paired_difference(self._finished(fidelity, None), self._part(self._dense, fidelity))
+        return paired.paired_difference(self._finished(fidelity, None), self._part(self._dense, fidelity))
 
     def retrained(
-        self, fidelity: Retraining, layouts: Sequence[Layout], baseline: Layout | None = None
-    ) -> list[PairedDifference]:
+        self, fidelity: search_table.Retraining, layouts: Sequence[Layout], baseline: Layout | None = None
+    ) -> list[paired.PairedDifference]:
         """Return the change of NLL of each retrained layout relative to ``baseline``, on the fidelity's documents.
 
         ``baseline`` None is full attention. Raises ``UserError`` if a branch's folder is missing.
         """
         full, *others = (self._finished(fidelity, layout) for layout in (baseline, *layouts))
-        return [paired_difference(nll, full) for nll in others]
+        return [paired.paired_difference(nll, full) for nll in others]
 
-    def _finished(self, fidelity: Retraining, layout: Layout | None) -> DocumentNLL:
+    def _finished(self, fidelity: search_table.Retraining, layout: Layout | None) -> paired.DocumentNLL:
         """Read the NLL of a finished branch on the fidelity's documents."""
         final = self._contexts[fidelity].folder(_variant(layout)) / "final"
-        if not is_finished(final):
-            raise UserError(
+        if not branches.is_finished(final):
+            raise errors.UserError(
                 f"{final} is not here, though the search has trained it\n"
                 "copy it here from the machine that did, and run the command again; or search under another --name"
             )
-        return self._part(read_branch(final).nll, fidelity)
+        return self._part(branches.read_branch(final).nll, fidelity)
 
 
-class _Quiet(Reporter):
+class _Quiet(progress.Reporter):
     """Reporter of one score among many, which logs what it reuses as a detail."""
 
     def announce(self, line: str) -> None:
@@ -232,6 +229,6 @@ def shortened(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"branch": recipe.branch.model_copy(update=fewer)})
 
 
-def _variant(layout: Layout | None) -> Variant:
+def _variant(layout: Layout | None) -> variants.Variant:
     """Return the variant of a layout; None is full attention."""
-    return Variant.full_attention() if layout is None else Variant.hybrid(layout)
+    return variants.Variant.full_attention() if layout is None else variants.Variant.hybrid(layout)

@@ -12,19 +12,15 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.histogram import rounded_tau
+from spkv_nas.artifacts import head_scores, histogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM, ResultTable, inputs_of
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
 from spkv_nas.artifacts.selection import SELECTION, digest
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base import progress, statistics, version
 from spkv_nas.base.replace import replacing
-from spkv_nas.base.statistics import critical_errors, effective_number
-from spkv_nas.base.version import environment
 from spkv_nas.contrib.search.trials import Trial, best_start, first_front
-from spkv_nas.evaluation.paired import PairedDifference
-from spkv_nas.evaluation.ranking import correlations
+from spkv_nas.evaluation import paired, ranking
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage, provenance
 
@@ -32,7 +28,7 @@ if TYPE_CHECKING:  # importing it at run time requires Optuna
     from spkv_nas.contrib.search.driver import Search
 
 
-def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
+def result_table(trials: Sequence[Trial], table: head_scores.HeadScores) -> pd.DataFrame:
     """Tabulate the trials with columns ``COLUMNS``; unmeasured values are NaN, ``heads`` has a word per layer."""
     rows = []
     for trial in trials:
@@ -63,7 +59,7 @@ def front(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def write_results(
-    search: Search, trials: Sequence[Trial], folder: Path, layouts: Path, reporter: Reporter = SILENT
+    search: Search, trials: Sequence[Trial], folder: Path, layouts: Path, reporter: progress.Reporter = progress.SILENT
 ) -> tuple[pd.DataFrame, str | None, Recommendation | None]:
     """Write ``search.csv`` and ``search.yaml`` to ``folder``, and the layouts worth keeping to ``layouts``.
 
@@ -112,7 +108,7 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
     retrained = [fidelity for fidelity in get_args(Retraining) if rows[f"{fidelity}_delta_percent"].notna().any()]
     return {
         "probe": space.table.name,
-        "tau": rounded_tau(space.table.tau),
+        "tau": histogram.rounded_tau(space.table.tau),
         "budget": list(space.budgets),
         "window": space.window,
         **({"sinks": space.sinks} if space.sinks else {}),
@@ -123,13 +119,13 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "tokens": {"chosen_on": evaluator.num_selection_tokens, "judged_on": int(evaluator.evaluation_tokens.sum())},
         "documents": {"chosen_on": evaluator.num_selection_documents},
         "num_documents": int((evaluator.evaluation_tokens > 0).sum()),
-        "effective_documents": round(effective_number(evaluator.evaluation_tokens), 1),
+        "effective_documents": round(statistics.effective_number(evaluator.evaluation_tokens), 1),
         "control": {fidelity: vars(evaluator.control(fidelity)) for fidelity in retrained},
         "steps": {"short": evaluator.steps("short"), "full": evaluator.steps("full")},
         "sampler": effort.sampler,
-        "rank_correlation": correlations(rows),
+        "rank_correlation": ranking.correlations(rows),
         "recipe": dict(evaluator.settings),
-        "environment": environment(),
+        "environment": version.environment(),
     }
 
 
@@ -179,7 +175,7 @@ def recommend(search: Search, trials: Sequence[Trial]) -> Recommendation | None:
     # Compare it with the start, paired by document
     pair = [best.layout], start.layout
     (change,) = evaluator.retrained("full", *pair) if is_fair else evaluator.score(*pair)
-    errors = critical_errors(effective_number(tokens) if is_fair else number)
+    errors = statistics.critical_errors(statistics.effective_number(tokens) if is_fair else number)
     if change.percent + errors * change.standard_error < 0:
         verb, to_do = ("beats", "") if is_fair else ("scores lower than", "; retrain it to confirm that")
         reason = f"{best.name} {verb} {start.name}, the best start: {_text(change)} {where}{to_do}"
@@ -193,5 +189,5 @@ def _named(trial: Trial) -> Layout:
     return replace(trial.layout, strategy=trial.name)
 
 
-def _text(change: PairedDifference) -> str:
+def _text(change: paired.PairedDifference) -> str:
     return f"{change.percent:+.3f} ± {change.standard_error:.3f} % of NLL"

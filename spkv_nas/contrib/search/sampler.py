@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base.entry import Entry
-from spkv_nas.base.registry import Registry
+from spkv_nas.base import entry, registry
 
 if TYPE_CHECKING:  # pandas and scipy take too long for --help
     from spkv_nas.artifacts.layout import Layout
@@ -27,7 +26,7 @@ Float = NDArray[np.float64]
 TRIALS_PER_ROUND = 10  # layouts sampled together from the scores of all earlier ones
 
 
-class Sampler(Entry, ABC):
+class Sampler(entry.Entry, ABC):
     """Choose the layouts of one round of trials after another.
 
     A sampler has no state: its layouts depend on the arguments alone, so that any number of workers, however
@@ -139,7 +138,7 @@ class RandomSearch(Sampler):
         return [space.random(np.random.default_rng([seed, number])) for number in numbers]
 
 
-SAMPLERS: Registry[Sampler] = Registry(
+SAMPLERS: registry.Registry[Sampler] = registry.Registry(
     "spkv_nas.samplers",
     "sampler",
     Sampler,  # type: ignore[type-abstract]

@@ -13,27 +13,19 @@ from rich.table import Table
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.console import out, print_path, say
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.statistics import effective_number
+from spkv_nas.base import console, progress, statistics
 from spkv_nas.base.workspace import SEARCH
-from spkv_nas.contrib.search.driver import Search
+from spkv_nas.contrib.search import driver, recipe_evaluator, results, trials
 from spkv_nas.contrib.search.options import SearchOptions, SearchSpecification, specify
-from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator, shortened
-from spkv_nas.contrib.search.results import Recommendation, write_results
-from spkv_nas.contrib.search.trials import LayoutCost
-from spkv_nas.evaluation.ranking import best_layouts, correlations, format_rank_correlation
-from spkv_nas.evaluation.trust import MIN_DOCUMENTS
+from spkv_nas.evaluation import ranking, trust
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.figures import write_study_figures
-from spkv_nas.stages import dry_run
+from spkv_nas.stages import dry_run, printing
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
-from spkv_nas.stages.printing import about_errors, change, show_alarm
 from spkv_nas.stages.result import Result
-from spkv_nas.training.run_plan import Plan, summarize_runs
-from spkv_nas.training.variants import Variant
+from spkv_nas.training import run_plan, variants
 
 
 @dataclass(frozen=True)
@@ -41,9 +33,9 @@ class SearchResult:
     """Result of a search."""
 
     rows: pd.DataFrame  # table of all layouts
-    work: Search  # the finished search
+    work: driver.Search  # the finished search
     folder: Path  # of the table
-    recommended: Recommendation | None  # the layout to take; None without one, or if the numbers make no sense
+    recommended: results.Recommendation | None  # the layout to take; None without one, or if the numbers make no sense
     layouts: Path  # folder of the layouts' files
     recipe: Path  # path of the recipe
     alarm: str | None = None  # sentence if the numbers make no sense (``evaluation.alarms``)
@@ -54,7 +46,7 @@ class SearchResult:
         return None if self.recommended is None else self.layouts / f"{self.recommended.layout.strategy}.yaml"
 
 
-def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
+def search(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> SearchResult:
     """Search for layouts as one of possibly many workers; write the results to ``reports/<name>/``."""
     quiet_transformers(reporter)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -64,7 +56,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     workspace.check_writable()
     folder, layouts = workspace.report_dir(name), workspace.layout_dir(name) / SEARCH
     # Prepare the dense model
-    evaluator = RecipeEvaluator.prepare(
+    evaluator = recipe_evaluator.RecipeEvaluator.prepare(
         specification.recipe,
         specification.file.parent,
         workspace.run_dir(specification.recipe.name),
@@ -73,7 +65,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
         reporter=reporter,
     )
     # Run trials and retrainings
-    work = Search(
+    work = driver.Search(
         evaluator,
         specification.space,
         specification.starts,
@@ -85,12 +77,12 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
         storage=options.storage,
         reporter=reporter,
     )
-    rows, alarm, recommended = write_results(work, work.run(), folder, layouts, reporter)
+    rows, alarm, recommended = results.write_results(work, work.run(), folder, layouts, reporter)
     write_study_figures(folder, rows, None if work.cost is None else work.cost.name)
     return SearchResult(rows, work, folder, recommended, layouts, specification.file, alarm)
 
 
-def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost | None:
+def cache_bytes(specification: SearchSpecification, shape: Shape) -> trials.LayoutCost | None:
     """Return the objective kv-bytes: keys and values at the context, in the probe's dtype or bfloat16; None for NLL."""
     space, context = specification.space, specification.context
     if context is None:
@@ -106,7 +98,7 @@ def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost 
     assert memory is not None  # as there is a context
     # Count the heads of layers that are not local by design
     layers = space.table.layers
-    return LayoutCost(
+    return trials.LayoutCost(
         f"KV bytes at {context:,} tokens",
         lambda layout: float(memory.total(int(layout.global_mask[layers].sum()), layout.num_heads)),
     )
@@ -114,12 +106,12 @@ def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost 
 
 def show(result: SearchResult) -> None:
     """Print the best layouts, how well cheap measures rank them, and the layout to take."""
-    show_alarm(result.alarm)
+    printing.show_alarm(result.alarm)
     rows, cost, evaluator = result.rows, result.work.cost, result.work.evaluator
     number, tokens = evaluator.num_selection_documents, evaluator.evaluation_tokens
-    is_ranked = number >= MIN_DOCUMENTS
+    is_ranked = number >= trust.MIN_DOCUMENTS
     # Table of the best layouts
-    shown = best_layouts(rows) if is_ranked else rows.drop_duplicates("hash").head(12)
+    shown = ranking.best_layouts(rows) if is_ranked else rows.drop_duplicates("hash").head(12)
     columns = ["layout", "global heads", "coverage %", *([cost.name] if cost else [])]
     title = f"{'best' if is_ranked else 'first'} layouts, scored on {number} documents"
     grid = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title=title)
@@ -130,27 +122,27 @@ def show(result: SearchResult) -> None:
             f"{row['coverage_percent']:.1f}",
             *([f"{row['cost']:.4g}"] if cost else []),
             *(
-                change(row[f"{fidelity}_delta_percent"], row[f"{fidelity}_standard_error"])
+                printing.change(row[f"{fidelity}_delta_percent"], row[f"{fidelity}_standard_error"])
                 for fidelity in ("zero_shot", "short", "full")
             ),
         )
-    out.print(grid)
+    console.out.print(grid)
     # What the numbers mean
-    say(
+    console.say(
         "zero-shot ΔNLL is relative to the unchanged dense model, short and full to retrained full attention; "
         f"zero-shot and short on the {number} documents that select, full on others; ±: one standard error, paired by "
         "document"
     )
     if rows["full_delta_percent"].notna().any():
-        about_errors(int((tokens > 0).sum()), effective_number(tokens))
-    for pair, correlation in correlations(rows).items() if is_ranked else ():
+        printing.about_errors(int((tokens > 0).sum()), statistics.effective_number(tokens))
+    for pair, correlation in ranking.correlations(rows).items() if is_ranked else ():
         if correlation is not None:
-            out.print(f"rank correlation of {pair}: {format_rank_correlation(correlation)}")
-    print_path("search", result.folder / "search.csv")
+            console.out.print(f"rank correlation of {pair}: {ranking.format_rank_correlation(correlation)}")
+    console.print_path("search", result.folder / "search.csv")
     # What to take
     if result.recommended is not None and result.file is not None:
-        say(result.recommended.reason)
-        print_path(f"take {result.recommended.layout.strategy}", result.file)
+        console.say(result.recommended.reason)
+        console.print_path(f"take {result.recommended.layout.strategy}", result.file)
 
 
 def document(result: SearchResult) -> dict[str, Any]:
@@ -161,15 +153,15 @@ def document(result: SearchResult) -> dict[str, Any]:
         "alarm": result.alarm,
         "num_selection_documents": evaluator.num_selection_documents,
         "num_documents": int((evaluator.evaluation_tokens > 0).sum()),
-        "effective_documents": effective_number(evaluator.evaluation_tokens),
+        "effective_documents": statistics.effective_number(evaluator.evaluation_tokens),
         "cost": None if cost is None else cost.name,
-        "rank_correlation": correlations(result.rows),
+        "rank_correlation": ranking.correlations(result.rows),
         "recommended": None if recommended is None else {"layout": str(result.file), "reason": recommended.reason},
         "folder": result.folder,
     }
 
 
-def plan(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
+def plan(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> run_plan.Plan:
     """Plan a search: its scores and retrainings, with upper bounds for the layouts that it has yet to find."""
     specification = specify(options, reporter)
     planner = dry_run.planner_of(options, specification.file, reporter)
@@ -180,24 +172,24 @@ def plan(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
     num_documents = min(num_tokens // data.block_size, round(text.documents * heldout / text.tokens / 2))
     reporter.announce(
         f"selects on {num_tokens:,} of {heldout:,} held-out tokens of about {num_documents} documents, with one "
-        f"standard error per layout, paired by document; below {MIN_DOCUMENTS} documents it ranks nothing"
+        f"standard error per layout, paired by document; below {trust.MIN_DOCUMENTS} documents it ranks nothing"
     )
     # Score the known layouts and those yet to be found
-    full_attention = Variant.full_attention()
+    full_attention = variants.Variant.full_attention()
     known_layouts = {**specification.starts, **specification.given}
     num_layouts = len(known_layouts) + options.trials
     runs = [*planner.dense(), planner.heldout_pass("scores (at most)", full_attention, 1 + num_layouts, num_tokens)]
     # Retrain the best, briefly and in full
     number = 1 + len(specification.given) + options.retrain
-    short = planner.with_recipe(shortened(specification.recipe))
+    short = planner.with_recipe(recipe_evaluator.shortened(specification.recipe))
     for fidelity, planned in (("short", short), ("full", planner)) if options.retrain else ():
-        any_branch = planned.new_branch("", Variant.hybrid(next(iter(known_layouts.values()))))
+        any_branch = planned.new_branch("", variants.Variant.hybrid(next(iter(known_layouts.values()))))
         runs.append(planned.branch(f"{fidelity}, {FULL_ATTENTION}", full_attention))
-        runs.append(summarize_runs(f"{fidelity}, layouts (at most)", [any_branch] * number))
+        runs.append(run_plan.summarize_runs(f"{fidelity}, layouts (at most)", [any_branch] * number))
     return planner.plan(runs)
 
 
-def run(options: SearchOptions, reporter: Reporter) -> Result:
+def run(options: SearchOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
     result = search(options, reporter)
     following = [] if result.file is None else [_retraining(options, result.recipe, result.file)]

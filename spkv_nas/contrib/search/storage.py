@@ -23,8 +23,7 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.extras import missing_extra
+from spkv_nas.base import errors, extras
 
 HEARTBEAT, GRACE = 10, 60  # seconds between heartbeats, and without one until a trial fails
 STARTUP = 4  # complete retrainings before any is pruned: a median of fewer says little
@@ -87,7 +86,7 @@ def open_study(storage: RDBStorage, name: str, settings: Mapping[str, Any], metr
     recorded = study.user_attrs[_SETTINGS]
     for key in settings:
         if recorded.get(key) != settings[key]:
-            raise UserError(
+            raise errors.UserError(
                 f"the study '{name}' exists with another {key}: {recorded.get(key)}, not {settings[key]}\n"
                 "use the same options to continue it, or set another --name"
             )
@@ -123,8 +122,8 @@ def work(
                 if "Should not reach" not in str(error):
                     raise
                 # Optuna could not record how a trial ended
-                raise UserError(
-                    f"the study cannot be written: {first_line(error.__context__ or error)}\n"
+                raise errors.UserError(
+                    f"the study cannot be written: {errors.first_line(error.__context__ or error)}\n"
                     "free disk space, and run the same command again to resume"
                 ) from error
         else:
@@ -162,7 +161,7 @@ def _read(study: optuna.Study) -> list[FrozenTrial]:
     try:
         return [*study.get_trials(deepcopy=False)]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"the study cannot be read: {first_line(error)}\n{_IF_DAMAGED}") from error
+        raise errors.UserError(f"the study cannot be read: {errors.first_line(error)}\n{_IF_DAMAGED}") from error
 
 
 def _free(trials: Sequence[FrozenTrial], number: int, num_prior: Callable[[int], int]) -> list[int]:
@@ -189,8 +188,8 @@ def storage_errors() -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, OptunaError) as error:
-        raise UserError(
-            f"the study cannot be read or written: {first_line(error.__cause__ or error)}\n"
+        raise errors.UserError(
+            f"the study cannot be read or written: {errors.first_line(error.__cause__ or error)}\n"
             f"run the same command again to resume; {_IF_DAMAGED}"
         ) from error
 
@@ -203,10 +202,10 @@ def _stable() -> Iterator[None]:
         yield
 
 
-def _cannot_open(url: str, error: Exception) -> UserError:
+def _cannot_open(url: str, error: Exception) -> errors.UserError:
     """Return the error for a database that cannot be opened, without the URL's password."""
     cause = error.__cause__ or error
-    if isinstance(cause, ModuleNotFoundError) and (missing := missing_extra(cause)):
+    if isinstance(cause, ModuleNotFoundError) and (missing := extras.missing_extra(cause)):
         return missing
     # Leave the password out of the message
     try:
@@ -216,4 +215,4 @@ def _cannot_open(url: str, error: Exception) -> UserError:
     remedy = "use an SQLAlchemy URL, such as sqlite:///study.db or postgresql://user@host/database"
     if type(error) is DatabaseError:  # the file exists, but is no database
         remedy = _IF_DAMAGED
-    return UserError(f"cannot open the storage {shown}: {first_line(error)}\n{remedy}")
+    return errors.UserError(f"cannot open the storage {shown}: {errors.first_line(error)}\n{remedy}")

@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
-from spkv_nas.base.arguments import convert
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import arguments, errors
 from spkv_nas.base.progress import LOGGER
 from spkv_nas.contrib.defaults import SAMPLER
 from spkv_nas.contrib.search.results import front, result_table
@@ -76,7 +75,7 @@ class Study:
 
     def optimize(self, num_trials: int, callbacks: Sequence[Callback] = ()) -> Study:
         """Try ``num_trials`` more layouts; ``callbacks`` get the study and each finished one. Return the study."""
-        self._goal = len(self._finished) + convert("num_trials", int, num_trials)
+        self._goal = len(self._finished) + arguments.convert("num_trials", int, num_trials)
         while len(self._finished) < self._goal:
             # Sample the layouts that do not depend on each other's results
             layouts = self._next_layouts()
@@ -119,7 +118,7 @@ class Study:
     def best_trial(self) -> Trial:
         """Return the trial with the lowest NLL. Raises ``UserError`` if there are no trials yet."""
         if not self._finished:
-            raise UserError("the study has no trials yet: call optimize(num_trials)")
+            raise errors.UserError("the study has no trials yet: call optimize(num_trials)")
         return min(self._finished, key=lambda trial: trial.zero_shot.percent)
 
     @property
@@ -182,7 +181,7 @@ def search_layouts(
     first = starting_layouts(space, budgets) if starts is None else starts
     for name, layout in first.items():
         if not space.contains(layout):
-            raise UserError(
+            raise errors.UserError(
                 f"starting layout '{name}' is outside the search space: its layers, heads, budget, "
                 "window or sinks differ"
             )

@@ -16,9 +16,7 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
-from spkv_nas.data.ruler import words
-from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.sample import Request, Sample, fill, first_fitting
+from spkv_nas.data.ruler import material, sample, words
 
 _LONG = 4096  # tokens from which the form with most repetitions is tried
 _TOKENS = 3  # minimum tokens per entry of the list: number, full stop, word
@@ -46,12 +44,12 @@ class CommonWords:
     num_common: int = 10
     new_tokens: int = 120
 
-    def generate(self, request: Request, _material: Material) -> Sample:
+    def generate(self, request: sample.Request, _material: material.Material) -> sample.Sample:
         """Generate a sample in the first form that fits."""
         forms = _FORMS if request.length >= _LONG else _FORMS[1:]
-        return first_fitting(partial(self._make, request, form) for form in forms)
+        return sample.first_fitting(partial(self._make, request, form) for form in forms)
 
-    def _make(self, request: Request, form: _Form) -> Sample:
+    def _make(self, request: sample.Request, form: _Form) -> sample.Sample:
         """Generate a sample in one form."""
         rng = request.rng
         prefix = f"Answer: The {self.num_common} most frequent words of the list are"
@@ -70,7 +68,7 @@ class CommonWords:
             return example + self._prompt(Random(order), common * form.often + others[:number] * form.seldom)
 
         least = self.num_common
-        return fill(
+        return sample.fill(
             request, render, prefix, common, new_tokens=self.new_tokens, least=least, most=max(least, max_words)
         )
 
@@ -99,7 +97,7 @@ class FrequentWords:
     tokens_per_word: int = 50
     new_tokens: int = 50
 
-    def generate(self, request: Request, _material: Material) -> Sample:
+    def generate(self, request: sample.Request, _material: material.Material) -> sample.Sample:
         """Generate a sample."""
         from scipy.special import zeta  # too slow to import for --help
 
@@ -122,4 +120,4 @@ class FrequentWords:
         # Make the text long enough that the last answer is more frequent than the next word
         least = math.ceil(1 / (shares[last] - shares[last + 1]))
         prefix = f"Answer: The {last} most frequent coded words are"
-        return fill(request, render, prefix, coded[1 : last + 1], new_tokens=self.new_tokens, least=least)
+        return sample.fill(request, render, prefix, coded[1 : last + 1], new_tokens=self.new_tokens, least=least)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import parse_json, read_text
+from spkv_nas.base import errors, files
 from spkv_nas.data.ruler.haystacks import Essays
 
 SQUAD, HOTPOT = "qa_1", "qa_2"  # task for each form of file
@@ -39,19 +38,19 @@ class Questions:
         """Read a file in the form of SQuAD or HotpotQA; ``UserError`` for others, or if no question has an answer."""
         # Parse either format, and check that every text can be encoded
         try:
-            content = parse_json(read_text(file, "questions", max_bytes=_MAX_BYTES))
+            content = files.parse_json(files.read_text(file, "questions", max_bytes=_MAX_BYTES))
             questions = _squad(content["data"]) if isinstance(content, dict) else _hotpot(content)
             for text in (*questions.documents, *(t for q in questions.questions for t in (q.text, *q.answers))):
                 text.encode()  # fails for what a tokenizer does not encode: other types, and lone surrogates
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, UserError):
+            if isinstance(error, errors.UserError):
                 raise
-            raise UserError(
+            raise errors.UserError(
                 f"--qa {file}: neither in SQuAD format (an object with 'data') nor HotpotQA format (a list with "
                 "'context')"
             ) from error
         if not questions.questions:
-            raise UserError(f"--qa {file}: no question has an answer")
+            raise errors.UserError(f"--qa {file}: no question has an answer")
         return questions
 
 
@@ -102,7 +101,7 @@ class Material:
         for file in questions:
             file_questions = Questions.read(Path(file))
             if file_questions.task in questions_by_task:
-                raise UserError(
+                raise errors.UserError(
                     f"--qa {file}: {file_questions.task} takes one file, and another of its format was given"
                 )
             questions_by_task[file_questions.task] = file_questions

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from spkv_nas.data.ruler import words
-from spkv_nas.data.ruler.haystacks import LINE_BREAK, SPACE, Haystack, hide, noise
+from spkv_nas.data.ruler import haystacks, sample, words
 from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.sample import Request, Sample, fill
 
 _DRAW: dict[str, Callable[[Random], str]] = {"word": words.word_pair, "number": words.number, "uuid": words.uuid}
 NEW_TOKENS = 128
@@ -33,7 +31,7 @@ class Needles:
     num_values: int = 1  # number of values per key
     num_queries: int = 1  # number of keys asked for
 
-    def generate(self, request: Request, material: Material) -> Sample:
+    def generate(self, request: sample.Request, material: Material) -> sample.Sample:
         """Generate a sample; noise replaces essays if there are none."""
         rng = request.rng
         seen: set[str] = set()
@@ -57,20 +55,20 @@ class Needles:
         question = f"\nWhat {'are' if is_plural else 'is'} the {values_of_keys}?"
 
         def render(number: int) -> str:
-            return f"{head}{hide(haystack(number), needles, depths, separator)}{question}"
+            return f"{head}{haystacks.hide(haystack(number), needles, depths, separator)}{question}"
 
         prefix = f"In the text the {values_of_keys} {'are' if is_plural else 'is'}"
-        return fill(request, render, prefix, answers, new_tokens=NEW_TOKENS)
+        return sample.fill(request, render, prefix, answers, new_tokens=NEW_TOKENS)
 
     def _needle(self, key: str, value: str) -> str:
         return f"A magic {self.value} of {key} is {value}."
 
-    def _haystack(self, rng: Random, seen: set[str], material: Material) -> tuple[Haystack, str]:
+    def _haystack(self, rng: Random, seen: set[str], material: Material) -> tuple[haystacks.Haystack, str]:
         """Return (parts by number of units, separator); other needles stay the same however many are made."""
         if self.haystack == "essays" and material.essays is not None:
-            return material.essays.start(rng), SPACE
+            return material.essays.start(rng), haystacks.SPACE
         if self.haystack != "needles":
-            return noise, LINE_BREAK
+            return haystacks.noise, haystacks.LINE_BREAK
         # Draw further needles on demand, so that a longer text extends a shorter one
         others: list[str] = []
 
@@ -80,7 +78,7 @@ class Needles:
                 others.append(self._needle(key, _DRAW[self.value](rng)))
             return others[:number]
 
-        return more, LINE_BREAK
+        return more, haystacks.LINE_BREAK
 
 
 def _listed(names: list[str]) -> str:

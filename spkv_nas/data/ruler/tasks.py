@@ -10,35 +10,32 @@ from __future__ import annotations
 from typing import Protocol
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.data.ruler import counting, needles, sample, tracking
 from spkv_nas.data.ruler.answering import DocumentQuestions
-from spkv_nas.data.ruler.counting import CommonWords, FrequentWords
 from spkv_nas.data.ruler.material import HOTPOT, SQUAD, Material
-from spkv_nas.data.ruler.needles import Needles
-from spkv_nas.data.ruler.sample import Request, Sample
-from spkv_nas.data.ruler.tracking import VariableTracking
 from spkv_nas.data.tokenizer import Tokenizer
 
 
 class Task(Protocol):
     """Generator of a task's samples."""
 
-    def generate(self, request: Request, _material: Material, /) -> Sample:
+    def generate(self, request: sample.Request, _material: Material, /) -> sample.Sample:
         """Generate the requested sample."""
 
 
 _QUESTIONS: dict[str, Task] = {SQUAD: DocumentQuestions("SQuAD"), HOTPOT: DocumentQuestions("HotpotQA")}
 TASKS: dict[str, Task] = {
-    "niah_single_1": Needles("noise"),
-    "niah_single_2": Needles(),
-    "niah_single_3": Needles(value="uuid"),
-    "niah_multikey_1": Needles(num_keys=4),
-    "niah_multikey_2": Needles("needles"),
-    "niah_multikey_3": Needles("needles", key="uuid", value="uuid"),
-    "niah_multivalue": Needles(num_values=4),
-    "niah_multiquery": Needles(num_keys=4, num_queries=4),
-    "vt": VariableTracking(),
-    "cwe": CommonWords(),
-    "fwe": FrequentWords(),
+    "niah_single_1": needles.Needles("noise"),
+    "niah_single_2": needles.Needles(),
+    "niah_single_3": needles.Needles(value="uuid"),
+    "niah_multikey_1": needles.Needles(num_keys=4),
+    "niah_multikey_2": needles.Needles("needles"),
+    "niah_multikey_3": needles.Needles("needles", key="uuid", value="uuid"),
+    "niah_multivalue": needles.Needles(num_values=4),
+    "niah_multiquery": needles.Needles(num_keys=4, num_queries=4),
+    "vt": tracking.VariableTracking(),
+    "cwe": counting.CommonWords(),
+    "fwe": counting.FrequentWords(),
     **_QUESTIONS,
 }
 NO_MATERIAL = Material()
@@ -69,10 +66,10 @@ def generate(
     material: Material = NO_MATERIAL,
     *,
     is_answered: bool = False,
-) -> Sample:
+) -> sample.Sample:
     """Generate sample ``index`` of a task, as ``Request`` describes it.
 
     Raises ``UserError`` if there is no such task, its documents are missing, or it does not fit in the length.
     """
     check_task(task)
-    return TASKS[task].generate(Request(task, seed, index, length, tokenizer, is_answered), material)
+    return TASKS[task].generate(sample.Request(task, seed, index, length, tokenizer, is_answered), material)

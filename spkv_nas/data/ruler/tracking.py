@@ -14,10 +14,7 @@ from functools import partial
 from itertools import pairwise
 from random import Random
 
-from spkv_nas.data.ruler import words
-from spkv_nas.data.ruler.haystacks import hide, noise
-from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.sample import Request, Sample, fill, first_fitting
+from spkv_nas.data.ruler import haystacks, material, sample, words
 
 NEW_TOKENS = 30
 _LETTERS, _EXAMPLE_LETTERS, _EXAMPLE_SENTENCES, _MIN_SENTENCES = 5, 3, 10, 10
@@ -29,7 +26,7 @@ class VariableTracking:
 
     num_hops: int = 4
 
-    def generate(self, request: Request, _material: Material) -> Sample:
+    def generate(self, request: sample.Request, _material: material.Material) -> sample.Sample:
         """Generate a sample."""
         rng = request.rng
         # Write the worked example
@@ -37,14 +34,14 @@ class VariableTracking:
         example = f"{render_example(_EXAMPLE_SENTENCES)}\n{example_prefix} {', '.join(example_names)}\n\n"
         render, prefix, names = self._problem(rng, _LETTERS)
 
-        def make(leading_text: str) -> Sample:
+        def make(leading_text: str) -> sample.Sample:
             def render_all(number: int) -> str:
                 return f"{leading_text}{render(number)}"
 
-            return fill(request, render_all, prefix, names, new_tokens=NEW_TOKENS, least=_MIN_SENTENCES)
+            return sample.fill(request, render_all, prefix, names, new_tokens=NEW_TOKENS, least=_MIN_SENTENCES)
 
         # Leave the example out if the sample does not fit with it
-        return first_fitting(partial(make, leading_text) for leading_text in (example, ""))
+        return sample.first_fitting(partial(make, leading_text) for leading_text in (example, ""))
 
     def _problem(self, rng: Random, length: int) -> tuple[Callable[[int], str], str, list[str]]:
         """Create a chain of names of ``length`` letters: (prompt by number of noise sentences, prefix, answers)."""
@@ -57,7 +54,7 @@ class VariableTracking:
         depths = sorted(rng.random() for _ in chain)
 
         def render(number: int) -> str:
-            hidden = hide(noise(number), chain, depths)
+            hidden = haystacks.hide(haystacks.noise(number), chain, depths)
             head = "Follow the variables that this text assigns, from a number or from each other."
             return f"{head}\n{hidden}\nQuestion: Which variables have the value {value}?"
 

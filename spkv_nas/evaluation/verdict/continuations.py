@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base.arrays import Array
+from spkv_nas.base import arrays, limits
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MAX_BLOCK_SIZE
-from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
-from spkv_nas.evaluation.verdict.loss_tests import MeanShortfall
-from spkv_nas.evaluation.verdict.rounds import Float, Prepared, Rounds
+from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,22 +22,22 @@ if TYPE_CHECKING:
 
 NewTokens = Annotated[
     int | None,
-    Flag("Maximum length of a continuation; the rest of a block is its prompt.", low=1, high=MAX_BLOCK_SIZE),
+    Flag("Maximum length of a continuation; the rest of a block is its prompt.", low=1, high=limits.MAX_BLOCK_SIZE),
 ]
 
 
 @dataclass(frozen=True)
-class Agreement(Criterion):
+class Agreement(criterion.Criterion):
     """Share of tokens of the dense model's greedy continuations that a candidate does not predict."""
 
     name, title = "agreement", "Disagreement of greedy tokens"
     help = "greedy tokens that differ from the dense model's, in percentage points"
-    test = MeanShortfall()
+    test = loss_tests.MeanShortfall()
     temperature: ClassVar[float] = 0.0
 
     new_tokens: NewTokens = default(None, "half a block")
 
-    def prepare(self, setting: Setting) -> Rounds:
+    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
         """Return one continuation per document, which the dense model writes; by default half a block."""
         length, temperature = setting.blocks.block_size, self.temperature
         new_tokens = self.new_tokens or length // 2
@@ -67,7 +64,7 @@ def one_per_document(blocks: TokenBlocks, new_tokens: int) -> TokenBlocks:
     return replace(blocks, tokens=blocks.tokens[first], document=blocks.document[first], largest=None)
 
 
-class ContinuationRounds(Rounds):
+class ContinuationRounds(rounds.Rounds):
     """Scores in [0, 1] of continuations that the dense model writes; its own scores are 1.
 
     Greedy continuations: the share of tokens that equal the model's most probable ones. Sampled ones: the mean of
@@ -77,9 +74,9 @@ class ContinuationRounds(Rounds):
 
     # Continuations, padded with 0, and the dense model's predictions of them
     prepared = (
-        Array("tokens", "whole", "N T"),
-        Array("predicted", "number", "N T", low=-math.inf),
-        Array("length", "whole", "N", low=1),
+        arrays.Array("tokens", "whole", "N T"),
+        arrays.Array("predicted", "number", "N T", low=-math.inf),
+        arrays.Array("length", "whole", "N", low=1),
     )
 
     def __init__(
@@ -111,7 +108,7 @@ class ContinuationRounds(Rounds):
             "length": np.array([len(line["tokens"]) for line in lines], dtype=np.int64),
         }
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
+    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
         """Return the score of each continuation of a round."""
         from spkv_nas.evaluation.continuations import predict
 
@@ -132,7 +129,7 @@ class ContinuationRounds(Rounds):
         return replace(self._blocks, tokens=tokens, document=document, largest=None)
 
 
-def _padded(rows: Sequence[Sequence[float]]) -> Float:
+def _padded(rows: Sequence[Sequence[float]]) -> rounds.Float:
     """Return rows of unequal length as an array [N, T], padded with 0."""
     padded = np.zeros((len(rows), max(map(len, rows))))
     for row, values in zip(padded, rows, strict=True):

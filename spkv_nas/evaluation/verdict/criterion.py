@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
 import numpy as np
 
-from spkv_nas.base.entry import Entry
+from spkv_nas.base import entry, progress
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.verdict.loss_tests import PairedTest
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Setting:
     text: TokenBlocks | None
     seed: int = 0
     identity: str = ""
-    reporter: Reporter = SILENT
+    reporter: progress.Reporter = progress.SILENT
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -67,7 +66,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Criterion(Entry, ABC):
+class Criterion(entry.Entry, ABC):
     """Criterion by which candidates are compared with the dense model, by a paired ``test`` of samples.
 
     Subclasses are frozen dataclasses; values of their options are int, float, str, bool or a list of str, for which the

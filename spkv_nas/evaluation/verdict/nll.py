@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
-from spkv_nas.evaluation.verdict.loss_tests import RelativeRise
-from spkv_nas.evaluation.verdict.rounds import Float, Prepared, Rounds
+from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,20 +18,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DocumentNLLs(Criterion):
+class DocumentNLLs(criterion.Criterion):
     """Rise of the NLL of documents."""
 
     name, help, title = "nll", "rise of the NLL in percent", "NLL by document"
-    test = RelativeRise()
+    test = loss_tests.RelativeRise()
 
-    def prepare(self, setting: Setting) -> Rounds:
+    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
         """Return the documents of the text, in rounds of blocks."""
         from spkv_nas.evaluation.micro_batch import fitting_batch
 
         return DocumentRounds(setting.blocks, setting.text_hash, fitting_batch(setting.dense, setting.blocks))
 
 
-class DocumentRounds(Rounds):
+class DocumentRounds(rounds.Rounds):
     """NLL sums of documents, in rounds of blocks; a document is a sample once its last block is measured."""
 
     def __init__(self, blocks: TokenBlocks, identity: str, batch_size: int) -> None:
@@ -56,7 +54,7 @@ class DocumentRounds(Rounds):
         """Return the documents of a round."""
         return np.unique(self.blocks.document[self.part(index)]).astype(np.intp)
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
+    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
         """Return the NLL sums of the documents of a round's blocks."""
         from spkv_nas.evaluation.nll import document_nll
 
@@ -64,7 +62,7 @@ class DocumentRounds(Rounds):
         blocks = replace(self.blocks, tokens=tokens, document=document, largest=None)
         return document_nll(model, blocks, batch_size=self.batch_size).total[self._documents(index)]
 
-    def scores(self, measured: Sequence[Float]) -> Float:
+    def scores(self, measured: Sequence[rounds.Float]) -> rounds.Float:
         """Return the NLL of every document whose last block has been measured."""
         totals = np.zeros(len(self.blocks.documents))
         for index, sums in enumerate(measured):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from spkv_nas.base.registry import Registry
-from spkv_nas.evaluation.verdict.continuations import ACCEPTANCE, AGREEMENT
-from spkv_nas.evaluation.verdict.criterion import Criterion
-from spkv_nas.evaluation.verdict.nll import NLL
+from spkv_nas.evaluation.verdict import continuations, criterion, nll
 
-CRITERIA: Registry[Criterion] = Registry(
+CRITERIA: Registry[criterion.Criterion] = Registry(
     "spkv_nas.criteria",
     "criterion",
-    Criterion,  # type: ignore[type-abstract]
-    (NLL, AGREEMENT, ACCEPTANCE),
+    criterion.Criterion,  # type: ignore[type-abstract]
+    (nll.NLL, continuations.AGREEMENT, continuations.ACCEPTANCE),
 )

@@ -18,12 +18,10 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.result_tables import VERDICT
-from spkv_nas.base import sequential, statistics
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, sequential, statistics
 from spkv_nas.base.progress import SILENT, Bar, Reporter, part_of
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.alarms import Circumstances, changes_alarm
-from spkv_nas.evaluation.paired import PairedDifference
+from spkv_nas.evaluation import alarms, paired
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.loss_tests import Evidence, loss_interval, more_samples
@@ -119,7 +117,7 @@ def text_in_random_order(
     """
     present = blocks.present
     if all(info.text_id in selected for info in present):
-        raise UserError(
+        raise errors.UserError(
             f"all {len(present)} documents of the text were used to select a layout ({by})\n"
             "give held-out text with --data"
         )
@@ -137,11 +135,11 @@ class Trial:
     margins: Margins
     samples: Mapping[str, Rounds]
     store: ScoreStore
-    circumstances: Circumstances | None = None
+    circumstances: alarms.Circumstances | None = None
 
     @classmethod
     def of(
-        cls, margins: Margins, setting: Setting, store: ScoreStore, circumstances: Circumstances | None = None
+        cls, margins: Margins, setting: Setting, store: ScoreStore, circumstances: alarms.Circumstances | None = None
     ) -> Trial:
         """Prepare the samples of every criterion. Raises ``UserError`` if one has none."""
         samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
@@ -248,5 +246,5 @@ def _alarm(trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pa
         return None
     untrained = [pairs[each.name].get("nll", np.empty((0, 2))) for each in candidates if each.layout is not None]
     ratios = [statistics.jackknife_ratio(scores[:, 0], scores[:, 1]) for scores in untrained if len(scores) > 1]
-    changes = [PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error)) for ratio, error in ratios]
-    return changes_alarm(trial.circumstances, changes)
+    changes = [paired.PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error)) for ratio, error in ratios]
+    return alarms.changes_alarm(trial.circumstances, changes)

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import manifest, replace
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import StrPath
+from spkv_nas.base import errors, files, manifest, replace
 from spkv_nas.engines.registry import ENGINES, objection, outcomes
 from spkv_nas.model import config_section, windows
 from spkv_nas.model.checkpoint import load, weight_files
@@ -47,8 +45,8 @@ class Exported:
 
 def export(
     layout: Layout | None,
-    checkpoint: StrPath,
-    out: StrPath,
+    checkpoint: files.StrPath,
+    out: files.StrPath,
     *,
     to: str | ExportTarget = AUTO,
     engine: str | None = None,
@@ -102,7 +100,7 @@ def export(
         except TargetError as error:
             rejected[target.name] = str(error)
     reasons = "\n".join(f"it is not exported as {name}: {reason}" for name, reason in rejected.items())
-    raise UserError(f"{reasons}\n{_REMEDY if engine is None else 'leave the engine out, or name another one'}")
+    raise errors.UserError(f"{reasons}\n{_REMEDY if engine is None else 'leave the engine out, or name another one'}")
 
 
 def _cells(target: ExportTarget, hybrid: Hybrid, engine: str | None) -> dict[str, str]:
@@ -128,7 +126,7 @@ def _write(target: ExportTarget, hybrid: Hybrid, folder: Path) -> str:
     return "; ".join(clause for clause in (written.form, verified, written.weights.done) if clause)
 
 
-def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: StrPath) -> Layout:
+def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: files.StrPath) -> Layout:
     """Return the layout to export: the ``requested`` one, or else the checkpoint's (``saved``).
 
     Raises:
@@ -139,7 +137,7 @@ def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: StrPath)
     """
     if requested is None:
         if saved is None:
-            raise UserError(
+            raise errors.UserError(
                 f"checkpoint {checkpoint} has no layout to export\n"
                 "give a layout file of propose, or a checkpoint of train-hybrid"
             )

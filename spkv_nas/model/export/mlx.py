@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spkv_nas.engines.registry import objection
-from spkv_nas.model.export import native
-from spkv_nas.model.export.target import TargetError
+from spkv_nas.model.export import native, target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +39,7 @@ class MlxTarget(native.NativeTarget):
         is_llama = config.model_type in _FAMILIES
         architecture = _smollm3_config(config, layout) if is_llama else native.native_config(config, layout)
         if (reason := objection(self.form(config, layout), architecture, _NAME)) is not None:
-            raise TargetError(reason)
+            raise target.TargetError(reason)
         return architecture
 
     def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -61,9 +60,9 @@ def _smollm3_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfi
     # Check that the layout and the weights fit
     native.layer_window(config, layout)
     if "full_attention" not in native.layer_kinds(config, layout):
-        raise TargetError("mlx-lm needs a layer of global heads")
+        raise target.TargetError("mlx-lm needs a layer of global heads")
     if has_learned_sinks(config):
-        raise TargetError("its local heads have learned sinks, for which it has no parameters")
+        raise target.TargetError("its local heads have learned sinks, for which it has no parameters")
     # Build the config
     return native.llama_shaped_config(
         _TYPE,

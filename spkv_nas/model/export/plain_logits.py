@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 
@@ -84,15 +83,15 @@ def float32(model: Any) -> Iterator[None]:
         RuntimeError: a tensor is used while the part that holds it does not run.
     """
     # Replace tensors of a part before it runs, restore them after
-    originals: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    originals: dict[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def enter(part: nn.Module, *_: Any) -> None:
+    def enter(part: torch.nn.Module, *_: Any) -> None:
         tensors = [tensor for tensor in part.parameters() if tensor.dtype != torch.float32]
         originals[part] = [(tensor, tensor.data) for tensor in tensors]
         for tensor in tensors:
             tensor.data = tensor.data.float()
 
-    def leave(part: nn.Module, *_: Any) -> None:
+    def leave(part: torch.nn.Module, *_: Any) -> None:
         for tensor, data in originals.pop(part, ()):
             tensor.data = data
 
@@ -107,11 +106,11 @@ def float32(model: Any) -> Iterator[None]:
             handle.remove()
 
 
-def parts(model: Any) -> list[nn.Module]:
+def parts(model: Any) -> list[torch.nn.Module]:
     """Return the decoder layers, and the modules outside of them with direct parameters, which cover the model."""
     layers = set(model._no_split_modules or ())
 
-    def parts_of(module: nn.Module) -> list[nn.Module]:
+    def parts_of(module: torch.nn.Module) -> list[torch.nn.Module]:
         if type(module).__name__ in layers or any(True for _ in module.parameters(recurse=False)):
             return [module]
         return [part for child in module.children() for part in parts_of(child)]

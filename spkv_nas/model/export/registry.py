@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.registry import Registry
+from spkv_nas.base import errors, registry
 from spkv_nas.model.export import granite_swa, mlx, native, spkv
 from spkv_nas.model.export.target import ExportTarget
 
 AUTO = "auto"  # choose the first target that can express the layout
 
-TARGETS: Registry[ExportTarget] = Registry(
+TARGETS: registry.Registry[ExportTarget] = registry.Registry(
     "spkv_nas.export_targets",
     "export target",
     ExportTarget,  # type: ignore[type-abstract]
@@ -35,13 +34,13 @@ def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any], engine: s
     elif to in TARGETS.names:
         chosen = [TARGETS[to]]
     else:
-        raise UserError(f"unknown export target '{to}'; expected one of {', '.join((AUTO, *TARGETS.names))}")
+        raise errors.UserError(f"unknown export target '{to}'; expected one of {', '.join((AUTO, *TARGETS.names))}")
     # Check that a target has each option
     targets = [(target, {field.name for field in fields(target)}) for target in chosen]  # type: ignore[arg-type]
     for name in options:
         if not any(name in names for _, names in targets):
             listed = " or ".join(target.name for target, _ in targets)
-            raise UserError(f"an export to {listed} has no option '{name}'\nleave it out")
+            raise errors.UserError(f"an export to {listed} has no option '{name}'\nleave it out")
     return [
         target.with_options({name: value for name, value in options.items() if name in names})
         for target, names in targets

@@ -43,17 +43,16 @@ class Hybrid:
 
         ``added`` are further tensors; ``complete`` replaces the folder's config by one of another architecture.
         """
-        from spkv_nas.model.checkpoint import WrittenWeights, save_as_files, save_files
-        from spkv_nas.model.weight_files import save_tokenizer
+        from spkv_nas.model import checkpoint, weight_files
 
         if added:
             weights = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
-            save_files(self.model, None, folder, {**weights, **added})
-            written = WrittenWeights("its weights were written anew, with further tensors", {})
+            checkpoint.save_files(self.model, None, folder, {**weights, **added})
+            written = checkpoint.WrittenWeights("its weights were written anew, with further tensors", {})
         else:
-            written = save_as_files(self.model, self.files, folder, link=self.link)
+            written = checkpoint.save_as_files(self.model, self.files, folder, link=self.link)
         complete(folder)
-        save_tokenizer(self.tokenizer, folder)  # last, because the config selects its class
+        weight_files.save_tokenizer(self.tokenizer, folder)  # last, because the config selects its class
         return written
 
 

@@ -17,14 +17,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.memory import require
 from spkv_nas.model import model_shape, modes
-from spkv_nas.model.export.plain_logits import float32, parts
-from spkv_nas.model.export.target import TargetError
+from spkv_nas.model.export import plain_logits, target
 
 BEYOND = 64  # number of tokens with keys outside the window
 TOLERANCE = 1e-5  # relative to the largest logit
@@ -38,7 +36,7 @@ class ReferenceLogits:
     """Result of the hybrid in this process."""
 
     tokens: list[int]  # T input tokens
-    logits: Tensor  # float32 [keep, V], of the last tokens
+    logits: torch.Tensor  # float32 [keep, V], of the last tokens
     seconds: float  # duration of the run
 
 
@@ -50,7 +48,7 @@ def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
     """
     # Check memory
     began = time.monotonic()
-    num_bytes = 4 * max(sum(parameter.numel() for parameter in part.parameters()) for part in parts(model))
+    num_bytes = 4 * max(sum(parameter.numel() for parameter in part.parameters()) for part in plain_logits.parts(model))
     require(
         num_bytes, "comparing the export with plain transformers in float32", "export on a machine with more memory"
     )
@@ -59,7 +57,7 @@ def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
     length = max(2 * _STEPS, min(window + BEYOND, longest))
     tokens = torch.randint(model_shape.vocabulary_size(model), (1, length), generator=torch.Generator().manual_seed(0))
     # Run the model
-    with float32(model), modes.evaluation_mode(model):
+    with plain_logits.float32(model), modes.evaluation_mode(model):
         inputs = tokens.to(model.device)
         logits = model(input_ids=inputs, use_cache=False, logits_to_keep=min(BEYOND, length)).logits[0].cpu()
     return ReferenceLogits(tokens[0].tolist(), logits, time.monotonic() - began)
@@ -76,19 +74,19 @@ def check(folder: Path, hybrid: ReferenceLogits) -> float:
     return compare(answer, hybrid)
 
 
-def compare(answer: Tensor | str, hybrid: ReferenceLogits) -> float:
+def compare(answer: torch.Tensor | str, hybrid: ReferenceLogits) -> float:
     """Compare an answer of ``plain_answers`` with the hybrid, as ``check``. Raises ``TargetError``."""
     if isinstance(answer, str):
-        raise TargetError(f"plain transformers does not run it: {answer}")
+        raise target.TargetError(f"plain transformers does not run it: {answer}")
     difference = float((answer - hybrid.logits).abs().max() / hybrid.logits.abs().max())
     if not difference <= TOLERANCE:
-        raise TargetError(
+        raise target.TargetError(
             f"its logits in plain transformers differ by {difference:.2g} of the largest ({TOLERANCE:g} is allowed)"
         )
     return difference
 
 
-def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[Tensor | str]:
+def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[torch.Tensor | str]:
     """Run every folder over its hybrid's tokens in one subprocess; return logits [keep, V], or an error, of each."""
     seconds = max(_MIN_SECONDS, _SLOWER * sum(hybrid.seconds for hybrid in hybrids.values()))
     try:
@@ -101,7 +99,7 @@ def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[Tensor | str]:
         ) from error
 
 
-def _ask(hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float) -> list[Tensor | str]:
+def _ask(hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float) -> list[torch.Tensor | str]:
     """Write requests to ``folder``, run the program, and read its answers."""
     # Write the requests
     requests, answers = folder / "requests.json", folder / "answers.json"

@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
@@ -14,15 +13,14 @@ from vllm.v1.attention.backend import AttentionType
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.engines.cache import ServedCache
-from spkv_nas.serving.vllm.config import ServedLayer, served_layers
+from spkv_nas.serving.vllm import config, sink_tokens
 from spkv_nas.serving.vllm.heads import Part, choose_unit, parts
-from spkv_nas.serving.vllm.sink_tokens import SinkTokenAttention, check_engine
 
 _CACHE_DTYPES = ("auto", "float16", "bfloat16")  # those that are not quantized
 _DEFAULT_BLOCK = 16  # tokens, where the platform chooses after the model is built
 
 
-class HeadwiseAttention(nn.Module):
+class HeadwiseAttention(torch.nn.Module):
     """Replacement of an ``Attention`` of vLLM, for which ``parts`` of its KV heads have one each.
 
     Attributes:
@@ -30,11 +28,11 @@ class HeadwiseAttention(nn.Module):
         has_sink: whether local heads have learned sinks; vLLM's Transformers backend reads it.
     """
 
-    head_order: Tensor
-    query_order: Tensor
-    query_return: Tensor
+    head_order: torch.Tensor
+    query_order: torch.Tensor
+    query_return: torch.Tensor
 
-    def __init__(self, stock: Any, divided: list[Part], first_head: int, layer: ServedLayer, vllm_config: Any):
+    def __init__(self, stock: Any, divided: list[Part], first_head: int, layer: config.ServedLayer, vllm_config: Any):
         """Replace ``stock``, and take its place among the layers that have a cache.
 
         Args:
@@ -53,7 +51,7 @@ class HeadwiseAttention(nn.Module):
         cache_config = copy.copy(vllm_config.cache_config)
         cache_config.sliding_window = None
         # Make a layer for each part
-        self.parts = nn.ModuleList()
+        self.parts = torch.nn.ModuleList()
         self.query_counts, self.head_counts = [], []
         for number, part in enumerate(divided):
             num_queries = len(part.heads) * self.group
@@ -67,10 +65,10 @@ class HeadwiseAttention(nn.Module):
             }
             names = "_".join(str(first_head + head) for head in part.heads)
             if self.has_sink and layer.takes_sinks(part.window):
-                options["sinks"] = nn.Parameter(torch.zeros(num_queries), requires_grad=False)
+                options["sinks"] = torch.nn.Parameter(torch.zeros(num_queries), requires_grad=False)
                 self.register_parameter(f"sinks_{number}", options["sinks"])
             if layer.sinks and layer.takes_sinks(part.window):
-                attention = SinkTokenAttention(*sizes, stock.layer_name, names, vllm_config, **options)
+                attention = sink_tokens.SinkTokenAttention(*sizes, stock.layer_name, names, vllm_config, **options)
             else:
                 kind = "G" if part.window is None else "L"
                 attention = Attention(*sizes, prefix=f"{stock.layer_name}.{kind}{names}", **options)
@@ -87,10 +85,10 @@ class HeadwiseAttention(nn.Module):
         self.register_buffer("query_order", torch.tensor(queries), persistent=False)
         self.register_buffer("query_return", torch.tensor(queries).argsort(), persistent=False)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend with queries [T, Hq * D] to keys and values [T, Hkv * D], and return [T, Hq * D]."""
         if len(self.parts) == 1:
-            output: Tensor = self.parts[0](query, key, value)
+            output: torch.Tensor = self.parts[0](query, key, value)
             return output
         # Reorder the heads by part, and split them: [T, heads, D]
         num_tokens = query.shape[0]
@@ -111,7 +109,7 @@ class HeadwiseAttention(nn.Module):
         return (merged if self.is_ordered else merged[:, self.query_return]).flatten(1)
 
     @torch.no_grad()
-    def load_sinks(self, logits: Tensor, layer: ServedLayer) -> set[str]:
+    def load_sinks(self, logits: torch.Tensor, layer: config.ServedLayer) -> set[str]:
         """Copy the learned sinks of all ranks' local heads [local KV heads * group]; return the parameters' names."""
         # Split the logits by local KV head
         local_heads = [head for head, window in enumerate(layer.windows) if layer.takes_sinks(window)]
@@ -126,14 +124,14 @@ class HeadwiseAttention(nn.Module):
         return loaded
 
 
-def replace_attention(model: nn.Module, vllm_config: Any) -> None:
+def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
     """Replace each ``Attention`` of a model of vLLM by one with the windows of the layout in its config.
 
     Raises:
         UserError: the model has an attention that cannot be replaced, or more ranks than KV heads.
     """
     # Match the model's attention with the layers of the config
-    layers = served_layers(vllm_config.model_config.hf_config.spkv)
+    layers = config.served_layers(vllm_config.model_config.hf_config.spkv)
     stock_layers = {
         extract_layer_index(child.layer_name): (module, name, child)
         for module in model.modules()
@@ -142,7 +140,7 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
     }
     _check_layers(stock_layers, layers, vllm_config)
     if any(layer.sinks for layer in layers.values()):
-        check_engine(vllm_config)
+        sink_tokens.check_engine(vllm_config)
     # Divide the heads alike on all ranks
     ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
     for index, (_, _, stock) in stock_layers.items():
@@ -161,12 +159,12 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
         setattr(module, name, HeadwiseAttention(stock, divided, first, layer, vllm_config))
 
 
-def _starts(layer: ServedLayer, ranks: int) -> range:
+def _starts(layer: config.ServedLayer, ranks: int) -> range:
     """Return the first KV head of each rank."""
     return range(0, len(layer.windows), len(layer.windows) // ranks)
 
 
-def _served_cache(layers: dict[int, ServedLayer], vllm_config: Any) -> ServedCache:
+def _served_cache(layers: dict[int, config.ServedLayer], vllm_config: Any) -> ServedCache:
     """Return the sizes of the engine's cache; those of heads do not matter to the choice of parts."""
     windows = [window for layer in layers.values() for window in layer.windows]
     return ServedCache(
@@ -181,7 +179,7 @@ def _served_cache(layers: dict[int, ServedLayer], vllm_config: Any) -> ServedCac
     )
 
 
-def _check_layers(stock_layers: dict[int, Any], layers: dict[int, ServedLayer], vllm_config: Any) -> None:
+def _check_layers(stock_layers: dict[int, Any], layers: dict[int, config.ServedLayer], vllm_config: Any) -> None:
     """Raise ``UserError`` if vLLM's model has other attention layers than the layout."""
     is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
     missing = set(layers) - set(stock_layers) if is_whole else set()
@@ -193,7 +191,7 @@ def _check_layers(stock_layers: dict[int, Any], layers: dict[int, ServedLayer], 
         )
 
 
-def _check_layer(index: int, stock: Any, layer: ServedLayer, ranks: int) -> None:
+def _check_layer(index: int, stock: Any, layer: config.ServedLayer, ranks: int) -> None:
     """Raise ``UserError`` for an attention that the parts of its heads would not compute."""
     num_heads = len(layer.windows)
     if stock.num_kv_heads * ranks != num_heads:

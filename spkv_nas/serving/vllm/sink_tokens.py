@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import _encode_layer_name
@@ -38,10 +37,10 @@ _NO_SINK = -1e4  # underflows to a weight of 0 beside the first token in the win
 _FIRST, _UNUSED = 0, 1  # slots of a page: of the first token, and one that nobody reads
 
 
-class SinkTokenAttention(nn.Module):
+class SinkTokenAttention(torch.nn.Module):
     """Attention of KV heads with one window that see the first token as well; called as an ``Attention`` of vLLM."""
 
-    sinks: Tensor
+    sinks: torch.Tensor
 
     def __init__(
         self, num_queries: int, head_size: int, scale: float, prefix: str, names: str, vllm_config: Any, **options: Any
@@ -62,7 +61,7 @@ class SinkTokenAttention(nn.Module):
         )
         self.first = SinkTokenCache(self.attention, f"{prefix}.S{names}", vllm_config)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend with queries [T, Hq * D] to keys and values [T, Hkv * D], and return [T, Hq * D]."""
         # Look up the first token of each request
         key, value = (x.view(-1, self.num_kv_heads, self.head_size) for x in (key, value))
@@ -74,7 +73,7 @@ class SinkTokenAttention(nn.Module):
         # Choose between both kinds of query heads
         with_sink, without = output.view(-1, self.num_kv_heads, 2, self.group, self.head_size).unbind(2)
         chosen = torch.where(sees_first[:, :, None] > 0, without, with_sink)
-        attended: Tensor = (chosen + first_value[:, :, None]).flatten(1)
+        attended: torch.Tensor = (chosen + first_value[:, :, None]).flatten(1)
         return attended
 
 
@@ -92,7 +91,7 @@ def check_engine(vllm_config: Any) -> None:
             )
 
 
-class SinkTokenCache(nn.Module, AttentionLayerBase):
+class SinkTokenCache(torch.nn.Module, AttentionLayerBase):
     """Layer that keeps the key and value of each request's first token, and returns them for every token.
 
     Attributes:
@@ -109,7 +108,7 @@ class SinkTokenCache(nn.Module, AttentionLayerBase):
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
 
-    def forward(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the first key and value of every token's request, and 1 where its window has the first token, else 0.
 
         Keys, values and the three results are [T, Hkv, D].
@@ -143,12 +142,12 @@ class SinkTokenImpl:
     def forward(
         self,
         layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
         metadata: SinkTokenMetadata | None,
-        output: Tensor,
+        output: torch.Tensor,
         **_: Any,
     ) -> None:
         """Keep first tokens among the keys and values [T, Hkv, D], and write ``SinkTokenCache.forward``'s output."""
@@ -173,12 +172,12 @@ class SinkTokenImpl:
 class SinkTokenMetadata:
     """Requests of a step."""
 
-    pages: Tensor  # page of each request [R]
-    rows: Tensor  # its first row among the tokens of the step [R]
-    is_first: Tensor  # whether that is the first token of its sequence [R]
-    slots: Tensor  # where to write it in the page [R]
-    requests: Tensor  # request of each token [T]
-    positions: Tensor  # position of each token in its sequence [T]
+    pages: torch.Tensor  # page of each request [R]
+    rows: torch.Tensor  # its first row among the tokens of the step [R]
+    is_first: torch.Tensor  # whether that is the first token of its sequence [R]
+    slots: torch.Tensor  # where to write it in the page [R]
+    requests: torch.Tensor  # request of each token [T]
+    positions: torch.Tensor  # position of each token in its sequence [T]
 
 
 class SinkTokenBuilder(AttentionMetadataBuilder):
@@ -209,7 +208,7 @@ class SinkTokenBuilder(AttentionMetadataBuilder):
             (num_computed - starts)[requests] + tokens,
         )
 
-    def update_block_table(self, metadata: SinkTokenMetadata, blk_table: Tensor, slot_mapping: Any) -> Any:
+    def update_block_table(self, metadata: SinkTokenMetadata, blk_table: torch.Tensor, slot_mapping: Any) -> Any:
         """Return the metadata of another group, which differs by its pages alone."""
         return replace(metadata, pages=blk_table[:, 0])
 

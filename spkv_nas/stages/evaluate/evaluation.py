@@ -8,9 +8,8 @@ from typing import Any
 
 from spkv_nas.base.flag import default
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages import flags
+from spkv_nas.stages import flags, result
 from spkv_nas.stages.options import REFERENCE, Measures
-from spkv_nas.stages.result import Results
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Evaluation:
     """
 
     name: str
-    run: Callable[[Any, Reporter], Results | None]
+    run: Callable[[Any, Reporter], result.Results | None]
     distributed: bool = False
 
 

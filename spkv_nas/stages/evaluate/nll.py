@@ -11,21 +11,16 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.artifacts import checkpoints, diagnosis
-from spkv_nas.artifacts.result_tables import EVALUATION, ResultTable
-from spkv_nas.base import console, distributed, locks
-from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.artifacts import checkpoints, diagnosis, result_tables
+from spkv_nas.base import assets, console, distributed, locks
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.evaluation.micro_batch import fitting_batch
-from spkv_nas.evaluation.paired import PairedDifference, paired_difference
+from spkv_nas.evaluation import micro_batch, paired, thresholds
 from spkv_nas.evaluation.selected import Selected, find_selected
 from spkv_nas.evaluation.sweep import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
-from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model import config_section, transformers_logging
+from spkv_nas.stages import checks, printing
 from spkv_nas.stages.checkpoints import check_pair, evaluated, load
-from spkv_nas.stages.checks import check
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
-from spkv_nas.stages.printing import about_errors, about_selection, change, evaluation_document
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import Measured, Subject, measured_on
 
@@ -36,7 +31,7 @@ class Pair:
 
     against: str
     evaluation: Evaluation
-    change: PairedDifference
+    change: paired.PairedDifference
     rows: pd.DataFrame
 
 
@@ -55,7 +50,7 @@ class NLLResult:
 def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
     """Measure the held-out NLL of a checkpoint; with ``against`` that of two, written to ``reports/<name>/``."""
     transformers_logging.quiet_transformers(reporter)
-    check(options)
+    checks.check(options)
     subject = evaluated(options)
     check_pair(subject.source, options.against)  # before loading
     # Measure
@@ -87,7 +82,7 @@ def _pair(
     # Measure the baseline
     model, _ = load(options, against, reporter)
     with reporter.bar("evaluating --against") as progress:
-        baseline = evaluate(model, blocks, batch_size=fitting_batch(model, blocks), progress=progress)
+        baseline = evaluate(model, blocks, batch_size=micro_batch.fitting_batch(model, blocks), progress=progress)
     # Make the rows of both
     key = hashlib.sha256()
     blocks.feed(key)
@@ -96,22 +91,22 @@ def _pair(
     origin = measured_on(subject, measured, evaluation.nll, against=against)
     folder = options.folders.report_dir(subject.name)
     rows = distributed.on_main(lambda: _add_rows(folder, rows, origin, reporter))
-    return Pair(against, baseline, paired_difference(evaluation.nll, baseline.nll), rows)
+    return Pair(against, baseline, paired.paired_difference(evaluation.nll, baseline.nll), rows)
 
 
 def _variant(source: str) -> str:
     """Return what the run of a checkpoint trained, such as the name of a layout; "" if no run record says it."""
-    origin = None if source.startswith(EMBEDDED_PREFIX) else checkpoints.run_origin(Path(source))
+    origin = None if source.startswith(assets.EMBEDDED_PREFIX) else checkpoints.run_origin(Path(source))
     return "" if origin is None else origin.variant
 
 
 def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> pd.DataFrame:
     """Add rows to ``evaluation.csv`` under a lock, and return all of its rows."""
     with locks.locked(folder, "writes evaluation.csv", reporter.announce):
-        earlier = EVALUATION.read(folder)
+        earlier = result_tables.EVALUATION.read(folder)
         if earlier is not None:
             rows = merged(earlier[0], rows)
-        EVALUATION.write(folder, rows, {**origin, "inputs": rows["text"].iloc[0]}, reporter)
+        result_tables.EVALUATION.write(folder, rows, {**origin, "inputs": rows["text"].iloc[0]}, reporter)
     return rows
 
 
@@ -127,21 +122,21 @@ def show(result: NLLResult) -> None:
         f"(effective number {nll.effective_documents:.1f})"
     )
     console.out.print(f"[bold]{escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}")
-    about_selection(result.num_selection, result.selected_by)
+    printing.about_selection(result.num_selection, result.selected_by)
     # Print the difference from the other checkpoint
     if result.pair is not None:
-        difference = change(result.pair.change.percent, result.pair.change.standard_error)
+        difference = printing.change(result.pair.change.percent, result.pair.change.standard_error)
         console.out.print(
             f"against {escape(result.pair.against)}: NLL {result.pair.evaluation.nll.mean:.4f}; "
             f"difference {difference} %"
         )
-        about_errors(nll.num_documents, nll.effective_documents)
+        printing.about_errors(nll.num_documents, nll.effective_documents)
         console.print_path("table", result.folder / "evaluation.csv")
 
 
 def document(result: NLLResult) -> dict[str, Any]:
     """Return the NLL, and if there is a baseline its NLL, the difference, and all rows of ``evaluation.csv``."""
-    document = {"name": result.name, **evaluation_document(result.evaluation)}
+    document = {"name": result.name, **printing.evaluation_document(result.evaluation)}
     if (pair := result.pair) is not None:
         document["against"] = {
             "model": pair.against,
@@ -167,10 +162,10 @@ class SweepResult:
 def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
     """Measure NLL and density with open gates and at every threshold; must be called on all ranks."""
     transformers_logging.quiet_transformers(reporter)
-    check(options)
+    checks.check(options)
     subject = evaluated(options)
     folder = options.folders.report_dir(subject.name)
-    taus = parse_taus(str(options.taus))
+    taus = thresholds.parse_taus(str(options.taus))
     # Measure
     measured = subject.load(reporter)
     with reporter.bar("evaluating") as progress:
@@ -186,11 +181,10 @@ def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
 
 def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
     """Write table, origin and figure."""
-    from spkv_nas.report.plot import save_chart
-    from spkv_nas.report.result_charts import tau_sweep_chart
+    from spkv_nas.report import plot, result_charts
 
-    ResultTable("tau-sweep").write(folder, rows, origin, reporter)
-    save_chart(folder, tau_sweep_chart(rows))
+    result_tables.ResultTable("tau-sweep").write(folder, rows, origin, reporter)
+    plot.save_chart(folder, result_charts.tau_sweep_chart(rows))
 
 
 def show_sweep(result: SweepResult) -> None:
@@ -199,16 +193,16 @@ def show_sweep(result: SweepResult) -> None:
     text = f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents"
     grid = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: {text}")
     for row in result.rows.itertuples():
-        difference = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
+        difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
         grid.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
     console.out.print(grid)
-    about_errors(nll.num_documents, nll.effective_documents)
+    printing.about_errors(nll.num_documents, nll.effective_documents)
     console.print_path("sweep", result.folder / "tau-sweep.png")
 
 
 def sweep_document(result: SweepResult) -> dict[str, Any]:
     """Return the evaluation with open gates, and every threshold's."""
-    evaluation = evaluation_document(result.evaluation)
+    evaluation = printing.evaluation_document(result.evaluation)
     return {"name": result.name, **evaluation, "sweep": result.rows, "folder": result.folder}
 
 

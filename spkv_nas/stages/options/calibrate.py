@@ -28,11 +28,10 @@ class CalibrateOptions(InWorkspace, OnDevice):
 
 def check(options: CalibrateOptions) -> None:
     """Check the model, context and dtype."""
-    from spkv_nas.base.device import check_dtype
-    from spkv_nas.base.units import parse_context
+    from spkv_nas.base import device, units
     from spkv_nas.stages.checks import check_model_size
 
-    parse_context(options.context)
-    check_dtype(options.dtype)
+    units.parse_context(options.context)
+    device.check_dtype(options.dtype)
     check_model_size(options.level, options.model)
     options.folders.check_writable()

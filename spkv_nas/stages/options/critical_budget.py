@@ -7,8 +7,7 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import LONGEST, ONLY_PROBE, ChoosesProbe, EngineOptions
-from spkv_nas.stages.options.margins import DecisionOptions, check_decision, is_layout
+from spkv_nas.stages.options import LONGEST, ONLY_PROBE, ChoosesProbe, EngineOptions, margins
 
 Budgets = Annotated[
     list[str],
@@ -22,7 +21,7 @@ Budgets = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticalBudgetOptions(EngineOptions, DecisionOptions, ChoosesProbe):
+class CriticalBudgetOptions(EngineOptions, margins.DecisionOptions, ChoosesProbe):
     """Find the smallest budget of global heads whose loss against a dense model is below a margin.
 
     A bisection of the budgets tests their layouts on the weights of --against, as verdict does, until the smallest that
@@ -44,16 +43,14 @@ def check(options: CriticalBudgetOptions) -> None:
     """Check the margins, the risk, the text, the budgets or layout files, and the engine."""
     from spkv_nas.base.errors import UserError
     from spkv_nas.proposal.budget import parse_budgets
-    from spkv_nas.stages.checks import check_exist
-    from spkv_nas.stages.engines import chosen_engine
-    from spkv_nas.stages.lookup import chosen_table
+    from spkv_nas.stages import checks, engines, lookup
 
-    check_decision(options)
-    chosen_engine(options)
+    margins.check_decision(options)
+    engines.chosen_engine(options)
     # Check the budgets or layout files: one of the two
-    files = [text for text in options.budgets if is_layout(text)]
-    check_exist(files, "layout")
+    files = [text for text in options.budgets if margins.is_layout(text)]
+    checks.check_exist(files, "layout")
     if files and len(files) < len(options.budgets):
         raise UserError("give either budgets or layout files, not both")
     if not files:
-        parse_budgets(",".join(options.budgets), chosen_table(options).num_candidates)
+        parse_budgets(",".join(options.budgets), lookup.chosen_table(options).num_candidates)

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from spkv_nas.base.entry import shared_options
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import entry, errors
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.engines.registry import ENGINES, checked_engines
 from spkv_nas.model.export.registry import AUTO, TARGETS
-from spkv_nas.stages import flags
-from spkv_nas.stages.entry_flags import with_options_of
+from spkv_nas.stages import entry_flags, flags
 
 Out = Annotated[Path, Flag("Output folder; must not exist.")]
 ExportTo = Annotated[
@@ -48,7 +46,7 @@ Link = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-@with_options_of(TARGETS, "export")
+@entry_flags.with_options_of(TARGETS, "export")
 class ExportOptions:
     """Export a checkpoint with a layout as a Hugging Face folder, in a native architecture where one fits.
 
@@ -69,7 +67,7 @@ class ExportOptions:
     @property
     def target_options(self) -> dict[str, Any]:
         """Return the options of targets that the user set, by name."""
-        values = {name: getattr(self, name) for name in shared_options(TARGETS)}
+        values = {name: getattr(self, name) for name in entry.shared_options(TARGETS)}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -86,7 +84,7 @@ def check(options: ExportOptions) -> None:
         _ = ENGINES[options.engine]  # raises
     if options.python is not None:
         if options.check_in is None:
-            raise UserError("--python is the environment of the engine that --check names")
+            raise errors.UserError("--python is the environment of the engine that --check names")
         check_exist([options.python], "Python")
     # Check the target, the layout and both folders
     chosen_targets(options.to, options.target_options, options.engine)

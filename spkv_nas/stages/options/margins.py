@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.base.assets import EMBEDDED_PREFIX
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import assets, errors
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.evaluation.verdict.margins import Margins, criteria_help, parse_margins, parse_risk
 from spkv_nas.stages import flags
@@ -47,8 +46,8 @@ def check_decision(options: DecisionOptions) -> Margins:
 
     parse_risk(options.risk)
     margins = parse_margins(options.margin)
-    if reads_text(margins) and not options.model.startswith(EMBEDDED_PREFIX) and not options.data:
-        raise UserError("--against needs --data: files or folders with text that no candidate was selected on")
+    if reads_text(margins) and not options.model.startswith(assets.EMBEDDED_PREFIX) and not options.data:
+        raise errors.UserError("--against needs --data: files or folders with text that no candidate was selected on")
     Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins)).check()
     for criterion, _ in margins:
         criterion.check()

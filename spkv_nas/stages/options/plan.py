@@ -56,8 +56,7 @@ def check(options: PlanOptions) -> None:
     from spkv_nas.base.units import parse_context
     from spkv_nas.cost.stage_costs import find_hardware
     from spkv_nas.model.source import check_config
-    from spkv_nas.stages.checks import check_recipe, check_text
-    from spkv_nas.stages.engines import check_engine_options
+    from spkv_nas.stages import checks, engines
 
     if (options.recipe is None) == (options.model is None):
         raise UserError("give either a recipe, or --model with a folder, an ID or a config file")
@@ -65,11 +64,11 @@ def check(options: PlanOptions) -> None:
         find_hardware(options.hardware)
     if options.context is not None:
         parse_context(options.context)
-    check_engine_options(options, options.kv_bytes)
+    engines.check_engine_options(options, options.kv_bytes)
     if options.recipe is None:
         check_config(str(options.model))
-        check_text(options.data or ())
+        checks.check_text(options.data or ())
     elif options.data or options.block_size is not None or options.steps is not None:
         raise UserError("the recipe sets the text, block size and steps: remove --data, --block-size and --steps")
     else:
-        check_recipe(options.recipe, needs_text=options.heldout_tokens is None)
+        checks.check_recipe(options.recipe, needs_text=options.heldout_tokens is None)

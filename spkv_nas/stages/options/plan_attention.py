@@ -37,11 +37,10 @@ def check(options: AttentionOptions) -> None:
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.base.units import parse_context
     from spkv_nas.cost.formulas import visible_keys
-    from spkv_nas.stages.checks import check_model_size
-    from spkv_nas.stages.engines import check_engine_options
+    from spkv_nas.stages import checks, engines
 
-    check_engine_options(options, options.kv_bytes)
-    check_model_size(options.level, options.model)
+    engines.check_engine_options(options, options.kv_bytes)
+    checks.check_model_size(options.level, options.model)
     tokens = 1 if options.context is None else parse_context(options.context)
     if options.density is not None:
         visible_keys(tokens, density=options.density, window=options.window + (options.sinks or 0))

@@ -10,15 +10,14 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import default
 from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals import DENSITY, SIGNALS
-from spkv_nas.stages import flags
-from spkv_nas.stages.entry_flags import with_options_of
+from spkv_nas.stages import entry_flags, flags
 from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
 
 _SCORING = ", ".join(signal.name for signal in SIGNALS if signal.computes_logits)
 
 
 @dataclass(frozen=True, kw_only=True)
-@with_options_of(SIGNALS, "probe")
+@entry_flags.with_options_of(SIGNALS, "probe")
 class ProbeOptions(SubjectOptions, Trains):
     """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
 
@@ -36,8 +35,11 @@ class ProbeOptions(SubjectOptions, Trains):
         None, "the model's, else the best for --memory, else 1/16 of a block, at most 128"
     )
     sinks: flags.SinksOrAuto = default(None, "auto")
-    memory: flags.Memory = default(None, note="Replaces --budget, and chooses the window with the heads.")
-    context: flags.OptionalContext = default(None, "the model's", note="Applies to --memory.")
+    memory: flags.Memory = default(
+        None,
+        note="Replaces --budget, and chooses the window with the heads. Counted for the model's context, or as in "
+        "20%:context=32k.",
+    )
     separator: flags.Separator = default(None, "measured on the model")
     # Options of signals that the stage reads too
     tau: float | None = None
@@ -52,40 +54,41 @@ def check(options: ProbeOptions) -> None:
     """Check the options that its signal takes, and either recipe or model."""
     from spkv_nas.evaluation.thresholds import check_tau
     from spkv_nas.probing.signal import parse_sinks
-    from spkv_nas.stages.checks import check_recipe
-    from spkv_nas.stages.subject import Subject
+    from spkv_nas.stages import checks, subject
 
     # Without either, the default signal depends on the model's config
     if options.signal is not None or options.recipe is not None:
         chosen_signal(options)
     check_tau(options.tau)
     parse_sinks(options.sinks)
-    check_memory(options)
+    memory_limit(options)
     # Check the model and its text, or the recipe
     if options.recipe is None:
-        Subject.of(options, REFERENCE, "probe on").check()
+        subject.Subject.of(options, REFERENCE, "probe on").check()
     elif options.model is not None or options.data:
         raise UserError("give a recipe, or --model with --data, not both: the recipe sets model and text")
     else:
-        check_recipe(options.recipe)
+        checks.check_recipe(options.recipe)
 
 
-def check_memory(options: ProbeOptions) -> None:
-    """Raise ``UserError`` if the limit of memory is malformed, or excludes another option."""
+def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
+    """Return the limit of memory and the context that it is counted for, where they are given.
+
+    Raises:
+        UserError: one of them is malformed, or another option excludes the limit.
+    """
     from spkv_nas.base.units import parse_context
     from spkv_nas.cost.cache_cost import parse_memory
 
-    if options.context is not None:
-        parse_context(options.context)
     if options.memory is None:
-        if options.context is not None:
-            raise UserError("--context is the length that --memory is counted for: give --memory, or leave it out")
-        return
-    parse_memory(options.memory)
+        return None, None
+    memory, setting, context = options.memory.partition(":context=")
+    parse_memory(memory)
     if options.budget is not None:
         raise UserError("give --memory or --budget, not both: the memory says how many heads are global")
     if options.signal is not None and SIGNALS[options.signal].needs_gates:
         raise UserError(f"signal {options.signal} has the window of its gates: give --memory to propose instead")
+    return memory, parse_context(context) if setting else None
 
 
 def chosen_signal(options: ProbeOptions) -> Signal:

@@ -52,7 +52,7 @@ class ProposeOptions(LayerOptions, EngineOptions, ChoosesProbe):
     sinks: flags.OptionalSinks = default(None, "the probe's")
     num_random: NumRandom = 3
     seed: flags.Seed = 0
-    kv_bytes: flags.Memory = default(None, note="Replaces --budget.")
+    memory: flags.Memory = default(None, note="Replaces --budget.")
     robust: Robust = False
     head_costs: HeadCosts = None
     solutions: SeveralSolutions = None

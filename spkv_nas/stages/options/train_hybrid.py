@@ -27,9 +27,8 @@ class TrainHybridOptions(RetrainsLayouts, InPrecision):
 
 def check(options: TrainHybridOptions) -> None:
     """Check the probe, the layouts and the recipe."""
-    from spkv_nas.stages.checks import check_recipe
-    from spkv_nas.stages.lookup import chosen_recipe, chosen_table, find_proposal
+    from spkv_nas.stages import checks, lookup
 
-    table = chosen_table(options)
-    find_proposal(options.folders, table.name, options.layouts)
-    check_recipe(chosen_recipe(options, table, "demo.yaml"), options.dtype)
+    table = lookup.chosen_table(options)
+    lookup.find_proposal(options.folders, table.name, options.layouts)
+    checks.check_recipe(lookup.chosen_recipe(options, table, "demo.yaml"), options.dtype)

@@ -209,7 +209,7 @@ def test_sequences_begin_as_the_tokenizer_begins_a_text(
         seen.append(tokens.tolist())
         return token_nll(model, tokens)
 
-    monkeypatch.setattr(reading, "token_nll", recorded)
+    monkeypatch.setattr(reading.loss, "token_nll", recorded)
     criterion = Criterion(8, 4, alpha=-1e6, beta=-1e6)
     assert key_spans(model, with_bos, text, criterion) == [(len(with_bos.decode(plain[:8])), len(text))]
     assert len(seen) > 2

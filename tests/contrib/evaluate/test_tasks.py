@@ -280,9 +280,11 @@ class TestRandomness:
         """Processes with the same seed gave the same answer to both copies of a repeated prompt."""
         lm, texts = CheckpointLM(dense(), tiny_tokenizer), []
         kwargs = {"until": ["~"], "max_gen_toks": 16, "do_sample": True}
-        monkeypatch.setattr(language_model, "gathered", lambda results: [results])
+        monkeypatch.setattr(language_model.distributed, "gathered", lambda results: [results])
         for process in range(2):
-            monkeypatch.setattr(language_model, "own_share", lambda number, start=process: range(start, start + 1))
+            monkeypatch.setattr(
+                language_model.distributed, "own_share", lambda number, start=process: range(start, start + 1)
+            )
             torch.manual_seed(0)
             texts += lm.generate_until([Instance("generate_until", {}, ("the quick", kwargs), n) for n in range(2)])
         assert texts[0] != texts[1]

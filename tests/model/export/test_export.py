@@ -202,12 +202,12 @@ def test_weights_keep_their_dtypes_and_bits(
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert all(torch.equal(before[name], after[name]) for name in before)
     model.model.norm.float()
-    with verify_export.float32(model):
+    with verify_export.plain_logits.float32(model):
         result = logits(model, tokens)
         assert model.model.layers[1].mlp.down_proj.weight.dtype is torch.bfloat16  # between uses
     assert model.model.norm.weight.dtype is torch.float32
     assert model.lm_head.weight.dtype is torch.bfloat16
-    assert {parameter for part in verify_export.parts(model) for parameter in part.parameters()} == set(
+    assert {parameter for part in verify_export.plain_logits.parts(model) for parameter in part.parameters()} == set(
         model.parameters()
     )
     assert torch.equal(result, logits(model.float(), tokens))

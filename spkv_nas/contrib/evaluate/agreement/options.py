@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spkv_nas.base.assets import EMBEDDED_PREFIX
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import assets, errors
 from spkv_nas.base.flag import default
 from spkv_nas.contrib.defaults import AGREEMENT_TOKENS
 from spkv_nas.evaluation.verdict.continuations import NewTokens
-from spkv_nas.stages import flags
-from spkv_nas.stages.command_group import runner
+from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
@@ -35,9 +33,9 @@ class AgreementOptions(CheckpointOptions, SubjectOptions):
         """Return the dense model. Raises ``UserError`` if it is not given."""
         if self.against is not None:
             return self.against
-        if self.model.startswith(EMBEDDED_PREFIX):
+        if self.model.startswith(assets.EMBEDDED_PREFIX):
             return DENSE
-        raise UserError("evaluate agreement needs --against: the dense model to compare with")
+        raise errors.UserError("evaluate agreement needs --against: the dense model to compare with")
 
 
 def check(options: AgreementOptions) -> None:
@@ -51,4 +49,4 @@ def check(options: AgreementOptions) -> None:
     subject.check()
 
 
-AGREEMENT = Evaluation("agreement", runner(AgreementOptions), distributed=True)
+AGREEMENT = Evaluation("agreement", command_group.runner(AgreementOptions), distributed=True)

@@ -11,9 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import AGREEMENT
-from spkv_nas.base import distributed, version
-from spkv_nas.base.console import out, print_path
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import console, distributed, errors, version
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.defaults import AGREEMENT_TOKENS, DRAFT_TOKENS
 from spkv_nas.contrib.evaluate.agreement.agreement import GREEDY, SAMPLED, Agreement, agreement_table, compare
@@ -27,11 +25,9 @@ from spkv_nas.contrib.evaluate.samples import (
     with_error,
 )
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.continuations import write_continuations
-from spkv_nas.evaluation.micro_batch import check_positions
+from spkv_nas.evaluation import continuations, micro_batch
 from spkv_nas.model import model_shape, transformers_logging
-from spkv_nas.stages.checkpoints import check_pair, evaluated
-from spkv_nas.stages.checks import check
+from spkv_nas.stages import checkpoints, checks
 from spkv_nas.stages.result import Result
 
 _TEMPERATURE = 1.0  # of sampled continuations
@@ -47,21 +43,21 @@ class AgreementResult(SampledTable):
 def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> AgreementResult:
     """Measure agreement and acceptance: ``reports/<name>/token-agreement.csv``, with tokens in ``runs/``."""
     transformers_logging.quiet_transformers(reporter)
-    check(options)
-    subject = evaluated(options)
-    check_pair(subject.source, options.dense)
+    checks.check(options)
+    subject = checkpoints.evaluated(options)
+    checkpoints.check_pair(subject.source, options.dense)
     # Load both models and the prompts
     measured = subject.load(reporter, with_logits=False, tokens=AGREEMENT_TOKENS)
     length = measured.blocks.block_size
     new_tokens = options.new_tokens or length // 2
     if new_tokens >= length:
-        raise UserError(f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
+        raise errors.UserError(f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
     model = Checkpoint(subject.source, measured.model, measured.tokenizer, options.tau)
     dense = Checkpoint.load(options, options.dense, None, reporter)
-    check_positions(dense.model, length, "--block-size")
+    micro_batch.check_positions(dense.model, length, "--block-size")
     sizes = model_shape.vocabulary_size(model.model), model_shape.vocabulary_size(dense.model)
     if sizes[0] != sizes[1]:
-        raise UserError(
+        raise errors.UserError(
             f"the model predicts {sizes[0]} tokens and the dense model {sizes[1]} (vocab_size), so their distributions "
             "differ in length\ncompare models of equal vocab_size"
         )
@@ -105,7 +101,7 @@ class _Comparison:
         seed = f" seed {self.seed}" if temperature else ""
         written_by = dense.identity(f"{key} {self.new_tokens} temperature {temperature}{seed}")
         with dense.hard(), self.reporter.bar(f"continuing, {decoding}") as progress:
-            write = partial(write_continuations, dense.model, dense.tokenizer, blocks, self.new_tokens)
+            write = partial(continuations.write_continuations, dense.model, dense.tokenizer, blocks, self.new_tokens)
             texts = kept_samples(
                 sample_file(self.folder, f"{decoding}-continuations", written_by),
                 lambda: write(temperature=temperature, seed=self.seed, progress=progress),
@@ -129,10 +125,10 @@ def show(result: AgreementResult) -> None:
         if decoding == GREEDY:
             agreement = with_error(row["agreement"], row["agreement_standard_error"])
             number = f"{int(row['num_tokens']):,} greedy tokens"
-            out.print(f"[bold]{escape(result.name)}[/bold]: agreement with {dense} {agreement} over {number}")
+            console.out.print(f"[bold]{escape(result.name)}[/bold]: agreement with {dense} {agreement} over {number}")
         else:
             acceptance = with_error(row["acceptance"], row["acceptance_standard_error"])
-            out.print(
+            console.out.print(
                 f"acceptance as a draft model {acceptance} over {int(row['num_tokens']):,} tokens sampled at "
                 f"temperature {row['temperature']:g}"
             )
@@ -141,10 +137,10 @@ def show(result: AgreementResult) -> None:
     for number, group in rows.groupby("draft_tokens"):
         values = [f"{row.tokens_per_pass:.2f} ± {row.tokens_per_pass_standard_error:.2f}" for row in group.itertuples()]
         grid.add_row(str(number), *values)
-    out.print(grid)
+    console.out.print(grid)
     say_sample_count(rows["num_documents"], "documents")
-    print_path("values", result.folder / "token-agreement.csv")
-    print_path("continuations and values by token", result.samples)
+    console.print_path("values", result.folder / "token-agreement.csv")
+    console.print_path("continuations and values by token", result.samples)
 
 
 def run(options: AgreementOptions, reporter: Reporter) -> Result:

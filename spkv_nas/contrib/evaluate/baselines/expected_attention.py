@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
@@ -29,8 +28,8 @@ _CHECKED, _LARGEST_ERROR = 16, 0.1  # tokens; relative error of queries, which a
 class Rotation:
     """Rotary positions (RoPE) by halves: x becomes ``x cos + rotate_half(x) sin``; both float64 [positions, D]."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
 
     @classmethod
     def of(cls, model: PreTrainedModel, block_size: int) -> Rotation:
@@ -57,7 +56,7 @@ class Rotation:
         """Check that queries of a constant sequence are equal once RoPE is inverted, as its hidden states are."""
         layer_fits = []
 
-        def check_layer(read: Read) -> tuple[Tensor, Tensor]:
+        def check_layer(read: Read) -> tuple[torch.Tensor, torch.Tensor]:
             fits = read.q.shape[-1] == self.cos.shape[-1]
             if fits:
                 q = self.on(read.q.device).undo(read.q)
@@ -75,19 +74,19 @@ class Rotation:
         """Return the same rotation on a device."""
         return Rotation(self.cos.to(device), self.sin.to(device))
 
-    def undo(self, q: Tensor) -> Tensor:
+    def undo(self, q: torch.Tensor) -> torch.Tensor:
         """Return queries [B, Hq, T, D] of positions 0 to T - 1 before their rotation, float64."""
         cos, sin = self.cos[: q.shape[2]], self.sin[: q.shape[2]]
         q = q.double()
         return (q * cos - _rotate_half(q) * sin) / (cos**2 + sin**2)  # scaled cos and sin (YaRN) scale twice
 
-    def ahead(self, start: int) -> tuple[Tensor, Tensor]:
+    def ahead(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean rotation of the ``FUTURE`` positions from ``start`` on: cos and sin [D]."""
         future = slice(start, start + FUTURE)
         return self.cos[future].mean(0), self.sin[future].mean(0)
 
 
-def _rotate_half(x: Tensor) -> Tensor:
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
     """Rotate the halves of the last dimension: (a, b) becomes (-b, a)."""
     first, second = x.chunk(2, -1)
     return torch.cat([-second, first], -1)
@@ -108,7 +107,7 @@ class ExpectedAttention:
         self._sum = self._queries.new_zeros(batch, num_heads, head_size)
         self._squares = self._queries.new_zeros(batch, num_heads, head_size, head_size)
 
-    def _statistics(self, start: int) -> tuple[Tensor, Tensor]:
+    def _statistics(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean [B, Hq, D] and covariance [B, Hq, D, D] of the queries before ``start``, excluding sinks."""
         new_queries = self._queries[:, :, self._seen : start]
         self._sum += new_queries.sum(2)
@@ -118,13 +117,13 @@ class ExpectedAttention:
         mean = self._sum / num_queries
         return mean, self._squares / num_queries - mean[..., None] * mean[..., None, :]
 
-    def scores(self, chunk: Chunk, held: Tensor) -> Tensor:
+    def scores(self, chunk: Chunk, held: torch.Tensor) -> torch.Tensor:
         """Return the scores [B, Hkv, start] of the keys before the next chunk; ``held`` ones are not evicted yet."""
         start, sinks = chunk.start, min(self._sinks, chunk.start)
         mean, covariance = self._statistics(start)
         cos, sin = self._rotation.ahead(start)  # [D]
 
-        def average_rope(x: Tensor) -> Tensor:
+        def average_rope(x: torch.Tensor) -> torch.Tensor:
             return x * cos + _rotate_half(x) * sin
 
         batch, heads, _, size = self._keys.shape
@@ -142,14 +141,14 @@ class ExpectedAttention:
         logits = logits.masked_fill(~held[:, :, None], -torch.inf)
         logits[..., :sinks] = -torch.inf
         # Weight the attention by value norms
-        scores: Tensor = logits.softmax(-1).mean(2) * self._norms[..., :start]
+        scores: torch.Tensor = logits.softmax(-1).mean(2) * self._norms[..., :start]
         return scores
 
 
 def expected_attention(protocol: Protocol, density: float, rotation: Rotation) -> Rule:
     """Return the rule that keeps a share ``density`` of the keys outside the window in every head."""
 
-    def rule(read: Read) -> tuple[Tensor, Tensor]:
+    def rule(read: Read) -> tuple[torch.Tensor, torch.Tensor]:
         expected = ExpectedAttention(read, rotation, protocol.sinks)
         return ranking(read, protocol, density, expected.scores)
 

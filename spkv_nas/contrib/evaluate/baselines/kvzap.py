@@ -27,19 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import require
+from spkv_nas.base import errors, memory
 from spkv_nas.base.progress import Progress
-from spkv_nas.contrib.evaluate.baselines.rules import (
-    Chunk,
-    Protocol,
-    Read,
-    Reading,
-    Rule,
-    chunked_attention,
-    keeping,
-    reading,
-)
+from spkv_nas.contrib.evaluate.baselines import rules
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 
@@ -53,7 +43,7 @@ _SMALLEST = 1e-12  # lower clamp of KVzip+ scores before the logarithm
 _ROUNDS, _CLOSE = 4, 0.002  # passes to find a threshold; tolerance of the density
 
 
-def kvzip_scores(read: Read, output: Tensor, context: int) -> tuple[Tensor, Tensor]:
+def kvzip_scores(read: rules.Read, output: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Return (scores float32 [B, Hkv, context] of the context's keys, the layer's attention [B, Hq, T, D]).
 
     ``output`` [C, Hq D] is the output projection W_O; the context is the first ``context`` tokens.
@@ -65,7 +55,7 @@ def kvzip_scores(read: Read, output: Tensor, context: int) -> tuple[Tensor, Tens
     scores = torch.zeros(batch, heads, context, device=read.k.device)
 
     # Keep each key's largest weight over the queries after the context
-    def update_scores(chunk: Chunk, weights: Tensor) -> None:
+    def update_scores(chunk: rules.Chunk, weights: Tensor) -> None:
         first = max(context - chunk.start, 0)  # first query of the chunk after the context
         if chunk.stop > context:
             normalized = (
@@ -75,12 +65,12 @@ def kvzip_scores(read: Read, output: Tensor, context: int) -> tuple[Tensor, Tens
             torch.maximum(scores, (normalized * norms[..., None, :]).amax((2, 3)), out=scores)
 
     # Attend to all keys
-    everything = Protocol(window=length, sinks=0, chunk=_QUERIES)
-    out, _ = chunked_attention(read.q, read.k, read.v, read.scale, everything, _nothing_outside, update_scores)
+    everything = rules.Protocol(window=length, sinks=0, chunk=_QUERIES)
+    out, _ = rules.chunked_attention(read.q, read.k, read.v, read.scale, everything, _nothing_outside, update_scores)
     return scores, out
 
 
-def _nothing_outside(_chunk: Chunk) -> Tensor:
+def _nothing_outside(_chunk: rules.Chunk) -> Tensor:
     """Fail: the window covers the whole block, so that no key is ever decided on."""
     raise AssertionError("the window is the block")
 
@@ -92,17 +82,17 @@ def _output_norms(v: Tensor, output: Tensor) -> Tensor:
     return ((v[:, :, None] @ gram) * v[:, :, None]).sum(-1).clamp(min=0).sqrt()
 
 
-def repeating(layers: list[nn.Module], context: int, see: Callable[[Read, Tensor], None]) -> Rule:
+def repeating(layers: list[nn.Module], context: int, see: Callable[[rules.Read, Tensor], None]) -> rules.Rule:
     """Return the rule that reads with full attention, and gives ``see`` the inputs and scores of each layer."""
     # Find the output projections W_O
     outputs = [getattr(getattr(layer, "o_proj", None), "weight", None) for layer in layers]
     if not all(isinstance(output, Tensor) for output in outputs):
-        raise UserError(
+        raise errors.UserError(
             "kvzap needs attention layers with a linear layer 'o_proj', which this model does not have\n"
             "leave kvzap out of --methods"
         )
 
-    def rule(read: Read) -> tuple[Tensor, Tensor]:
+    def rule(read: rules.Read) -> tuple[Tensor, Tensor]:
         output = outputs[read.layer]
         assert output is not None
         scores, out = kvzip_scores(read, output, context)
@@ -138,18 +128,18 @@ class KVzap:
     explained: float
     tokens: int
 
-    def scores(self, read: Read) -> Tensor:
+    def scores(self, read: rules.Read) -> Tensor:
         """Predict scores [B, Hkv, T] of a layer's keys."""
         scores: Tensor = self.surrogates[read.layer].to(read.hidden.device)(read.hidden)
         return scores.transpose(1, 2)
 
-    def rule(self, protocol: Protocol, threshold: float) -> Rule:
+    def rule(self, protocol: rules.Protocol, threshold: float) -> rules.Rule:
         """Return the rule that keeps keys whose score reaches the threshold."""
-        return lambda read: keeping(read, protocol, self.scores(read) >= threshold)
+        return lambda read: rules.keeping(read, protocol, self.scores(read) >= threshold)
 
     @torch.inference_mode()
     def threshold(
-        self, model: PreTrainedModel, blocks: TokenBlocks, protocol: Protocol, density: float, *, batch_size: int
+        self, model: PreTrainedModel, blocks: TokenBlocks, protocol: rules.Protocol, density: float, *, batch_size: int
     ) -> float:
         """Find the threshold at which the model reads ``blocks`` with the target density.
 
@@ -158,7 +148,7 @@ class KVzap:
         """
         weights = protocol.num_outside(blocks.block_size).double()
         threshold, reached_density, best = -torch.inf, 1.0, (1.0, -torch.inf)
-        with reading(model) as reader:
+        with rules.reading(model) as reader:
             for _ in range(_ROUNDS):
                 scores, reached_density = self._read(reader, model, blocks, protocol, threshold, batch_size)
                 best = min(best, (abs(reached_density - density), threshold))
@@ -169,20 +159,20 @@ class KVzap:
 
     def _read(
         self,
-        reader: Reading,
+        reader: rules.Reading,
         model: PreTrainedModel,
         blocks: TokenBlocks,
-        protocol: Protocol,
+        protocol: rules.Protocol,
         threshold: float,
         batch_size: int,
     ) -> tuple[Tensor, float]:
         """Read ``blocks`` under a threshold; return (scores [keys, T], the density reached)."""
         all_scores: list[Tensor] = []
 
-        def rule(layer_read: Read) -> tuple[Tensor, Tensor]:
+        def rule(layer_read: rules.Read) -> tuple[Tensor, Tensor]:
             scores = self.scores(layer_read)
             all_scores.append(scores.flatten(0, 1).cpu())
-            return keeping(layer_read, protocol, scores >= threshold)
+            return rules.keeping(layer_read, protocol, scores >= threshold)
 
         # Read all blocks, counting the kept pairs
         reader.rule = rule
@@ -220,10 +210,10 @@ def fit_kvzap(
     prompt = torch.tensor(tokenizer.encode(PROMPT, add_special_tokens=False))
     context = (blocks.block_size - len(prompt)) // 2
     if context < 1:
-        raise UserError(f"kvzap needs blocks of at least {len(prompt) + 2} tokens; found {blocks.block_size}")
+        raise errors.UserError(f"kvzap needs blocks of at least {len(prompt) + 2} tokens; found {blocks.block_size}")
     chosen = blocks.spread(-(-FIT_TOKENS // context))
     if chosen.num_blocks < 2:
-        raise UserError("kvzap needs at least two blocks of training text: use more text, or smaller blocks")
+        raise errors.UserError("kvzap needs at least two blocks of training text: use more text, or smaller blocks")
     starts = range(0, chosen.num_blocks, batch_size)
     batches = (block_tokens(chosen, start, batch_size, model.device)[:, :context] for start in starts)
     texts = (torch.cat([batch, prompt.to(batch.device).expand(len(batch), -1), batch], 1) for batch in batches)
@@ -256,16 +246,16 @@ def _targets(
     ``texts`` are contexts, ``number`` tokens in all, with their repetitions. Raises ``UserError`` if memory is too
     small.
     """
-    with reading(model) as reader, torch.inference_mode():
+    with rules.reading(model) as reader, torch.inference_mode():
         # Check that the hidden states fit into memory
         num_bytes = number * len(reader.layers) * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
         description = f"hidden states of {number:,} tokens in {len(reader.layers)} layers, on which kvzap is trained"
-        require(num_bytes, description, "leave kvzap out of --methods, or use a smaller model")
+        memory.require(num_bytes, description, "leave kvzap out of --methods, or use a smaller model")
         hidden: list[list[Tensor]] = [[] for _ in reader.layers]
         target: list[list[Tensor]] = [[] for _ in reader.layers]
 
         # Collect the inputs and scores of every layer
-        def collect(layer_read: Read, scores: Tensor) -> None:
+        def collect(layer_read: rules.Read, scores: Tensor) -> None:
             hidden[layer_read.layer].append(layer_read.hidden[:, :context].cpu())
             target[layer_read.layer].append(scores.clamp(min=_SMALLEST).log().transpose(1, 2).cpu())
 

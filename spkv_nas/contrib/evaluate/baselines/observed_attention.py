@@ -9,7 +9,6 @@ which the SP-KV paper uses. With chunked reading the weights are those of the pr
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, ranking
 
@@ -17,15 +16,15 @@ from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rul
 class ObservedAttention:
     """Scores of a layer's keys: the mean attention weight that each received so far."""
 
-    def __init__(self, keys: Tensor) -> None:
+    def __init__(self, keys: torch.Tensor) -> None:
         """Start with zero for each of ``keys`` [B, Hkv, T, D]."""
         self._sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
 
-    def see(self, chunk: Chunk, weights: Tensor) -> None:
+    def see(self, chunk: Chunk, weights: torch.Tensor) -> None:
         """Add the attention weights [B, Hkv, G, c, stop] of a chunk's queries."""
         self._sums[..., : chunk.stop] += weights.sum(3).mean(2)
 
-    def scores(self, chunk: Chunk, _held: Tensor) -> Tensor:
+    def scores(self, chunk: Chunk, _held: torch.Tensor) -> torch.Tensor:
         """Return scores [B, Hkv, start] of the keys before the chunk."""
         num_queries = torch.arange(chunk.start, 0, -1, device=self._sums.device)  # queries so far that see each key
         return self._sums[..., : chunk.start] / num_queries
@@ -34,7 +33,7 @@ class ObservedAttention:
 def heavy_hitters(protocol: Protocol, density: float) -> Rule:
     """Return the rule that keeps a share ``density`` of the keys outside the window in every head."""
 
-    def rule(read: Read) -> tuple[Tensor, Tensor]:
+    def rule(read: Read) -> tuple[torch.Tensor, torch.Tensor]:
         observed = ObservedAttention(read.k)
         return ranking(read, protocol, density, observed.scores, observed.see)
 

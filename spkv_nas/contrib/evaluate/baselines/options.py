@@ -9,8 +9,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.contrib import defaults
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, METHODS, PROTOCOLS
-from spkv_nas.stages import flags
-from spkv_nas.stages.command_group import runner
+from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.evaluate.evaluation import CHECKPOINT_TAU, Evaluation
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
@@ -72,4 +71,4 @@ def check(options: BaselinesOptions) -> None:
     Subject.of(options, DENSE, "prune on").check()
 
 
-BASELINES = Evaluation("baselines", runner(BaselinesOptions))
+BASELINES = Evaluation("baselines", command_group.runner(BaselinesOptions))

@@ -18,32 +18,24 @@ import pandas as pd
 import torch
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts import comparison, result_tables
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
-from spkv_nas.artifacts.result_tables import BASELINES
-from spkv_nas.base.console import out, print_path
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import console, errors
 from spkv_nas.base.progress import SILENT, Progress, Reporter, part_of
 from spkv_nas.contrib.defaults import BASELINE_CHUNK, BASELINE_TOKENS
-from spkv_nas.contrib.evaluate.baselines import choices
-from spkv_nas.contrib.evaluate.baselines.choices import EXPECTED, H2O, KVZAP, RANDOM, STREAMING
+from spkv_nas.contrib.evaluate.baselines import choices, observed_attention
 from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation, expected_attention
 from spkv_nas.contrib.evaluate.baselines.kvzap import fit_kvzap
-from spkv_nas.contrib.evaluate.baselines.observed_attention import heavy_hitters
 from spkv_nas.contrib.evaluate.baselines.options import BaselinesOptions
 from spkv_nas.contrib.evaluate.baselines.rules import Protocol, Rule, random_keys, reading, streaming
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation import paired, thresholds
 from spkv_nas.evaluation.nll import DocumentSums, document_nll
-from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.evaluation.thresholds import parse_taus
-from spkv_nas.model import attention, checkpoint, modes, transformers_logging
-from spkv_nas.model.config_section import checkpoint_layout, gate_config
+from spkv_nas.model import attention, checkpoint, config_section, loss, modes, transformers_logging
 from spkv_nas.model.gates import keeps
-from spkv_nas.model.loss import token_nll
 from spkv_nas.stages import checkpoints, checks, printing
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.result import Result
@@ -63,7 +55,7 @@ class Measurement:
     sinks: int | None
     target: float | None
     density: float
-    nll: DocumentNLL
+    nll: paired.DocumentNLL
     tau: float | None = None
 
 
@@ -94,7 +86,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTabl
     methods, record = _methods(measured, choices.parse_methods(options.methods), SEED, reporter)
     measurements = _measure(measured, methods, choices.parse_densities(options.densities), protocols, reporter)
     if gated is not None and gates is not None:
-        taus = [gates.tau] if options.taus is None else parse_taus(options.taus)
+        taus = [gates.tau] if options.taus is None else thresholds.parse_taus(options.taus)
         with reporter.bar("evaluating --against") as progress:
             measurements += measure_sp_kv(
                 gated, measured.blocks, taus, batch_size=measured.batch_size, progress=progress
@@ -111,18 +103,18 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTabl
 
 def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int | None = None) -> None:
     """Raise ``UserError`` unless a model is dense and the text, cut at ``max_tokens``, has two documents."""
-    if gate_config(model) is not None:
-        raise UserError(
+    if config_section.gate_config(model) is not None:
+        raise errors.UserError(
             "the model has SP-KV gates, which prune keys already: give a dense model, and this one to --against"
         )
-    if checkpoint_layout(model) is not None:
-        raise UserError("the model is a hybrid, whose local heads see only their window: give a dense model")
+    if config_section.checkpoint_layout(model) is not None:
+        raise errors.UserError("the model is a hybrid, whose local heads see only their window: give a dense model")
     if len(np.unique(blocks.document)) < 2:
         if max_tokens is None or blocks.tokens.size + blocks.block_size <= max_tokens:
-            raise UserError(
+            raise errors.UserError(
                 "the text is a single document, so no standard error can be computed: give at least two documents"
             )
-        raise UserError(
+        raise errors.UserError(
             f"--max-tokens {max_tokens} keeps {blocks.tokens.size} tokens, all of a single document, so no standard "
             "error can be computed\ngive a larger --max-tokens"
         )
@@ -135,11 +127,11 @@ def _load_gated(
     if options.against is None:
         return None, None
     model, _ = checkpoint.load_on(options.against, measured.model.device.type, options.dtype)
-    gates = gate_config(model)
+    gates = config_section.gate_config(model)
     if gates is None:
-        raise UserError(f"--against {options.against} has no gates: give an SP-KV checkpoint")
+        raise errors.UserError(f"--against {options.against} has no gates: give an SP-KV checkpoint")
     if options.window not in (None, gates.window):
-        raise UserError(
+        raise errors.UserError(
             f"--window {options.window} differs from the window of --against, {gates.window}: they must be equal"
         )
     return model, gates
@@ -151,15 +143,15 @@ def _methods(
     """Return what makes the rule of each method, and the record of networks that were fitted for them."""
     model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
     methods: dict[str, MakeRule] = {
-        STREAMING: lambda protocol, density: streaming(protocol),
-        RANDOM: partial(random_keys, seed=seed),
-        H2O: heavy_hitters,
+        choices.STREAMING: lambda protocol, density: streaming(protocol),
+        choices.RANDOM: partial(random_keys, seed=seed),
+        choices.H2O: observed_attention.heavy_hitters,
     }
     # Refuse models without a known rotation before hours of work
-    if EXPECTED in names:
-        methods[EXPECTED] = partial(expected_attention, rotation=Rotation.of(model, blocks.block_size))
+    if choices.EXPECTED in names:
+        methods[choices.EXPECTED] = partial(expected_attention, rotation=Rotation.of(model, blocks.block_size))
     record = {}
-    if KVZAP in names:
+    if choices.KVZAP in names:
         # Fit KVzap's networks
         assert measured.train is not None
         with reporter.bar("fitting kvzap") as progress:
@@ -172,7 +164,7 @@ def _methods(
         def rule(protocol: Protocol, density: float) -> Rule:
             return kvzap.rule(protocol, kvzap.threshold(model, sample, protocol, density, batch_size=batch_size))
 
-        methods[KVZAP] = rule
+        methods[choices.KVZAP] = rule
     return {name: methods[name] for name in names}, record
 
 
@@ -186,12 +178,12 @@ def _measure(
     """Measure the dense model, and then every method by protocol, and at every density if it has any."""
     model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
     rows: list[tuple[str, Protocol, float | None]] = []
-    rows += [(STREAMING, protocol, None) for protocol in protocols if STREAMING in methods]
-    others = [name for name in methods if name != STREAMING]
+    rows += [(choices.STREAMING, protocol, None) for protocol in protocols if choices.STREAMING in methods]
+    others = [name for name in methods if name != choices.STREAMING]
     rows += [(name, protocol, density) for density in densities for name in others for protocol in protocols]
     with reporter.bar("evaluating pruned") as bar:
         dense = document_nll(model, blocks, batch_size=batch_size, progress=part_of(bar, 0, 1 + len(rows)))
-        measurements = [Measurement(FULL_ATTENTION, None, None, 1.0, dense)]
+        measurements = [Measurement(comparison.FULL_ATTENTION, None, None, 1.0, dense)]
         for number, (name, protocol, target) in enumerate(rows, 1):
             rule, progress = methods[name](protocol, target or 0.0), part_of(bar, number, 1 + len(rows))
             nll, density = pruned_nll(model, blocks, rule, protocol, batch_size=batch_size, progress=progress)
@@ -208,7 +200,7 @@ def pruned_nll(
     *,
     batch_size: int = 8,
     progress: Progress | None = None,
-) -> tuple[DocumentNLL, float]:
+) -> tuple[paired.DocumentNLL, float]:
     """Compute the NLL of ``blocks`` read by a rule of a protocol, and the density of what it kept.
 
     Raises ``UserError`` if the model cannot be hooked, or an NLL is not finite.
@@ -218,12 +210,12 @@ def pruned_nll(
         # Evaluate under the rule, counting the kept pairs
         reader.rule = rule
 
-        def run(start: int, tokens: Tensor) -> tuple[Tensor, int]:
+        def run(start: int, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
             reader.begin(start)
-            losses = token_nll(model, tokens)
+            losses = loss.token_nll(model, tokens)
             return losses, sum(int(num_pairs) for num_pairs in reader.kept)
 
-        def add(start: int, result: tuple[Tensor, int]) -> None:
+        def add(start: int, result: tuple[torch.Tensor, int]) -> None:
             nonlocal num_kept
             sums.add(start, result[0])
             num_kept += result[1]
@@ -247,7 +239,7 @@ def measure_sp_kv(
 
     ``progress`` counts over all thresholds. Raises ``UserError`` if an NLL is not finite.
     """
-    gates = gate_config(model)
+    gates = config_section.gate_config(model)
     assert gates is not None
     num_outside = Protocol(gates.window).num_outside(blocks.block_size)
     all_taus = [0.0, *(tau for tau in sorted(set(taus)) if tau > 0.0)]
@@ -260,14 +252,14 @@ def measure_sp_kv(
         # Count the kept pairs outside the window in a pass at each threshold
         num_kept, outside = torch.zeros((), dtype=torch.int64, device=model.device), 0
 
-        def count_kept(_layer: int, logits: Tensor, tau: float = tau) -> None:
+        def count_kept(_layer: int, logits: torch.Tensor, tau: float = tau) -> None:
             nonlocal num_kept, outside
             num_kept = num_kept + (keeps(logits, tau) * num_outside.to(logits.device)).sum().to(num_kept.device)
             outside += int(num_outside.sum()) * logits.shape[0] * logits.shape[1]
 
         with modes.gate_mode(model, "hard", tau), attention.watch_logits(model, count_kept):
             nll = document_nll(model, blocks, batch_size=batch_size, progress=step)
-        measurements.append(Measurement(SP_KV, gates.sinks, None, int(num_kept) / outside, nll, tau))
+        measurements.append(Measurement(comparison.SP_KV, gates.sinks, None, int(num_kept) / outside, nll, tau))
     return measurements
 
 
@@ -275,20 +267,19 @@ def baselines_table(measurements: Sequence[Measurement]) -> pd.DataFrame:
     """Return a row per measurement, columns of ``BASELINES``: NLL in nats, and its paired change from the first."""
     cells = []
     for row in measurements:
-        change = paired_difference(row.nll, measurements[0].nll)
+        change = paired.paired_difference(row.nll, measurements[0].nll)
         nll = (row.nll.mean, change.percent, change.standard_error)
         cells.append((row.method, row.sinks, row.target, row.density, row.tau, *nll))
-    rows = pd.DataFrame(cells, columns=BASELINES.header)
+    rows = pd.DataFrame(cells, columns=result_tables.BASELINES.header)
     return rows.astype({"sinks": float, "target_density": float, "tau": float})
 
 
 def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
     """Write table, origin and figure."""
-    from spkv_nas.report.plot import save_chart
-    from spkv_nas.report.result_charts import baselines_chart
+    from spkv_nas.report import plot, result_charts
 
-    BASELINES.write(folder, rows, origin, reporter)
-    save_chart(folder, baselines_chart(rows))
+    result_tables.BASELINES.write(folder, rows, origin, reporter)
+    plot.save_chart(folder, result_charts.baselines_chart(rows))
 
 
 def show(result: NLLTable) -> None:
@@ -300,6 +291,6 @@ def show(result: NLLTable) -> None:
         difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
         sinks = "-" if row.sinks != row.sinks else f"{row.sinks:g}"
         grid.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
-    out.print(grid)
+    console.out.print(grid)
     printing.about_errors(result.num_documents, result.effective_documents)
-    print_path("figure", result.folder / "baselines.png")
+    console.print_path("figure", result.folder / "baselines.png")

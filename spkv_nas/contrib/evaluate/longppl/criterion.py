@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base.arrays import Array
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import arrays, errors
 from spkv_nas.base.flag import default
 from spkv_nas.contrib.defaults import LONGPPL_SHORT
 from spkv_nas.contrib.evaluate.longppl.options import ShortContext
-from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
-from spkv_nas.evaluation.verdict.loss_tests import RelativeRise
-from spkv_nas.evaluation.verdict.rounds import NO_SCORE, Float, Prepared, Rounds
+from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,16 +27,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class KeyTokenNLL(Criterion):
+class KeyTokenNLL(criterion.Criterion):
     """Rise of the NLL of key tokens."""
 
     name, title = "longppl", "NLL of key tokens (LongPPL)"
     help = "rise of the NLL of key tokens, which need a long context, in percent"
-    test = RelativeRise()
+    test = loss_tests.RelativeRise()
 
     short_context: ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block")
 
-    def prepare(self, setting: Setting) -> Rounds:
+    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
         """Return the documents of the text whose parts in a block are longer than the short context."""
         from spkv_nas.contrib.evaluate.longppl.reading import Criterion as KeyCriterion
 
@@ -47,11 +44,11 @@ class KeyTokenNLL(Criterion):
         return KeyTokenRounds(setting.blocks, key, f"{setting.text_hash} {setting.identity} {key}")
 
 
-class KeyTokenRounds(Rounds):
+class KeyTokenRounds(rounds.Rounds):
     """NLL sums of the key tokens of documents, in rounds of documents; those without key tokens are left out."""
 
     # 1 for key tokens, else 0, over all parts of the documents of a round
-    prepared = (Array("is_key", "whole", "T", high=1),)
+    prepared = (arrays.Array("is_key", "whole", "T", high=1),)
 
     def __init__(self, blocks: TokenBlocks, key: KeyCriterion, identity: str) -> None:
         """Collect the parts of each document that are longer than the short context; ``UserError`` without any."""
@@ -61,7 +58,7 @@ class KeyTokenRounds(Rounds):
             if len(ids) > key.short:
                 parts.setdefault(document, []).append(ids)
         if not parts:
-            raise UserError(
+            raise errors.UserError(
                 f"no document has more than the short context of {key.short} tokens in a block\n"
                 "use longer text, a larger --block-size, or a smaller short-context"
             )
@@ -78,7 +75,7 @@ class KeyTokenRounds(Rounds):
             masks = [key_mask(dense, ids, self._key, self._opening) for parts in documents for ids in parts]
         return {"is_key": np.concatenate(masks).astype(np.int64)}
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
+    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
         """Return the NLL sum of each document's key tokens; ``NO_SCORE`` without any."""
         from spkv_nas.contrib.evaluate.longppl.reading import sequence_nll
         from spkv_nas.model.modes import evaluation_mode
@@ -92,7 +89,7 @@ class KeyTokenRounds(Rounds):
                     position, num_keys = position + len(ids), num_keys + int(part.sum())
                     if part.any():  # the first token has no NLL, and is no key token
                         total += float(sequence_nll(model, ids[None], self._opening)[0][part[1:]].sum())
-                sums.append(total if num_keys else NO_SCORE)
+                sums.append(total if num_keys else rounds.NO_SCORE)
         return np.array(sums, dtype=np.float64)
 
 

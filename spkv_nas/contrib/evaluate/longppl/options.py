@@ -8,9 +8,7 @@ from typing import Annotated
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_BLOCK_SIZE
 from spkv_nas.contrib import defaults
-from spkv_nas.contrib.defaults import LONGPPL_SHORT
-from spkv_nas.stages import flags
-from spkv_nas.stages.command_group import runner
+from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
 
@@ -33,7 +31,7 @@ class LongPPLOptions(CheckpointOptions, SubjectOptions):
         None, f"the models' maximum, at most {defaults.LONGPPL_LENGTH >> 10}k", note="Here the maximum per text."
     )
     evaluator: Evaluator = default(None, "--against, or the model")
-    short_context: ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a text")
+    short_context: ShortContext = default(None, f"{defaults.LONGPPL_SHORT:,}, at most 1/4 of a text")
 
 
 def check(options: LongPPLOptions) -> None:
@@ -48,4 +46,4 @@ def check(options: LongPPLOptions) -> None:
     subject.check(in_blocks=False)
 
 
-LONGPPL = Evaluation("longppl", runner(LongPPLOptions), distributed=True)
+LONGPPL = Evaluation("longppl", command_group.runner(LongPPLOptions), distributed=True)

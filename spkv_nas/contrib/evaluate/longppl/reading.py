@@ -22,14 +22,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import AdaptiveBatchSize
-from spkv_nas.base.special_tokens import tokens_before
+from spkv_nas.base import errors, memory, special_tokens
 from spkv_nas.contrib.defaults import LONGPPL_ALPHA, LONGPPL_BETA, LONGPPL_SHORT
 from spkv_nas.data.sources import Document
-from spkv_nas.model import config_section, model_shape
-from spkv_nas.model.density_tracker import DensityTracker, layout_density
-from spkv_nas.model.loss import token_nll
+from spkv_nas.model import config_section, density_tracker, loss, model_shape
 
 _TOGETHER = 1 << 12  # tokens of short contexts per batch
 _PART = 4  # default ratio of text to short context, and of short context to stride
@@ -67,7 +63,7 @@ class Criterion:
         """
         short = short or max(1, min(LONGPPL_SHORT, length // _PART))
         if short >= length:
-            raise UserError(
+            raise errors.UserError(
                 f"the short context ({short} tokens) must be shorter than a text ({length} tokens)\n"
                 "use a smaller --short-context or a larger --block-size"
             )
@@ -97,7 +93,7 @@ def stretches(
     within a character, whose tokens may be several. The last text ends after ``most`` tokens of all texts, if given.
     """
     texts: list[LongText] = []
-    num_seen, length = 0, length - len(tokens_before(tokenizer))
+    num_seen, length = 0, length - len(special_tokens.tokens_before(tokenizer))
     for number, document in enumerate(documents):
         start, ends = 0, _ends(tokenizer, document.text)
         while start < len(document.text):
@@ -150,7 +146,7 @@ def _longest(
 def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, criterion: Criterion) -> Spans:
     """Find the key tokens of a text as spans of characters, merging adjacent ones, with an evaluator of open gates."""
     ids, offsets = _encoded(tokenizer, text)
-    is_key = key_mask(evaluator, ids, criterion, tokens_before(tokenizer))
+    is_key = key_mask(evaluator, ids, criterion, special_tokens.tokens_before(tokenizer))
     return _merged(offsets[index] for index in np.flatnonzero(is_key))
 
 
@@ -182,7 +178,7 @@ def _short_losses(
     def run(part: range) -> list[NDArray[np.float64]]:
         return list(sequence_nll(evaluator, np.stack(full_windows[part.start : part.stop]), opening))
 
-    parts = AdaptiveBatchSize(_TOGETHER // size).run_all(run, range(len(full_windows)))
+    parts = memory.AdaptiveBatchSize(_TOGETHER // size).run_all(run, range(len(full_windows)))
     parts += [sequence_nll(evaluator, window[None], opening)[0] for window in last_windows]
     return np.concatenate([part[short - 1 :] for part in parts])
 
@@ -192,18 +188,18 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, 
     """Evaluate a model, whose gates the caller sets, on a text and the spans of its key tokens."""
     ids, offsets = _encoded(tokenizer, text)
     # Compute the losses, counting kept keys if there are gates
-    watch = DensityTracker(model) if config_section.gate_config(model) is not None else None
+    watch = density_tracker.DensityTracker(model) if config_section.gate_config(model) is not None else None
     if watch is not None:
         watch.start()
     try:
-        losses = sequence_nll(model, ids[None], tokens_before(tokenizer))[0]
+        losses = sequence_nll(model, ids[None], special_tokens.tokens_before(tokenizer))[0]
         head_densities = None if watch is None else watch.stop(alone=True)
     finally:
         if watch is not None:
             watch.close()
     # Select the key tokens
     key = key_tokens(offsets, spans)
-    density = layout_density(model) if head_densities is None else float(np.nanmean(head_densities))
+    density = density_tracker.layout_density(model) if head_densities is None else float(np.nanmean(head_densities))
     return Reading(float(losses.sum()), len(losses), float(losses[key].sum()), len(key), density)
 
 
@@ -234,7 +230,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[NDArray[np.
     try:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     except NotImplementedError as error:
-        raise UserError(
+        raise errors.UserError(
             f"LongPPL needs the position of each token in the text, which {type(tokenizer).__name__} does not provide\n"
             "use a model with a fast tokenizer"
         ) from error
@@ -246,9 +242,9 @@ def sequence_nll(model: PreTrainedModel, ids: NDArray[np.int64], opening: tuple[
     """Compute the finite NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``."""
     begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
     model_shape.check_length(model, begun.shape[1], "give a smaller --block-size", warns=False)
-    losses = token_nll(model, torch.from_numpy(begun).to(model.device)).cpu().double().numpy()[:, len(opening) :]
+    losses = loss.token_nll(model, torch.from_numpy(begun).to(model.device)).cpu().double().numpy()[:, len(opening) :]
     if not np.isfinite(losses).all():
-        raise UserError(
+        raise errors.UserError(
             "the NLL of a token is not a finite number\n"
             "the model's weights are damaged, or its activations overflow in its dtype: give --dtype float32"
         )

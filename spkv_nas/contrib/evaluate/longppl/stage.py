@@ -18,10 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import LONGPPL
-from spkv_nas.base import console, special_tokens, statistics, version
-from spkv_nas.base.assets import EMBEDDED
-from spkv_nas.base.distributed import gathered, on_main, own_share
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import assets, console, distributed, errors, special_tokens, statistics, version
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.contrib.defaults import LONGPPL_LENGTH
 from spkv_nas.contrib.evaluate.longppl.options import LongPPLOptions
@@ -49,9 +46,7 @@ from spkv_nas.data.tokenizer import piece_size
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.model import config_section, modes, transformers_logging
 from spkv_nas.model.checkpoint import read_size
-from spkv_nas.stages import checks, sized_model
-from spkv_nas.stages.checkpoints import check_pair
-from spkv_nas.stages.printing import change
+from spkv_nas.stages import checkpoints, checks, printing, sized_model
 from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:
@@ -74,7 +69,7 @@ def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResu
     checks.check(options)
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
-    check_pair(options.model, options.against)
+    checkpoints.check_pair(options.model, options.against)
     # Find the key tokens in texts of at most the length that every model was made for
     evaluator = options.evaluator or options.against or options.model
     sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
@@ -98,7 +93,7 @@ def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResu
         "withheld": withheld,
         "environment": version.environment(),
     }
-    on_main(lambda: LONGPPL.write(folder, rows, record, reporter))
+    distributed.on_main(lambda: LONGPPL.write(folder, rows, record, reporter))
     return LongPPLResult(name, rows, folder, samples, withheld)
 
 
@@ -159,23 +154,23 @@ def _by_text(
     texts: list[LongText], line: Callable[[LongText, int], dict[str, Any]], progress: Progress
 ) -> list[dict[str, Any]]:
     """Return the line of every text, each rank computing its share; must be called on all ranks."""
-    share, lines = own_share(len(texts)), []
+    share, lines = distributed.own_share(len(texts)), []
     for num_done, number in enumerate(share, 1):
         lines.append(line(texts[number], number))
         progress(num_done, len(share))
-    return [row for part in gathered(lines) for row in part]
+    return [row for part in distributed.gathered(lines) for row in part]
 
 
 def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
     """Read the texts. Raises ``UserError`` if none is long enough."""
     if options.max_tokens is not None and options.max_tokens <= short:
-        raise UserError(
+        raise errors.UserError(
             f"--max-tokens {options.max_tokens} must exceed the short context of {short} tokens\n"
             "use a larger --max-tokens or a smaller --short-context"
         )
     texts = stretches(_documents(options, length), tokenizer, length, short, options.max_tokens)
     if not texts:
-        raise UserError(
+        raise errors.UserError(
             f"no document is longer than the short context of {short} tokens\n"
             "use longer text or a smaller --short-context"
         )
@@ -188,9 +183,9 @@ def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
 
     if options.data:
         return documents(options.data, Path(), piece=piece_size(length))
-    data = Recipe.read(EMBEDDED / "recipe.yaml").data
-    share = heldout_share(data, EMBEDDED)
-    all_documents = documents(data.sources, EMBEDDED, piece=piece_size(data.block_size))
+    data = Recipe.read(assets.EMBEDDED / "recipe.yaml").data
+    share = heldout_share(data, assets.EMBEDDED)
+    all_documents = documents(data.sources, assets.EMBEDDED, piece=piece_size(data.block_size))
     return iter(
         sorted((document for document in all_documents if heldout(document, share)), key=lambda document: document.id)
     )
@@ -216,7 +211,7 @@ def show(result: LongPPLResult) -> None:
         num_keys, longppl = f"{row.num_keys:,} of {row.num_tokens:,}", with_error(row.longppl, row.standard_error)
         cells = [escape(row.domain), num_keys, longppl, f"{row.ppl:.3f}", percent(row.density)]
         if against:
-            difference = change(row.difference_percent, row.difference_standard_error)
+            difference = printing.change(row.difference_percent, row.difference_standard_error)
             cells += [with_error(row.against), percent(row.against_density), difference]
         grid.add_row(*cells)
     console.out.print(grid)

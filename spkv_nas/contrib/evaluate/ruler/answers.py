@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import RULER
-from spkv_nas.base import statistics, units
-from spkv_nas.base.distributed import gathered, own_share
-from spkv_nas.base.memory import AdaptiveBatchSize
+from spkv_nas.base import distributed, memory, statistics, units
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import NoRoomError, Sample
@@ -131,9 +129,9 @@ def answer(
         return _answer(model, tokenizer, {index: make(index) for index in part})
 
     # Answer this process's share in batches that fit in memory
-    batching = AdaptiveBatchSize(_TOGETHER // first.num_tokens if first else 1)
-    lines = batching.run_all(run, own_share(number), progress)
-    return [line for part in gathered(lines) for line in part]
+    batching = memory.AdaptiveBatchSize(_TOGETHER // first.num_tokens if first else 1)
+    lines = batching.run_all(run, distributed.own_share(number), progress)
+    return [line for part in distributed.gathered(lines) for line in part]
 
 
 def _answer(

@@ -13,9 +13,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.contrib.evaluate.ruler.options import Haystack, OptionalLengths, Questions, RulerTasks, check_questions
-from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
-from spkv_nas.evaluation.verdict.loss_tests import MeanDrop
-from spkv_nas.evaluation.verdict.rounds import NO_SCORE, Float, Prepared, Rounds
+from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,12 +28,12 @@ MaxQuestions = Annotated[int, Flag("Maximum number of questions, over all tasks 
 
 
 @dataclass(frozen=True)
-class RulerQuestions(Criterion):
+class RulerQuestions(criterion.Criterion):
     """Drop of the share of correct answers to RULER's questions."""
 
     name, help, title = "ruler", "drop of RULER's share of correct answers, in percentage points", "RULER"
     noun, reads_text = "questions", False
-    test = MeanDrop()
+    test = loss_tests.MeanDrop()
 
     lengths: OptionalLengths = None
     tasks: RulerTasks = default(None, "all")
@@ -52,7 +50,7 @@ class RulerQuestions(Criterion):
             )
         check_questions(self.lengths, self.tasks, self.haystack, self.qa)
 
-    def prepare(self, setting: Setting) -> Rounds:
+    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
         """Return RULER's questions, each of a random task and length."""
         from spkv_nas.contrib.evaluate.ruler.answers import Questions
         from spkv_nas.data.ruler.sample import VERSION
@@ -66,7 +64,7 @@ class RulerQuestions(Criterion):
         return QuestionRounds(questions.cells, make, setting.tokenizer, **order, identity=identity)
 
 
-class QuestionRounds(Rounds):
+class QuestionRounds(rounds.Rounds):
     """Scores of generated answers to RULER's questions. Each question is of a random task and length.
 
     All rounds are full, the last too, so that they do not depend on the number of questions.
@@ -93,7 +91,7 @@ class QuestionRounds(Rounds):
             self._questions.append((*cell, counts[cell]))
             counts[cell] += 1
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
+    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
         """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""
         from spkv_nas.contrib.evaluate.ruler.answers import answer
 
@@ -101,7 +99,7 @@ class QuestionRounds(Rounds):
         # The longest question comes first, because the batch size is chosen by it
         order = sorted(range(len(questions)), key=lambda number: (-questions[number][1], questions[number]))
         lines = answer(model, self._tokenizer, lambda number: self._make(*questions[order[number]]), len(order))
-        scores = np.full(len(questions), NO_SCORE)
+        scores = np.full(len(questions), rounds.NO_SCORE)
         for line in lines:
             scores[order[line["index"]]] = line["score"]
         return scores

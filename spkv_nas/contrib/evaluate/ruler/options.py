@@ -9,8 +9,7 @@ from typing import Annotated
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.contrib import defaults
-from spkv_nas.stages import flags
-from spkv_nas.stages.command_group import runner
+from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 
 _LENGTHS = Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")
@@ -66,4 +65,4 @@ def check_questions(lengths: str, tasks: str | None, haystack: Sequence[str] | N
     check_exist(qa or (), "questions")
 
 
-RULER = Evaluation("ruler", runner(RulerOptions), distributed=True)
+RULER = Evaluation("ruler", command_group.runner(RulerOptions), distributed=True)

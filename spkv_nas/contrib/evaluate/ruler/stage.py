@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import RULER
-from spkv_nas.base.console import out, print_path
-from spkv_nas.base.distributed import on_main
+from spkv_nas.base import console, distributed
 from spkv_nas.base.progress import SILENT, Bar, Reporter, part_of
 from spkv_nas.base.version import environment
 from spkv_nas.contrib.defaults import RULER_SAMPLES
@@ -32,9 +31,7 @@ from spkv_nas.contrib.evaluate.samples import (
 from spkv_nas.data.ruler.sample import VERSION
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages import checks, sized_model
-from spkv_nas.stages.checkpoints import check_pair
-from spkv_nas.stages.printing import change
+from spkv_nas.stages import checkpoints, checks, printing, sized_model
 from spkv_nas.stages.result import Result
 
 
@@ -49,7 +46,7 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> SampledTable:
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "ruler"
     # Load the checkpoint, and check that each task's first sample fits
-    check_pair(options.model, options.against)
+    checkpoints.check_pair(options.model, options.against)
     checkpoint = Checkpoint.load(options, options.model, options.tau, reporter)
     model = checkpoint.model
     check_positions(model, lengths[-1], "--lengths")
@@ -89,7 +86,7 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> SampledTable:
     # Write the table
     answers = zip(questions.cells, checkpoint_answers, floor_answers, baseline_answers, strict=True)
     rows = ruler_table([Cell(*cell, one, local, baseline) for cell, one, local, baseline in answers])
-    on_main(lambda: RULER.write(folder, rows, origin, reporter))
+    distributed.on_main(lambda: RULER.write(folder, rows, origin, reporter))
     return SampledTable(name, rows, folder, samples)
 
 
@@ -137,13 +134,13 @@ def show(result: SampledTable) -> None:
         score = with_error(row.score, row.standard_error)
         cells = [str(row.length), row.task, score, with_error(row.floor), percent(row.density)]
         if against:
-            cells += [with_error(row.against), change(row.difference, row.difference_standard_error)]
+            cells += [with_error(row.against), printing.change(row.difference, row.difference_standard_error)]
         grid.add_row(*cells, end_section=row.task.startswith("average"))
-    out.print(grid)
+    console.out.print(grid)
     single_tasks = result.rows[~result.rows["task"].str.startswith("average")]
     say_sample_count(single_tasks["num_samples"], "samples per task")
-    print_path("scores", result.folder / "ruler.csv")
-    print_path("answers", result.samples)
+    console.print_path("scores", result.folder / "ruler.csv")
+    console.print_path("answers", result.samples)
 
 
 def run(options: RulerOptions, reporter: Reporter) -> Result:

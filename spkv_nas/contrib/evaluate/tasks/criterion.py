@@ -13,9 +13,7 @@ import numpy as np
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.contrib.evaluate.tasks.options import AllowCode, DataSets, Include
-from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
-from spkv_nas.evaluation.verdict.loss_tests import MeanDrop
-from spkv_nas.evaluation.verdict.rounds import Float, Prepared, Rounds
+from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,12 +26,12 @@ TaskNames = Annotated[str | None, Flag("Comma-separated lm-eval tasks, such as s
 
 
 @dataclass(frozen=True)
-class TaskSamples(Criterion):
+class TaskSamples(criterion.Criterion):
     """Drop of the mean score over tasks."""
 
     name, help, title = "tasks", "drop of the mean score of lm-eval's tasks, in percentage points", "Downstream tasks"
     noun, reads_text = "samples", False
-    test = MeanDrop()
+    test = loss_tests.MeanDrop()
 
     names: TaskNames = None
     data_sets: DataSets = default(None, "the Hub or its cache")
@@ -50,7 +48,7 @@ class TaskSamples(Criterion):
             )
         check_exist(self.include or (), "folder of tasks")
 
-    def prepare(self, setting: Setting) -> Rounds:
+    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
         """Return the samples of the tasks, each of a random task."""
         from spkv_nas.contrib.evaluate.tasks.suite import load_suite, quiet_libraries
 
@@ -67,7 +65,7 @@ class TaskSamples(Criterion):
         return TaskRounds(suite, setting.tokenizer, seed=setting.seed, allow_code=self.allow_code)
 
 
-class TaskRounds(Rounds):
+class TaskRounds(rounds.Rounds):
     """Scores of samples of tasks, whose mean is that over the tasks.
 
     Each sample is the next one of a random task, whose own samples are in random order; a group counts as one task. A
@@ -92,21 +90,20 @@ class TaskRounds(Rounds):
         key = "\0".join([version("lm-eval"), str(seed), *(group.name for group in suite), *tasks])
         self.identity = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
+    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
         """Return the score in [0, 1] of each sample of a round."""
-        from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
-        from spkv_nas.contrib.evaluate.tasks.run import score_documents
+        from spkv_nas.contrib.evaluate.tasks import language_model, run
         from spkv_nas.contrib.evaluate.tasks.suite import code_allowed
 
         samples = self._samples[self.part(index)]
-        lm, scores = CheckpointLM(model, self._tokenizer), np.empty(len(samples))
+        lm, scores = language_model.CheckpointLM(model, self._tokenizer), np.empty(len(samples))
         with code_allowed(self._allow_code):
             for task in {id(task): task for task, _ in samples}.values():
                 places = [place for place, (other, _) in enumerate(samples) if other is task]
                 documents = [samples[place][1] for place in places]
                 # Few-shot examples must not depend on the rounds before, which may come from files
                 seed = self._seed + index
-                scores[places] = score_documents(lm, task, documents, seed=seed, allow_code=self._allow_code)
+                scores[places] = run.score_documents(lm, task, documents, seed=seed, allow_code=self._allow_code)
         return scores
 
 

@@ -31,13 +31,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from spkv_nas.base.distributed import gathered, own_share
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import AdaptiveBatchSize
-from spkv_nas.base.progress import Progress
-from spkv_nas.model.config_section import gate_config
-from spkv_nas.model.density_tracker import DensityTracker, layout_density
-from spkv_nas.model.generation import NOT_FINITE, OnlyFinite, fitting_cache, generation_config
+from spkv_nas.base import distributed, errors, memory, progress
+from spkv_nas.model import config_section, density_tracker, generation
 
 BATCH_SIZE = 16  # texts per batch, fewer if memory is too small
 _SHOWN = 40  # characters of an answer in an error
@@ -57,14 +52,14 @@ class CheckpointLM(HFLM):
     ) -> None:
         """Wrap a model and its tokenizer, which needs an end-of-text token; at most ``batch_size`` texts per batch."""
         if tokenizer.eos_token_id is None:
-            raise UserError(
+            raise errors.UserError(
                 "tasks need a tokenizer with an end-of-text token, which ends answers and is an empty context\n"
                 "set eos_token in tokenizer_config.json"
             )
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-        self.progress: Progress = lambda done, total: None
-        self._micro_batch = AdaptiveBatchSize(batch_size)
-        self._watch = DensityTracker(model) if gate_config(model) is not None else None
+        self.progress: progress.Progress = lambda done, total: None
+        self._micro_batch = memory.AdaptiveBatchSize(batch_size)
+        self._watch = density_tracker.DensityTracker(model) if config_section.gate_config(model) is not None else None
         self._keeps_some = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._done = self._total = 0
 
@@ -76,7 +71,7 @@ class CheckpointLM(HFLM):
     def stop(self) -> float:
         """Return the density since ``start``, mean over the heads, NaN for a dense model; call on all ranks."""
         if self._watch is None:
-            return layout_density(self.model)
+            return density_tracker.layout_density(self.model)
         head_densities = self._watch.stop()
         return math.nan if head_densities is None else float(np.nanmean(head_densities))
 
@@ -144,7 +139,7 @@ class CheckpointLM(HFLM):
                 scores = text_logits[end - len(continuation) : end].float().log_softmax(-1)
                 total = float(scores.gather(1, continuation[:, None]).sum())
                 if not math.isfinite(total):
-                    raise UserError(NOT_FINITE)
+                    raise errors.UserError(generation.NOT_FINITE)
                 answers[number] = total, bool((scores.argmax(-1) == continuation).all())
         return answers
 
@@ -153,7 +148,7 @@ class CheckpointLM(HFLM):
         # Check that prompts and answers fit into the context
         new_tokens = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
         if (max_new := max(new_tokens, default=0)) >= self.max_length:
-            raise UserError(
+            raise errors.UserError(
                 f"task {requests[0].task_name} generates up to {max_new} tokens, but the model's context of "
                 f"{self.max_length} tokens must hold the prompt too\n"
                 "leave the task out, or set a smaller max_gen_toks in your own YAML file of the task"
@@ -177,12 +172,12 @@ class CheckpointLM(HFLM):
     ) -> Tensor:
         """Return ``context`` [B, T], padded on the left, with its continuation: int64 [B, at most ``max_length``]."""
         # Apply the task's options
-        config = generation_config(self.model, self.tokenizer, max_length - context.shape[1])
+        config = generation.generation_config(self.model, self.tokenizer, max_length - context.shape[1])
         if not options.get("do_sample"):
             options.pop("temperature", None)
         unknown = config.update(**options)
         if unknown:
-            raise UserError(
+            raise errors.UserError(
                 f"the generation_kwargs of a task have options that transformers does not know: {', '.join(unknown)}"
             )
         config.pad_token_id = self.tokenizer.pad_token_id
@@ -200,10 +195,10 @@ class CheckpointLM(HFLM):
             self.model.generate(
                 input_ids=tokens,
                 attention_mask=mask,
-                past_key_values=fitting_cache(self.model),
+                past_key_values=generation.fitting_cache(self.model),
                 generation_config=config,
                 stopping_criteria=StoppingCriteriaList([ends]),
-                logits_processor=LogitsProcessorList([OnlyFinite()]),
+                logits_processor=LogitsProcessorList([generation.OnlyFinite()]),
             )
         )
 
@@ -224,12 +219,12 @@ class CheckpointLM(HFLM):
 
     def _shared(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """Apply ``work`` to each process's share of ``items``, and gather the results; must be called on all ranks."""
-        share = own_share(len(items))
+        share = distributed.own_share(len(items))
         if share.start:  # processes with the same seed would draw the same samples
             torch.manual_seed(torch.initial_seed() + share.start)
         self._done, self._total = 0, len(share)
         results = work(items[share.start : share.stop])
-        return [result for part in gathered(results) for result in part]
+        return [result for part in distributed.gathered(results) for result in part]
 
     def _in_batches(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """Apply ``work`` to as many items at once as fit in memory, retrying with fewer where they do not."""
@@ -272,9 +267,9 @@ class _Ends(StoppingCriteria):
         return self._done
 
 
-def _bad_length(text: str, num_tokens: int, most: int) -> UserError:
+def _bad_length(text: str, num_tokens: int, most: int) -> errors.UserError:
     """Return the error for an answer or a prompt of a task without tokens, or of too many."""
-    return UserError(
+    return errors.UserError(
         f"a task has the {text} of {num_tokens} tokens; it needs at least one, and at most the model's context of "
         f"{most}\nleave the task out, or correct its YAML file"
     )

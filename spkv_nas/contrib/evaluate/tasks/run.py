@@ -24,8 +24,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.utils import handle_non_serializable
 
 from spkv_nas.artifacts.result_tables import TASKS
-from spkv_nas.base import distributed, files, statistics
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import distributed, errors, files, statistics
 from spkv_nas.contrib.evaluate.samples import read_samples, sample_file, write_samples
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
 from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks, seed_generators
@@ -88,7 +87,7 @@ def score_documents(
     # Check that a mean of these scores is what the task reports
     is_mean = task.aggregation().get(metric, mean) is mean and task.higher_is_better().get(metric, True)
     if not is_mean or not all(isinstance(score, int | float) and 0.0 <= score <= 1.0 for score in scores.values()):
-        raise UserError(
+        raise errors.UserError(
             f"task {name}: its first metric, {metric}, is no mean of scores from 0 to 1 by sample, so it allows no "
             "verdict\nleave the task out, or choose another metric in your own YAML file of the task"
         )

@@ -11,15 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import TASKS
-from spkv_nas.base.console import out, print_path
-from spkv_nas.base.distributed import on_main
-from spkv_nas.base.progress import SILENT, Reporter, part_of
+from spkv_nas.base import console, distributed, progress
 from spkv_nas.base.version import environment
 from spkv_nas.contrib.evaluate.samples import Checkpoint, SampledTable, percent, say_sample_count, with_error
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages import checks, sized_model
-from spkv_nas.stages.printing import change
+from spkv_nas.stages import checks, printing, sized_model
 from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
     from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks
 
 
-def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> SampledTable:
+def tasks(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) -> SampledTable:
     """Evaluate a checkpoint on downstream tasks: ``reports/<name>/tasks.csv``, with every sample in ``runs/``."""
     checks.check(options)
     from spkv_nas.contrib.evaluate.tasks.run import Results, tasks_table
@@ -60,7 +57,7 @@ def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> SampledTable:
         "limit": options.limit,
         "environment": {**environment(), "lm-eval": version("lm-eval")},
     }
-    on_main(lambda: TASKS.write(folder, rows, record, reporter))
+    distributed.on_main(lambda: TASKS.write(folder, rows, record, reporter))
     return SampledTable(name, rows, folder, samples)
 
 
@@ -70,7 +67,7 @@ def _run_tasks(
     tau: float | None,
     suite: Sequence[SelectedTasks],
     samples: Path,
-    reporter: Reporter,
+    reporter: progress.Reporter,
 ) -> tuple[list[list[TaskResult]], dict[str, Any]]:
     """Run every task on one checkpoint, reusing finished ones; return results by requested name, and the origin."""
     from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
@@ -85,7 +82,7 @@ def _run_tasks(
         for group in suite:
             results.append([])
             for task in group.tasks:
-                lm.progress = part_of(bar, sum(map(len, results)), num_tasks, task.task_name)
+                lm.progress = progress.part_of(bar, sum(map(len, results)), num_tasks, task.task_name)
                 results[-1].append(
                     run_task(lm, task, samples, identity, limit=options.limit, allow_code=options.allow_code)
                 )
@@ -104,15 +101,15 @@ def show(result: SampledTable) -> None:
         value = with_error(row.value, row.standard_error)
         cells = [escape(row.task), escape(row.metric), shots, value, percent(row.density)]
         if against:
-            difference = change(row.difference, row.difference_standard_error)
+            difference = printing.change(row.difference, row.difference_standard_error)
             cells += [with_error(row.against), percent(row.against_density), difference]
         grid.add_row(*cells)
-    out.print(grid)
+    console.out.print(grid)
     say_sample_count(result.rows["num_samples"], "samples per task")
-    print_path("values", result.folder / "tasks.csv")
-    print_path("samples", result.samples)
+    console.print_path("values", result.folder / "tasks.csv")
+    console.print_path("samples", result.samples)
 
 
-def run(options: TasksOptions, reporter: Reporter) -> Result:
+def run(options: TasksOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
     return Result(tasks(options, reporter), show)

@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV, check_layout_names
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import files, schema
-from spkv_nas.base.names import MAX_CHARACTERS
+from spkv_nas.base import files, names, schema
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -52,7 +51,7 @@ class Ablations(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_CHARACTERS)
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=names.MAX_CHARACTERS)
     recipe: dict[str, Any] | str = Field(description="the base recipe, or its file from the folder of the ablations")
     rows: dict[str, Row] = Field(min_length=1, description="by name; the first is the baseline")
 

@@ -17,18 +17,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts.comparison import DENSE
-from spkv_nas.base import console, distributed, records, replace, tables, version
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base import console, distributed, progress, records, replace, tables, version
 from spkv_nas.contrib.reproduce.ablate.ablation_plan import AblationPlan
 from spkv_nas.contrib.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import dry_run, printing
 from spkv_nas.stages.result import Result
-from spkv_nas.training import corpus, hybrids
-from spkv_nas.training.branches import Branch, BranchContext
+from spkv_nas.training import branches, corpus, hybrids, run_plan
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run_plan import Plan, Planner, merge_plans
 from spkv_nas.training.variants import Variant
 
 COLUMNS = (
@@ -51,12 +48,12 @@ class AblationResult:
     folder: Path
 
 
-def run(options: AblateOptions, reporter: Reporter) -> Result:
+def run(options: AblateOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
     return Result(ablate(options, reporter), show)
 
 
-def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResult:
+def ablate(options: AblateOptions, reporter: progress.Reporter = progress.SILENT) -> AblationResult:
     """Train every row of an ablations file, and write ``reports/<name>/ablations.csv`` after each.
 
     All rows are validated before the first is trained. Finished rows are reused. Rows with ``trained: false`` are
@@ -72,10 +69,10 @@ def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResul
         corpus.join_processes(recipe, device)
     # Train the rows, and write the table after each
     runs, folder = workspace.run_dir(plan.name), workspace.report_dir(plan.name)
-    finished: dict[str, Branch] = {}
+    finished: dict[str, branches.Branch] = {}
     num_reused = 0
     for number, (name, recipe) in enumerate(recipes.items(), 1):
-        context = BranchContext.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
+        context = branches.BranchContext.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
         recipes[name] = context.recipe
         if name in plan.untrained:
             finished[name] = _as_it_is(context, variants[name])
@@ -91,14 +88,14 @@ def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResul
     return AblationResult(plan.name, rows, folder)
 
 
-def _as_it_is(context: BranchContext, variant: Variant) -> Branch:
+def _as_it_is(context: branches.BranchContext, variant: Variant) -> branches.Branch:
     """Measure the dense checkpoint without training, with the variant's layout if it has one; call on all ranks."""
     layouts = {} if variant.layout is None else {variant.name: variant.layout}
     scores, *_ = hybrids.zero_shot_scores(context, layouts)
-    return Branch(context.dense, scores[variant.name if layouts else DENSE], density=None, steps=0)
+    return branches.Branch(context.dense, scores[variant.name if layouts else DENSE], density=None, steps=0)
 
 
-def _table(finished: Mapping[str, Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:
+def _table(finished: Mapping[str, branches.Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:
     """Tabulate the finished rows and their changes from the first."""
     rows: list[tuple[Any, ...]] = []
     first_name, first = next(iter(finished.items()))
@@ -135,11 +132,11 @@ def show(result: AblationResult) -> None:
     console.print_path("table", result.folder / "ablations.csv")
 
 
-def plan(options: AblateOptions, reporter: Reporter) -> Plan:
+def plan(options: AblateOptions, reporter: progress.Reporter) -> run_plan.Plan:
     """Plan every row of the ablations file."""
     ablations = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
     runs, first = options.folders.run_dir(ablations.name), next(iter(ablations.recipes.values()))
-    planner, plans = Planner(first, ablations.base, runs, **dry_run.planner_options(options, reporter)), []
+    planner, plans = run_plan.Planner(first, ablations.base, runs, **dry_run.planner_options(options, reporter)), []
     trained: set[Path] = set()
     for name, recipe in ablations.recipes.items():
         planner = planner.with_recipe(recipe)
@@ -147,4 +144,4 @@ def plan(options: AblateOptions, reporter: Reporter) -> Plan:
         trained.add(planner.dense_path)
         measure = planner.heldout_pass if name in ablations.untrained else planner.branch
         plans.append(planner.plan([*dense, measure(name, ablations.variants[name])]))
-    return merge_plans(ablations.name, plans)
+    return run_plan.merge_plans(ablations.name, plans)

@@ -20,12 +20,9 @@ import pandas as pd
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts import comparison, layout
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import files, manifest, replace, version
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.tables import Column, read_table, write_csv
+from spkv_nas.base import files, manifest, progress, replace, tables, version
 from spkv_nas.contrib.defaults import PALINDROME_BATCH, PALINDROME_STEPS, PALINDROME_WINDOW
 from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, GateWatch, Measures, Palindromes, take_measures
 from spkv_nas.model import attach, checkpoint, windows
@@ -34,14 +31,14 @@ from spkv_nas.training.run_files import remove_checkpoints, run_lock
 from spkv_nas.training.trainer import SPKVTrainer
 
 SLIDING_WINDOW = "sliding-window"
-VARIANTS = (FULL_ATTENTION, SLIDING_WINDOW, SP_KV)
+VARIANTS = (comparison.FULL_ATTENTION, SLIDING_WINDOW, comparison.SP_KV)
 SAVE_STEPS = 100
 _CURVE = (
-    Column("variant"),
-    Column("step", "whole"),
-    Column("loss", "number"),
-    Column("mean_utility", "number", gaps=True),
-    Column("density", "number", gaps=True),
+    tables.Column("variant"),
+    tables.Column("step", "whole"),
+    tables.Column("loss", "number"),
+    tables.Column("mean_utility", "number", gaps=True),
+    tables.Column("density", "number", gaps=True),
 )
 _FILES = ("run.json", "curve.csv")
 CURVE_COLUMNS = tuple(column.name for column in _CURVE)
@@ -93,12 +90,12 @@ class PalindromeRun(Measures):
         manifest.check_manifest(final)
         record = files.read_json(final / "run.json", "run record")
         fields = {key: record[key] for key in cls.__dataclass_fields__ if key != "curve"}
-        curve = read_table(final / "curve.csv", "training curve", _CURVE)
+        curve = tables.read_table(final / "curve.csv", "training curve", _CURVE)
         return cls(**fields, curve=curve.reset_index(drop=True))
 
 
 def compare(
-    settings: PalindromeSettings, runs: Path, *, device: str = "cpu", reporter: Reporter = SILENT
+    settings: PalindromeSettings, runs: Path, *, device: str = "cpu", reporter: progress.Reporter = progress.SILENT
 ) -> list[PalindromeRun]:
     """Train every variant on the same sequences in the same order, reusing finished ones."""
     folders = {variant: runs / f"{variant}-{settings.content_hash}" for variant in VARIANTS}
@@ -117,7 +114,7 @@ def train_variant(
     folder: Path,
     *,
     device: str = "cpu",
-    reporter: Reporter = SILENT,
+    reporter: progress.Reporter = progress.SILENT,
 ) -> PalindromeRun:
     """Train and evaluate one of ``VARIANTS``; an interrupted run resumes, a finished one is read."""
     if not is_finished(folder):
@@ -133,7 +130,7 @@ def is_finished(folder: Path) -> bool:
     return manifest.is_complete(folder / "final", _FILES)
 
 
-def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str, reporter: Reporter) -> None:
+def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str, reporter: progress.Reporter) -> None:
     """Train and evaluate a variant, and write the subfolder ``final`` of ``folder``."""
     # Train
     model = new_model(settings, variant)
@@ -148,7 +145,7 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
             max(1, settings.steps - settings.warmup_steps),
             settings.final_learning_rate,
         ),
-        gates=GateSchedule(settings.steps, soft_fraction=1.0) if variant == SP_KV else None,
+        gates=GateSchedule(settings.steps, soft_fraction=1.0) if variant == comparison.SP_KV else None,
         gate_options=GatesConfig(tau=settings.tau, learning_rate_multiplier=settings.learning_rate_multiplier),
         title=variant,
         reporter=reporter,
@@ -169,7 +166,7 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
     }
     # Write results and model
     with replace.new_folder(folder / "final") as new:
-        write_csv(new / "curve.csv", curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS)))
+        tables.write_csv(new / "curve.csv", curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS)))
         files.write_json(new / "run.json", record)
         checkpoint.save(model, None, new)
 
@@ -196,9 +193,9 @@ def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
     # Attention
     if variant == SLIDING_WINDOW:
         windows.apply_layout(
-            model, Layout(("L" * settings.num_kv_heads,) * settings.num_layers, window=settings.window)
+            model, layout.Layout(("L" * settings.num_kv_heads,) * settings.num_layers, window=settings.window)
         )
-    elif variant == SP_KV:
+    elif variant == comparison.SP_KV:
         attach.attach_gates(
             model, GateConfig(window=settings.window, bias=settings.bias, tau=settings.tau), seed=settings.seed
         )

@@ -11,9 +11,8 @@ import pandas as pd
 from rich.table import Table
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
-from spkv_nas.base import console, records, replace, tables, version
+from spkv_nas.base import console, progress, records, replace, tables, version
 from spkv_nas.base.device import choose_device
-from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.reproduce.palindrome.options import NAME, PalindromeOptions
 from spkv_nas.contrib.reproduce.palindrome.run import (
     SLIDING_WINDOW,
@@ -39,7 +38,7 @@ class PalindromeResult:
     folder: Path
 
 
-def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> PalindromeResult:
+def palindrome(options: PalindromeOptions, reporter: progress.Reporter = progress.SILENT) -> PalindromeResult:
     """Train the paper's palindrome comparison and write it to ``reports/<name>/``."""
     from spkv_nas.report.plot import save_chart
 
@@ -72,7 +71,7 @@ def show(result: PalindromeResult) -> None:
     console.print_path("figure", result.folder / "palindrome.png")
 
 
-def run(options: PalindromeOptions, reporter: Reporter) -> Result:
+def run(options: PalindromeOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
     return Result(palindrome(options, reporter), show)
 

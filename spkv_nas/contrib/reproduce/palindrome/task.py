@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
@@ -41,7 +40,7 @@ _INSTRUCTION = np.array([_ID[word] for word in INSTRUCTION.split()])
 
 
 @dataclass(frozen=True)
-class Palindromes(Dataset[dict[str, Tensor]]):
+class Palindromes(Dataset[dict[str, torch.Tensor]]):
     """Sequences generated on access from ``seed``, ``heldout`` and the index; of 100^N, repeats do not occur."""
 
     num_sequences: int
@@ -53,7 +52,7 @@ class Palindromes(Dataset[dict[str, Tensor]]):
         """Return the number of sequences."""
         return self.num_sequences
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return ``input_ids`` and ``labels``, int64 [T]; labels are -100 outside the output."""
         if not 0 <= index < self.num_sequences:
             raise IndexError(index)
@@ -147,12 +146,12 @@ def output_nll(model: PreTrainedModel, sequences: Palindromes, batch_size: int) 
 class GateWatch:
     """Recorder of mean utility and density (``u >= tau``) of all gates by position, between ``start`` and ``stop``."""
 
-    def __init__(self, model: nn.Module, tau: float = 0.5) -> None:
+    def __init__(self, model: torch.nn.Module, tau: float = 0.5) -> None:
         """Record the gates of ``model``, with density at threshold ``tau``."""
         self._model = model
         self._threshold_logit = threshold_logit(tau)
         self._hooks = ExitStack()
-        self._sums: list[Tensor] = []  # [2, T] sums over heads and sequences, by forward pass and layer
+        self._sums: list[torch.Tensor] = []  # [2, T] sums over heads and sequences, by forward pass and layer
         self._num_rows = 0
 
     def start(self) -> None:
@@ -160,7 +159,7 @@ class GateWatch:
         self.stop()
         self._hooks = attention.watch_logits(self._model, self._add)
 
-    def _add(self, _layer: int, logits: Tensor) -> None:
+    def _add(self, _layer: int, logits: torch.Tensor) -> None:
         """Add the utility logits [B, H, T] of one layer."""
         logits = logits.detach().flatten(0, 1)  # [B * H, T]
         self._sums.append(torch.stack([torch.sigmoid(logits).sum(0), (logits >= self._threshold_logit).float().sum(0)]))

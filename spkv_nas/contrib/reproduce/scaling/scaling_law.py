@@ -21,16 +21,15 @@ import pandas as pd
 import scipy  # imports its subpackages on first use
 from numpy.typing import ArrayLike, NDArray
 
+from spkv_nas.base import limits, tables
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_SHOWN
-from spkv_nas.base.tables import Column, read_table
 
 _RUNS = (
-    Column("name", default=""),
-    Column("variant", default=""),
-    Column("train_flops", "number", above=0, high=1e100),
-    Column("nll", "number", above=0, high=MAX_SHOWN),
-    Column("held_out", default="0", choices=("0", "1")),
+    tables.Column("name", default=""),
+    tables.Column("variant", default=""),
+    tables.Column("train_flops", "number", above=0, high=1e100),
+    tables.Column("nll", "number", above=0, high=limits.MAX_SHOWN),
+    tables.Column("held_out", default="0", choices=("0", "1")),
 )
 MIN_RUNS = 4
 CONFIDENCE = 0.95
@@ -152,7 +151,7 @@ def read_runs(path: Path) -> pd.DataFrame:
     Runs without names are numbered by row. Each variant is a ladder of its own (default ``""``). Held-out runs (1, else
     0) are predicted but not fitted. Variants are as in the file, then sorted by compute.
     """
-    runs = read_table(path, "runs", _RUNS, others=True)
+    runs = tables.read_table(path, "runs", _RUNS, others=True)
     if (runs["name"] == "").all():
         runs["name"] = [str(number) for number in range(1, len(runs) + 1)]
     order = {variant: number for number, variant in enumerate(runs["variant"].unique())}

@@ -11,20 +11,11 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base import records, replace, version
-from spkv_nas.base.assets import PAPER_TABLE
-from spkv_nas.base.console import out, print_path
+from spkv_nas.base import assets, console, records, replace, version
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.contrib.defaults import PAPER
-from spkv_nas.contrib.reproduce.scaling.scaling_law import (
-    CONFIDENCE,
-    ScalingLaw,
-    describe_laws,
-    fit_runs,
-    read_runs,
-)
-from spkv_nas.report import axes, figures
-from spkv_nas.report.chart import SERIES, Band, Chart, Line, Mark, Points, numbers
+from spkv_nas.contrib.reproduce.scaling import scaling_law
+from spkv_nas.report import axes, chart, figures
 
 
 @dataclass(frozen=True)
@@ -39,9 +30,9 @@ class ScalingResult:
 
 def scaling(workspace: Workspace, file: Path | None, name: str | None) -> ScalingResult:
     """Fit the scaling law to runs, by default the paper's, and write law and figure to ``reports/<name>/``."""
-    runs = read_runs(file or PAPER_TABLE)
-    laws = fit_runs(runs)
-    described = describe_laws(runs, laws)
+    runs = scaling_law.read_runs(file or assets.PAPER_TABLE)
+    laws = scaling_law.fit_runs(runs)
+    described = scaling_law.describe_laws(runs, laws)
     name = name or (PAPER if file is None else file.stem)
     workspace.check_writable()
     folder = workspace.report_dir(name)
@@ -56,7 +47,7 @@ def show(result: ScalingResult) -> None:
     """Print the fitted scaling laws and their predictions."""
     for law in result.laws:
         _law(result.name, law)
-    print_path("scaling", result.figure or result.folder / "scaling.yaml")
+    console.print_path("scaling", result.figure or result.folder / "scaling.yaml")
 
 
 def _law(name: str, law: dict[str, Any]) -> None:
@@ -66,19 +57,19 @@ def _law(name: str, law: dict[str, Any]) -> None:
     grid = Table("", "value", f"{law['confidence']:.0%} interval", title=escape(f"{title}: {law['law']}"))
     for parameter, (value, low, high) in law["parameters"].items():
         grid.add_row(parameter, f"{value:.4g}", f"{low:.4g} .. {high:.4g}")
-    out.print(grid)
+    console.out.print(grid)
     residual = f"residual standard deviation {law['residual']:.4f}"
-    out.print(f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; {residual}")
+    console.out.print(f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; {residual}")
     # Predictions of held-out runs
     for run in law["runs"]:
         if run["held_out"]:
-            out.print(
+            console.out.print(
                 f"held out: {escape(run['name'])} predicted {run['predicted']:.4f} ({run['low']:.4f} .. "
                 f"{run['high']:.4f}), measured {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
             )
 
 
-def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> Chart:
+def scaling_chart(runs: pd.DataFrame, laws: dict[str, scaling_law.ScalingLaw]) -> chart.Chart:
     """Return NLL against training compute on logarithmic axes: runs, fitted laws, prediction intervals.
 
     Filled points are fitted, hollow ones held out. SP-KV paper, figure "Validation NLL and training compute". ``runs``
@@ -88,21 +79,21 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> Chart:
     flops = np.geomspace(runs["train_flops"].min() / 1.5, runs["train_flops"].max() * 1.5, 100)
     nlls = np.concatenate([runs["nll"], *(law(flops) for law in laws.values())])
     floor, ceiling = float(nlls.min()) / 1.03, float(nlls.max()) * 1.03
-    compute_grid = numbers(flops)
-    marks: list[Mark] = []
-    points: list[Mark] = []
+    compute_grid = chart.numbers(flops)
+    marks: list[chart.Mark] = []
+    points: list[chart.Mark] = []
     # Law and interval of each variant
     for number, (variant, law) in enumerate(laws.items()):
-        tone, dash = SERIES[number % len(SERIES)]
+        tone, dash = chart.SERIES[number % len(chart.SERIES)]
         intervals = [law.predict(compute) for compute in compute_grid]
         low, high = (
-            numbers(np.clip([getattr(interval, side) for interval in intervals], floor, ceiling))
+            chart.numbers(np.clip([getattr(interval, side) for interval in intervals], floor, ceiling))
             for side in ("low", "high")
         )
-        label = "" if number else f"{CONFIDENCE:.0%} interval of one run"
+        label = "" if number else f"{scaling_law.CONFIDENCE:.0%} interval of one run"
         marks += [
-            Band(compute_grid, low, high, label, tone, 0.15),
-            Line(compute_grid, numbers(law(flops)), _formula(variant, law), tone, dash, 1.8),
+            chart.Band(compute_grid, low, high, label, tone, 0.15),
+            chart.Line(compute_grid, chart.numbers(law(flops)), _formula(variant, law), tone, dash, 1.8),
         ]
         # Fitted and held-out runs of the variant
         rows = runs[runs["variant"] == variant]
@@ -111,11 +102,11 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> Chart:
             if selected.any():
                 subset = rows[selected]
                 run_names = tuple(subset["name"].astype(str)) if len(laws) == 1 else ()
-                xy = numbers(subset["train_flops"]), numbers(subset["nll"])
-                points.append(Points(*xy, names=run_names, tone=tone, size=3.8, hollow=hollow))
+                xy = chart.numbers(subset["train_flops"]), chart.numbers(subset["nll"])
+                points.append(chart.Points(*xy, names=run_names, tone=tone, size=3.8, hollow=hollow))
     if runs["held_out"].any():
-        points.append(Points((), (), label="held out of the fit", tone="muted", size=3.8, hollow=True))
-    return Chart(
+        points.append(chart.Points((), (), label="held out of the fit", tone="muted", size=3.8, hollow=True))
+    return chart.Chart(
         "scaling",
         "NLL by training compute",
         axes.decades_axis("Training compute, FLOPs", compute_grid[0], compute_grid[-1], powers=True),
@@ -124,7 +115,7 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> Chart:
     )
 
 
-def _formula(variant: str, law: ScalingLaw) -> str:
+def _formula(variant: str, law: scaling_law.ScalingLaw) -> str:
     """Return a fitted law as text, such as ``2.1 + 3.4 C^-0.05``."""
     text = f"{law.irreducible.value:.3g} + {law.amplitude.value:.3g} C^{-law.exponent.value:.3g}"
     text = text.replace("^-", "^\N{MINUS SIGN}").replace("+ -", "\N{MINUS SIGN} ")

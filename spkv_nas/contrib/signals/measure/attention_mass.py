@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.kinds import ATTENTION_UNIT
-from spkv_nas.artifacts.local_layers import layout_window
+from spkv_nas.artifacts import head_scores, kinds, local_layers
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.attention import LayerState
-from spkv_nas.model.windows import full_attention
+from spkv_nas.model import attention, windows
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
 
@@ -37,13 +34,13 @@ def attention_mass(
     name: str = "attention-mass",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> HeadScores:
+) -> head_scores.HeadScores:
     """Measure the attention mass of every KV head by domain, over all queries that have keys outside the window.
 
     The window includes the query's own key. ``sinks`` keys at the start of each block are excluded. Must be called on
     all ranks. Raises ``UserError`` if the model cannot be hooked.
     """
-    with full_attention(model) as states:
+    with windows.full_attention(model) as states:
         collected = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
 
         # Observe the attention of each layer during a forward pass
@@ -65,7 +62,7 @@ def attention_mass(
         "attention-mass",
         collected.means(),
         window,
-        unit=ATTENTION_UNIT,
+        unit=kinds.ATTENTION_UNIT,
         passes=1.0,
         tokens=blocks.tokens.size,
         name=name,
@@ -73,9 +70,9 @@ def attention_mass(
     )
 
 
-def _observer(masses: list[Tensor], state: LayerState, window: int, sinks: int) -> Any:
+def _observer(masses: list[Tensor], state: attention.LayerState, window: int, sinks: int) -> Any:
     """Return an attention observer that appends one layer's masses [B, Hkv, T - w] to ``masses``."""
-    local_window = layout_window(state, window, is_global=False)
+    local_window = local_layers.layout_window(state, window, is_global=False)
 
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         parts = []

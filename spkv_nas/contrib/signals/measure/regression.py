@@ -22,11 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts import head_scores, kinds, local_layers
 from spkv_nas.artifacts.grid import Grid
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.kinds import GAIN, NATS
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.local_layers import candidate_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.contrib.defaults import REGRESSION_LAYOUTS
@@ -57,7 +55,7 @@ def regression(
     name: str = "regression",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> HeadScores:
+) -> head_scores.HeadScores:
     """Estimate the gain of every KV head over layouts of a budget, by domain; the model is restored afterwards.
 
     ``num_layouts`` random layouts are scored, with ``sinks`` tokens that local heads see besides their window, the
@@ -66,7 +64,7 @@ def regression(
     Raises ``UserError`` if there are too few layouts, and warns if the gains hardly explain the layouts' NLLs.
     """
     with full_attention(model) as states:
-        grid, layers = (len(states), states[0].num_kv_heads), candidate_layers(states)
+        grid, layers = (len(states), states[0].num_kv_heads), local_layers.candidate_layers(states)
     # Draw layouts and score them
     num_global = parse_budget(budget, len(layers) * grid[1])
     all_local = Layout.from_mask(np.zeros(grid, dtype=np.bool_), window=window, sinks=sinks)
@@ -83,7 +81,7 @@ def regression(
     table_metadata |= {"explained": round(fit.explained, 4), "seed": seed}
     gains, size = _gains(fit, totals, counts, blocks, grid, layers), blocks.tokens.size
     facts: Any = {"passes": work.passes, "tokens": size, "name": name, "metadata": table_metadata}
-    return signal_table("regression", gains, window, kind=GAIN, unit=NATS, **facts)
+    return signal_table("regression", gains, window, kind=kinds.GAIN, unit=kinds.NATS, **facts)
 
 
 def _layouts(like: Layout, layers: list[int], num_global: int, number: int, seed: int) -> list[Layout]:

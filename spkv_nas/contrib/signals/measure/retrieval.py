@@ -25,15 +25,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.kinds import ATTENTION_UNIT
-from spkv_nas.base.distributed import sum_over_processes
-from spkv_nas.base.errors import UserError
+from spkv_nas.artifacts import head_scores, kinds
+from spkv_nas.base import distributed, errors
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model import model_shape, windows
-from spkv_nas.model.attention import LayerState
+from spkv_nas.model import attention, model_shape, windows
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
 _MIN_ACCURACY = 0.1  # share of needle tokens predicted below which to warn
@@ -53,7 +50,7 @@ def retrieval(
     name: str = "retrieval",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> HeadScores:
+) -> head_scores.HeadScores:
     """Measure the retrieval score of every KV head by domain, with one needle per block; must be called on all ranks.
 
     A needle has ``needle_length`` tokens m, of which m - 1 are to be predicted; the token to copy lies outside the
@@ -90,11 +87,11 @@ def retrieval(
         "name": name,
         "metadata": {**(metadata or {}), **options},
     }
-    return signal_table("retrieval", collected.means(sums), window, unit=ATTENTION_UNIT, **facts)
+    return signal_table("retrieval", collected.means(sums), window, unit=kinds.ATTENTION_UNIT, **facts)
 
 
 def _read(
-    model: PreTrainedModel, states: Sequence[LayerState], tokens: Tensor, depth: Tensor, queries: slice
+    model: PreTrainedModel, states: Sequence[attention.LayerState], tokens: Tensor, depth: Tensor, queries: slice
 ) -> tuple[list[Tensor], int]:
     """Return (scores [B, Hq, m - 1] by layer, number of needle tokens predicted) of blocks ``tokens`` [B, T]."""
     scores: list[Tensor] = []
@@ -138,7 +135,7 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
     deepest = length - needle_length - max(needle_length, window + 1)
     first = max(sinks, len(blocks.opening))
     if needle_length < 2 or deepest < first or len(vocabulary) < needle_length:
-        raise UserError(
+        raise errors.UserError(
             f"blocks of {length} tokens with {len(vocabulary)} distinct tokens cannot hold a needle of {needle_length} "
             f"tokens and its copy more than a window of {window} keys later\n"
             "give a smaller --window, or a larger --block-size"
@@ -150,7 +147,7 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
 
 def _accuracy(num_correct: NDArray[np.int64], num_tokens: int) -> float:
     """Return the share of needle tokens predicted, and warn if it is small; must be called on all ranks."""
-    accuracy = float(sum_over_processes(num_correct)[0]) / num_tokens
+    accuracy = float(distributed.sum_over_processes(num_correct)[0]) / num_tokens
     if accuracy < _MIN_ACCURACY:
         warnings.warn(
             f"the model predicts only {accuracy:.1%} of the needle tokens: it hardly copies, so its retrieval scores "
@@ -160,7 +157,7 @@ def _accuracy(num_correct: NDArray[np.int64], num_tokens: int) -> float:
     return accuracy
 
 
-def _observer(scores: list[Tensor], state: LayerState, source: Tensor, query_positions: slice) -> Any:
+def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor, query_positions: slice) -> Any:
     """Return an observer that appends the scores [B, Hq, m - 1] of a layer; needles begin at ``source``, int64 [B]."""
 
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
