@@ -24,19 +24,19 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 57_774,
-    "lines without contrib": 50_888,
-    "files": 427,
-    "files without contrib": 371,
-    "lines of commands": 9_035,
-    "files of commands": 76,
-    "option slots": 318,
-    "option slots of one command": 24,
-    "imports in 100 lines": 10.2,
-    "comments in 1,000 lines": 21.0,  # lines that hold nothing else; at least, not at most
-    "tracked files": 900,
-    "lines of tests": 40_270,
-    "quick test items": 4_172,
+    "lines": 49_888,
+    "lines without contrib": 41_537,
+    "files": 351,
+    "files without contrib": 293,
+    "lines of commands": 7_096,
+    "files of commands": 64,
+    "option slots": 222,
+    "option slots of one command": 20,
+    "imports in 100 lines": 8.8,
+    "comments in 1,000 lines": 24.0,  # lines that hold nothing else; at least, not at most
+    "tracked files": 824,
+    "lines of tests": 39_408,
+    "quick test items": 3_957,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 
