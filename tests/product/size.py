@@ -34,8 +34,8 @@ BUDGETS: dict[str, float] = {
     "option slots of one command": 20,
     "imports in 100 lines": 8.8,
     "comments in 1,000 lines": 24.0,  # lines that hold nothing else; at least, not at most
-    "tracked files": 824,
-    "lines of tests": 39_408,
+    "tracked files": 825,
+    "lines of tests": 39_407,
     "quick test items": 3_957,
 }
 AT_LEAST = ("comments in 1,000 lines",)

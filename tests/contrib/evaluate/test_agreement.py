@@ -282,8 +282,8 @@ class TestCommand:
         assert 0 < rows["agreement"].min() <= rows["acceptance"].max() < 1
         # A finished comparison is read, not computed again
         written = table.read_bytes()
-        for name in ("write_continuations", "compare"):
-            monkeypatch.setattr(f"spkv_nas.contrib.evaluate.agreement.stage.{name}", _unexpected)
+        for name in ("evaluation.continuations.write_continuations", "contrib.evaluate.agreement.stage.compare"):
+            monkeypatch.setattr(f"spkv_nas.{name}", _unexpected)
         main(against)
         assert table.read_bytes() == written
 
