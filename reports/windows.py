@@ -42,7 +42,7 @@ from spkv_nas.model.attention import GLOBAL_WINDOW
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.frozen import frozen
-from spkv_nas.probing.head_gates import _unobserved
+from spkv_nas.probing.head_gates import unobserved
 from spkv_nas.probing.sinks import choose_sinks
 
 WINDOWS = (32, 64, 128, 256, 512, 1024)
@@ -52,7 +52,7 @@ Float = NDArray[np.float64]
 Grid = tuple[tuple[int, ...], ...]  # window of every KV head, by layer
 
 
-class EqualMixture:
+class WindowMixture:
     """Attention observer: the mean over several windows of what every head attends to, weighted by ``shares``."""
 
     def __init__(self, shares: Tensor, windows: tuple[int, ...], sinks: int) -> None:
@@ -78,9 +78,9 @@ def window_costs(model: PreTrainedModel, blocks: TokenBlocks, windows: tuple[int
         for index in np.random.default_rng(0).permutation(blocks.num_blocks)[:STEPS]:
             shares = torch.full(grid, 1.0 / len(windows), requires_grad=True)
             for state, row in zip(states, shares, strict=True):
-                state.observer = EqualMixture(row, windows, sinks)
+                state.observer = WindowMixture(row, windows, sinks)
             tokens = torch.from_numpy(blocks.tokens[index].astype(np.int64))[None]
-            loss = mean_divergence(model, tokens, partial(_unobserved, states))
+            loss = mean_divergence(model, tokens, partial(unobserved, states))
             (gradient,) = torch.autograd.grad(loss, shares)
             costs = costs + gradient.double().numpy() / STEPS
     return np.asarray(costs)
@@ -115,8 +115,8 @@ def scores(model: PreTrainedModel, grids: list[Grid], blocks: TokenBlocks, sinks
     ordered = sorted(set(grids))
     with torch.inference_mode(), full_attention(model) as states:
         results, _ = score_windows(model, states, ordered, blocks, batch_size=2, step=lambda _: None, sinks=sinks)
-    found = dict(zip(ordered, results, strict=True))
-    return [found[grid] for grid in grids]
+    nll_of = dict(zip(ordered, results, strict=True))
+    return [nll_of[grid] for grid in grids]
 
 
 def main() -> None:

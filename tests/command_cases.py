@@ -22,8 +22,8 @@ from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayo
 
 def commands() -> dict[str, Callable[..., Any]]:
     """Return the functions of all commands that are in no group, by name."""
-    own = {name: entry for name, entry in COMMANDS.items() if not isinstance(entry, typer.Typer)}
-    return {**own, **{entry.name: entry.run for entry in ADDED_COMMANDS}}
+    ungrouped = {name: entry for name, entry in COMMANDS.items() if not isinstance(entry, typer.Typer)}
+    return {**ungrouped, **{entry.name: entry.run for entry in ADDED_COMMANDS}}
 
 
 def parsed(line: str) -> Any:

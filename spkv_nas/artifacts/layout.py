@@ -182,15 +182,6 @@ class Layout(OnGrid):
         return cls(heads, window, strategy, provenance or {}, sinks=sinks)
 
     @classmethod
-    def from_content(cls, content: str) -> Layout:
-        """Create a layout from its ``content``. Raises ``ValueError`` or ``UserError`` for any other text."""
-        window, heads, *rest = content.split("\n")
-        layout = cls(tuple(heads.split("/")), int(window), sinks=int(rest[0].removeprefix("sinks ")) if rest else 0)
-        if layout.content != content:
-            raise ValueError(f"expected the content of a layout; found {shortened(repr(content), 80)}")
-        return layout
-
-    @classmethod
     def read(cls, path: files.StrPath) -> Layout:
         """Read a layout from a YAML file and verify its hash and check, which are not part of ``provenance``.
 

@@ -31,7 +31,7 @@ _COUNTED, _SAMPLE = 1 << 20, 2048  # tokens for frequencies, and for a pass over
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a model is measured on and how, which tells the likely cause of an alarm.
+    """Circumstances of a measurement, which tell the likely cause of an alarm.
 
     ``positions`` is the model's context, None if it is unknown; ``share`` its NLL as a share of the NLL of token
     frequencies; ``separator`` is what stands after a document.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -17,9 +16,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.result_tables import EVALUATION
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MAX_SHOWN
 from spkv_nas.base.progress import Progress
-from spkv_nas.base.tables import Column, read_table
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
@@ -113,11 +110,6 @@ def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
         change = paired_difference(each.nll, sweep[0].nll)
         rows.append((each.tau, each.density, each.nll.mean, change.percent, change.standard_error))
     return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
-def read_sweep(path: Path) -> pd.DataFrame:
-    """Read a table of ``sweep_table``. Raises ``UserError`` if a column is missing, or a cell is not a number."""
-    return read_table(path, "sweep", tuple(Column(name, "number", low=-MAX_SHOWN, high=MAX_SHOWN) for name in COLUMNS))
 
 
 def checkpoint_table(

@@ -133,7 +133,7 @@ def _slope(
         sums = torch.zeros(1 + gates.numel(), device=model.device)
         for tokens in parts:
             share = len(tokens) / len(block_indices)
-            loss = mean_divergence(model, tokens, partial(_unobserved, states)) * share
+            loss = mean_divergence(model, tokens, partial(unobserved, states)) * share
             (gradient,) = torch.autograd.grad(loss, gates)
             sums += torch.cat([loss.detach()[None], gradient.flatten()]).float()
         return sums
@@ -147,7 +147,7 @@ def _slope(
 
 
 @contextmanager
-def _unobserved(states: Sequence[attention.LayerState]) -> Iterator[None]:
+def unobserved(states: Sequence[attention.LayerState]) -> Iterator[None]:
     """Remove the layers' observers inside the ``with`` block, so that attention is unchanged."""
     observers = [state.observer for state in states]
     for state in states:

@@ -118,6 +118,8 @@ def measure_signal(
     """
     # Check options and model
     entry, run = _configured(SIGNALS[signal], options)
+    if memory is not None and options.get("budget") is not None:
+        raise UserError("give a limit of memory or a budget, not both: the memory says how many heads are global")
     _check_heads(model)
     check_blocks(model, blocks)
     # Choose window and sink tokens

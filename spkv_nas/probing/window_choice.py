@@ -28,7 +28,7 @@ from spkv_nas.evaluation.micro_batch import fitting_batch
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
 from spkv_nas.model import model_shape, windows
-from spkv_nas.probing.signal import Signal
+from spkv_nas.probing.signal import LAYER, Signal
 
 NARROWEST, WIDEST = 32, 1024  # windows that are tried
 HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
@@ -117,13 +117,12 @@ def measure_within(
     Raises:
         UserError: the memory leaves no global head, or no document can be held out.
     """
+    # Check the signal, whose highest heads become global, whatever their layer
+    if getattr(signal, "granularity", None) == LAYER:
+        raise errors.UserError("a limit of memory counts single heads: leave out --granularity layer, or the limit")
     # Find the windows, and the number of global heads that the memory leaves with each
     context = context_length(model, blocks) if context is None else context
-    with windows.full_attention(model) as states:
-        layers, num_kv_heads = config_layers([state.native_window for state in states]), states[0].num_kv_heads
-    num_heads, head_dim = len(layers) * num_kv_heads, model_shape.config_shape(model.config).head_dim
-    sizes = (context, 1, window or NARROWEST, head_dim, device.dtype_name(model.dtype), sinks)
-    cost = CacheCost(*sizes, **cache_facts(layers, num_kv_heads))
+    cost, num_heads = _cache_cost(model, context, window or NARROWEST, sinks)
     limit, full = memory_bytes(memory, cost, num_heads), cost.full(num_heads)
     if window is None:
         candidates = candidate_windows(cost, num_heads, limit, blocks.block_size)
@@ -144,6 +143,14 @@ def measure_within(
         best, record = choice.best, {"ranked_at": first.window, **choice.as_mapping()}
     record |= {"memory": round(limit / full, 6), "context": context, "budget": best.num_global}
     return replace(table, window=best.window, metadata={**table.metadata, **record})
+
+
+def _cache_cost(model: PreTrainedModel, context: int, window: int, sinks: int) -> tuple[CacheCost, int]:
+    """Return the size of the KV cache of a model's layouts for one sequence, and the number of its KV heads."""
+    with windows.full_attention(model) as states:
+        layers, num_kv_heads = config_layers([state.native_window for state in states]), states[0].num_kv_heads
+    sizes = context, 1, window, model_shape.config_shape(model.config).head_dim, device.dtype_name(model.dtype), sinks
+    return CacheCost(*sizes, **cache_facts(layers, num_kv_heads)), len(layers) * num_kv_heads
 
 
 def candidate_windows(cost: CacheCost, num_heads: int, limit: int, block_size: int) -> list[TriedWindow]:
@@ -170,7 +177,7 @@ def candidate_windows(cost: CacheCost, num_heads: int, limit: int, block_size: i
     if not pairs:
         raise errors.UserError(
             f"{100 * limit / full:.3g} % of the KV cache leave no global head beside windows of "
-            f"{min(NARROWEST, widest)} keys: give more memory, or a longer --context"
+            f"{min(NARROWEST, widest)} keys: give more memory, or a longer context"
         )
     # Of many, keep some that are evenly spread over the octaves
     if len(pairs) > _MOST_TRIED:
@@ -238,18 +245,20 @@ def highest_scores(table: HeadScores, row: TriedWindow) -> Layout:
 
 
 def hold_out(blocks: TokenBlocks, tokens: int = HELD_OUT_TOKENS) -> tuple[TokenBlocks, TokenBlocks]:
-    """Divide a text by documents into one to rank heads on and one to choose the window on, of every domain a part.
+    """Divide a text by documents into one to rank heads on and one to choose the window on.
+
+    Every domain with a document of at most half its text gives a part.
 
     Args:
         blocks: the text, which is packed again, with its documents in random order.
-        tokens: length of the second text, at most a quarter of the whole.
+        tokens: length of the second text, about a quarter of the whole at most.
 
     Raises:
-        UserError: no domain has two documents, or they are too short for a block.
+        UserError: the documents that can be held out are shorter than a block.
     """
     lengths = dict(zip(*np.unique(blocks.document, return_counts=True), strict=True))
     share = min(tokens / blocks.tokens.size, 0.25)
-    held: set[str] = set()
+    held: dict[str, int] = {}  # tokens by text
     # Hold out documents of each domain, in an order that does not depend on the rest of the text
     infos = sorted(enumerate(blocks.documents), key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest())
     for domain in blocks.domains:
@@ -257,15 +266,16 @@ def hold_out(blocks: TokenBlocks, tokens: int = HELD_OUT_TOKENS) -> tuple[TokenB
         for index, info in infos:
             if info.domain == domain and index in lengths:
                 texts[info.text_id] += int(lengths[index])
-        wanted = share * sum(texts.values())
-        for text, length in list(texts.items())[:-1]:
-            if wanted > 0:
-                held.add(text)
+        whole = sum(texts.values())
+        wanted = share * whole
+        for text, length in texts.items():
+            if wanted > 0 and 2 * length <= whole:  # a longer one would leave too little to rank heads on
+                held[text] = length
                 wanted -= length
-    if not held:
+    if sum(held.values()) < blocks.block_size:
         raise errors.UserError(
-            "the window is chosen on documents that the ranking has not seen, but no domain of this text has two: "
-            "give more documents, or the window (--window)"
+            "the window is chosen on documents that the ranking has not seen, but without the longest ones this text "
+            f"leaves less than a block of {blocks.block_size} tokens: give more documents, or the window (--window)"
         )
     rest = blocks.in_random_order(0, held)
-    return rest, blocks.in_random_order(0, blocks.text_ids - held).spread(max(1, tokens // blocks.block_size))
+    return rest, blocks.in_random_order(0, blocks.text_ids - held.keys()).spread(max(1, tokens // blocks.block_size))

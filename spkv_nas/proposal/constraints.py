@@ -70,21 +70,21 @@ class Constraints:
         Raises:
             UserError: a text has no such form, or as the constructor.
         """
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for text in texts:
             name, equals, value = text.strip().partition("=")
             if name in ("min-per-layer", "max-per-layer") and value.isdecimal():
-                found[name] = int(value)
+                settings[name] = int(value)
             elif name in ("global-layers", "local-layers"):
-                found[name] = parse_layers(value, name)
+                settings[name] = parse_layers(value, name)
             elif name == "uniform" and not equals:
-                found[name] = True
+                settings[name] = True
             else:
                 raise UserError(
                     f"--constraint '{text}': expected min-per-layer=N, max-per-layer=N, global-layers=0,20, "
                     "local-layers=3-5 or uniform"
                 )
-        return cls(granularity=granularity, **{name.replace("-", "_"): value for name, value in found.items()})
+        return cls(granularity=granularity, **{name.replace("-", "_"): value for name, value in settings.items()})
 
     @property
     def named(self) -> dict[str, object]:

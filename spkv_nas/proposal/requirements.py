@@ -78,7 +78,7 @@ class Requirements:
         if not asks_for_several(budget, tau):
             return False
         if self.head_costs is not None or self.kv_bytes is not None:
-            option = "--head-costs" if self.head_costs is not None else "--kv-bytes"
+            option = "--head-costs" if self.head_costs is not None else "--memory"
             raise UserError(f"{option} needs a single budget: give one, or leave out {option}")
         return True
 
@@ -88,8 +88,10 @@ class Requirements:
         Raises:
             UserError: a number is out of range, or the head dimension or dtype is not known.
         """
-        # Take the context from a probe that was measured for a memory
+        # Count for the context of a probe that was measured for a memory, or a limit of memory for the model's
         context = self.context or table.metadata.get("context")
+        if context is None and self.kv_bytes is not None:
+            context = table.metadata.get("positions")
         if context is None:
             return None
         # Read the cache from the engine, the requirements, or the probe's model
@@ -120,10 +122,10 @@ class Requirements:
         # Convert the memory limit to a number of heads
         if self.kv_bytes is not None:
             if budget is not None or self.head_costs is not None:
-                raise UserError(f"give --kv-bytes or {'--budget' if budget is not None else '--head-costs'}, not both")
+                raise UserError(f"give --memory or {'--budget' if budget is not None else '--head-costs'}, not both")
             cost = self.cache_cost(table, window)
             if cost is None:
-                raise UserError("--kv-bytes needs --context, the number of tokens per sequence in the KV cache")
+                raise UserError("--memory needs --context, the number of tokens per sequence in the KV cache")
             memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
             return Limit(cost.largest_budget(memory, table.num_heads))
         # Parse a budget in heads, or in the unit of the head costs

@@ -30,7 +30,7 @@ EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
 
 @dataclass(frozen=True)
 class Compared:
-    """What a command compares, and on what: the samples have none of the documents ``selected`` for a candidate.
+    """Candidates to compare with a dense model, on samples without the documents that a candidate was selected on.
 
     ``num_left_out`` counts these in the text; None: no criterion reads text.
     """

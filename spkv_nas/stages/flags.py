@@ -16,7 +16,6 @@ from spkv_nas.probing.signal import BUDGET, SEED, SINKS, STEPS
 from spkv_nas.probing.signals import SIGNALS
 
 MEMORY = "Constraints and memory"
-_MAX_DEVICES = 1 << 16
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe file (YAML): model, text, training and gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)

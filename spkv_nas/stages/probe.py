@@ -278,8 +278,8 @@ def show(table: HeadScores) -> None:
 
 def _windows(tried: list[dict[str, Any]], chosen: int | None) -> Table:
     """Return the windows that were tried for a limit of memory, with what their layouts lose without training."""
-    columns = ("window", "global heads", "KV cache %", "ΔNLL %", "blocks")
-    printed = Table(*columns, box=None, title="windows tried, on documents that the ranking has not seen")
+    title = "windows tried, on documents that the ranking has not seen"
+    printed = Table("window", "global heads", "KV cache %", "ΔNLL %", "blocks", box=None, title=title)
     for row in tried:
         loss = change(row["change"], row["standard_error"])
         cells = (row["window"], row["num_global"], f"{100 * row['memory']:.1f}", loss, row["blocks"])
@@ -319,6 +319,7 @@ def document(table: HeadScores, folder: Path) -> dict[str, Any]:
         "sinks": table.sinks,
         "sink_mass": table.metadata.get("sink_mass"),
         "massive_activation": table.metadata.get("massive_activation"),
+        **{key: table.metadata.get(key) for key in ("memory", "windows_tried")},
         "alarm": table.metadata.get("alarm"),
         "diagnosis": table.diagnosis(),
         "heads": table.rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,8 @@ from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.probing.window_choice import (
-    TriedWindow,
-    candidate_windows,
-    choose_window,
-    highest_scores,
-    hold_out,
-)
+from spkv_nas.probing import window_choice
+from spkv_nas.probing.window_choice import TriedWindow, candidate_windows, choose_window, hold_out
 
 COST = CacheCost(2048, 1, 32, 64, "bfloat16", sinks=1)  # of a model of 48 heads, below
 
@@ -77,8 +73,15 @@ class TestHoldOut:
         assert hold_out(text(40))[1].num_blocks == 10
 
     def test_too_few_documents(self) -> None:
-        with pytest.raises(UserError, match="no domain of this text has two"):
+        with pytest.raises(UserError, match="leaves less than a block of 128 tokens"):
             hold_out(text(2))
+
+    @pytest.mark.parametrize("long", range(3))
+    def test_a_long_document_is_not_held_out(self, long: int) -> None:
+        infos = tuple(DocumentInfo(str(i), "a", str(i)) for i in range(3))
+        owner = np.repeat([*range(3), *[long] * 9], 128).reshape(12, 128).astype(np.int32)
+        ranking, held_out = hold_out(replace(text(12), document=owner, documents=infos))
+        assert infos[long].text_id in ranking.text_ids - held_out.text_ids
 
 
 def test_the_best_window_is_that_of_an_exhaustive_search() -> None:
@@ -86,7 +89,7 @@ def test_the_best_window_is_that_of_an_exhaustive_search() -> None:
     table = HeadScores.from_array(np.random.default_rng(0).random((4, 2)), sinks=1)
     candidates = [TriedWindow(8, 3, 0.8), TriedWindow(16, 2, 0.6), TriedWindow(64, 1, 0.6)]
     choice = choose_window(model, blocks, table, candidates, batch_size=4)
-    full, *scores = zero_shot(model, [None, *(highest_scores(table, row) for row in candidates)], blocks)
+    full, *scores = zero_shot(model, [None, *(window_choice.highest_scores(table, row) for row in candidates)], blocks)
     changes = [paired_difference(score, full).percent for score in scores]
     assert [row.change for row in choice.tried] == pytest.approx(changes)
     assert choice.best.window == candidates[int(np.argmin(changes))].window
@@ -113,14 +116,18 @@ class TestProbe:
         assert table.selected_on == text(24).text_ids
         layout = spkv_nas.propose(table)["densest"]
         assert (layout.num_global, layout.window) == (table.memory_budget, table.window)
-        assert replace(COST, context=128, window=layout.window, sinks=layout.sinks).total(
-            layout.num_global, layout.num_heads
-        ) <= 0.6 * replace(COST, context=128).full(layout.num_heads)
+        cost = replace(COST, context=128, window=layout.window, sinks=layout.sinks)
+        assert cost.total(layout.num_global, layout.num_heads) <= 0.6 * cost.full(layout.num_heads)
 
     def test_a_given_window_is_kept(self) -> None:
-        table = spkv_nas.probe(
-            tiny_model(vocab_size=300), text(24), signal="head-gates", memory=0.6, window=16, context=128, steps=2
-        )
+        options: dict[str, Any] = {"signal": "head-gates", "memory": 0.6, "context": 128, "steps": 2}
+        table = spkv_nas.probe(tiny_model(vocab_size=300), text(24), window=16, **options)
         assert table.window == 16
         assert "windows_tried" not in table.metadata
         assert table.memory_budget == 4  # of 8 heads: 4 x 128 + 4 x 16 keys are 56 %
+
+    @pytest.mark.parametrize("options", [{"budget": 3}, {"signal": "add-one-head", "granularity": "layer"}])
+    def test_options_that_exclude_a_limit(self, options: dict[str, Any]) -> None:
+        options = {"signal": "head-gates", "memory": "60%", "context": 128, **options}
+        with pytest.raises(UserError, match=r"limit of memory (or a budget, not both|counts single heads)"):
+            spkv_nas.probe(tiny_model(vocab_size=300), text(24), **options)

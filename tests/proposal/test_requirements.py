@@ -234,7 +234,7 @@ class TestCommand:
             (["--budget=4", "--context=many"], "context 'many' is not a number of tokens"),
             (["--budget=9..2"], "is descending, from 9 to 2"),
             (["--budget=1..9", "--tau=match-budget"], "needs a single budget"),
-            (["--budget=1..9", "--kv-bytes=9GiB"], "--kv-bytes needs a single budget"),
+            (["--budget=1..9", "--kv-bytes=9GiB"], "--memory needs a single budget"),
         ],
     )
     def test_bad_input(

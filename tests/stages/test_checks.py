@@ -118,6 +118,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("probe --memory 120%", "between 0 and 100 %"),
     ("probe --memory 20%:context=many", "context 'many'"),
     ("probe --memory 20% --budget 4", "give --memory or --budget, not both"),
+    ("probe --memory 20% --signal add-one-head --granularity layer", "--memory counts single heads"),
     ("probe --memory 20% --signal density", "has the window of its gates"),
     ("demo --device tpu", "--device 'tpu' is unknown"),
     ("export {}/none.yaml --model {}/model --out {}/new", "layout not found"),

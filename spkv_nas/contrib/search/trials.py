@@ -24,7 +24,7 @@ class LayoutCost:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to search."""
+    """Effort of a search."""
 
     trials: int = 100  # layouts to score without training
     sampler: str = defaults.SAMPLER  # name of the sampler

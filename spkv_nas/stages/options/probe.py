@@ -8,7 +8,7 @@ from spkv_nas.artifacts import defaults
 from spkv_nas.base.entry import check_options, shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import default
-from spkv_nas.probing.signal import Signal
+from spkv_nas.probing.signal import LAYER, Signal
 from spkv_nas.probing.signals import DENSITY, SIGNALS
 from spkv_nas.stages import entry_flags, flags
 from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
@@ -72,11 +72,7 @@ def check(options: ProbeOptions) -> None:
 
 
 def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
-    """Return the limit of memory and the context that it is counted for, where they are given.
-
-    Raises:
-        UserError: one of them is malformed, or another option excludes the limit.
-    """
+    """Return the limit of memory and its context, if given. Raises ``UserError`` if other options exclude the limit."""
     from spkv_nas.base.units import parse_context
     from spkv_nas.cost.cache_cost import parse_memory
 
@@ -88,6 +84,8 @@ def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
         raise UserError("give --memory or --budget, not both: the memory says how many heads are global")
     if options.signal is not None and SIGNALS[options.signal].needs_gates:
         raise UserError(f"signal {options.signal} has the window of its gates: give --memory to propose instead")
+    if options.granularity == LAYER:
+        raise UserError("--memory counts single heads: leave out --memory, or --granularity layer")
     return memory, parse_context(context) if setting else None
 
 
