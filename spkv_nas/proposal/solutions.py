@@ -80,7 +80,7 @@ class Solutions:
         existing = "the best layout" if number == 1 else f"the {number} best layouts"
         return (
             f"--solutions {self.request.number}: no further layout that meets the budget and the constraints differs "
-            f"from {existing} in at least {apart} heads; a smaller --apart allows more"
+            f"from {existing} in at least {apart} heads; a smaller number after apart= allows more"
         )
 
 

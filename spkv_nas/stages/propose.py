@@ -147,13 +147,12 @@ def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
 
 
 def _probe_command(share: str, table: head_scores.HeadScores, options: ProposeOptions) -> str:
-    """Format the command that probes anew for a budget.
-
-    Return "" where the checkpoint has gates of its own, or the probe's record is incomplete.
-    """
+    """Return the command that probes for a budget; "" where the model has gates, or the record is incomplete."""
     recorded = record.read_options(table.metadata, options.folders.root)
-    takes_budget = "budget" in table.metadata or "training_steps" in table.metadata
-    return command_line(replace(recorded, budget=share)) if recorded is not None and takes_budget else ""
+    if recorded is None or not {"budget", "training_steps"} & table.metadata.keys():
+        return ""
+    window = table.window if recorded.memory is not None else recorded.window  # the one that the memory chose
+    return command_line(replace(recorded, budget=share, memory=None, window=window))
 
 
 def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:

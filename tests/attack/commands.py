@@ -11,7 +11,7 @@ from pathlib import Path
 
 from helpers import RECIPE, write_project
 
-ATTACK_RECIPE = RECIPE.replace("branch: {steps: 8", "evaluation: {every: 4, max_tokens: 500}\nbranch: {steps: 12")
+ATTACK_RECIPE = RECIPE.replace("branch: {steps: 8", "branch: {steps: 12")
 DENSE_STEPS, SOFT_STEPS, STEPS = 6, 9, 12  # of the dense model, and of a branch with soft gates and in all
 ABLATIONS = """\
 name: tiny-ablations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from helpers import tiny_model
 import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.paired import paired_difference
@@ -44,10 +46,7 @@ class TestCandidateWindows:
         rows = candidate_windows(COST, 48, memory_bytes(0.2, COST, 48), 2048)
         pairs = [(8, 80), (7, 128), (6, 160), (5, 208), (4, 256), (3, 288), (2, 336), (1, 368)]
         assert [(row.num_global, row.window) for row in rows] == pairs
-
-    def test_no_window_is_wider_than_half_a_block(self) -> None:
-        rows = candidate_windows(COST, 48, memory_bytes(0.2, COST, 48), 256)
-        assert max(row.window for row in rows) == 128
+        assert candidate_windows(COST, 48, memory_bytes(0.2, COST, 48), 256)[-1].window == 128  # half a block
 
     def test_too_little_memory(self) -> None:
         with pytest.raises(UserError, match="leave no global head beside windows of 32 keys"):
@@ -67,10 +66,8 @@ class TestHoldOut:
         assert ranking.text_ids.isdisjoint(held_out.text_ids)
         assert ranking.text_ids | held_out.text_ids == blocks.text_ids
         assert held_out.num_blocks == 8
+        assert hold_out(blocks)[1].num_blocks == 10  # at most a quarter
         assert {info.domain for info in held_out.present} == {"a", "b"}
-
-    def test_at_most_a_quarter(self) -> None:
-        assert hold_out(text(40))[1].num_blocks == 10
 
     def test_too_few_documents(self) -> None:
         with pytest.raises(UserError, match="leaves less than a block of 128 tokens"):
@@ -100,13 +97,10 @@ def test_halving_measures_the_better_half_on_more_text() -> None:
     table = HeadScores.from_array(np.random.default_rng(0).random((4, 2)))
     candidates = [TriedWindow(8 * n, 1, 0.5) for n in (1, 2, 3, 4)]
     choice = choose_window(model, blocks, table, candidates)
-    assert sorted(row.blocks for row in choice.tried) == [4, 4, 8, 16]
-    assert choice.best.blocks == 16
+    assert (sorted(row.blocks for row in choice.tried), choice.best.blocks) == ([4, 4, 8, 16], 16)
 
 
 class TestProbe:
-    """``spkv_nas.probe`` within a limit of memory."""
-
     def test_the_window_is_chosen_with_the_heads(self) -> None:
         model = tiny_model(vocab_size=300)
         table = spkv_nas.probe(model, text(24), signal="head-gates", memory="60%", context=128, steps=2)
@@ -131,3 +125,9 @@ class TestProbe:
         options = {"signal": "head-gates", "memory": "60%", "context": 128, **options}
         with pytest.raises(UserError, match=r"limit of memory (or a budget, not both|counts single heads)"):
             spkv_nas.probe(tiny_model(vocab_size=300), text(24), **options)
+
+    def test_the_command_for_another_budget_has_no_limit(self, tmp_path: Path, capsys: Any) -> None:
+        facts: dict[str, Any] = {"signal": "head-gates", "budget": 5, "memory": 0.3, "options": {"memory": "30%"}}
+        HeadScores.from_array(np.eye(4, 5), kind="share", window=64, **facts).write(tmp_path / "probes" / "custom")
+        main(["propose", "-w", str(tmp_path), "--probe", "custom", "--budget", "16"])
+        assert "spkv-nas probe --window 64 --budget 80%" in " ".join(capsys.readouterr().out.split())

@@ -24,11 +24,11 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 49_883,
-    "lines without contrib": 41_532,
+    "lines": 49_882,
+    "lines without contrib": 41_531,
     "files": 351,
     "files without contrib": 293,
-    "lines of commands": 7_094,
+    "lines of commands": 7_093,
     "files of commands": 64,
     "option slots": 222,
     "option slots of one command": 20,
