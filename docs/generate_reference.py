@@ -17,15 +17,8 @@ from pydantic_core import PydanticUndefined
 from spkv_nas.cli.app import app
 from spkv_nas.training.recipe import Recipe
 
-_COMMON = {
-    "workspace",
-    "device",
-    "quiet",
-    "verbose",
-    "debug",
-    "json",
-    "help",
-}  # options of every command, described once
+# Options of every command, described once
+_COMMON = {"workspace", "device", "quiet", "verbose", "debug", "json", "help"}
 
 
 def write_reference(folder: Path) -> None:
@@ -42,7 +35,7 @@ def _cli() -> Iterator[str]:
     yield "# Commands\n"
     yield (
         "Every command also takes `--json` (print the result as one JSON document; not `generate` and `schema`), `-q` "
-        "(print only results, warnings and errors), `-v` (also show details and library logs) `--debug` (show the "
+        "(print only results, warnings and errors), `-v` (also show details and library logs), `--debug` (show the "
         "traceback of an error), those that use a workspace take `--workspace FOLDER` (by default the current folder), "
         "and those that compute take `--device cpu|cuda` (by default cuda if available), or `--device auto` to shard a "
         "model that is measured over all GPUs; all but `--json` may stand before the command's name. Results go to "
