@@ -1,7 +1,5 @@
 """``python -m spkv_nas``: the command line, for ``torchrun -m spkv_nas``."""
 
-from __future__ import annotations
-
 from spkv_nas.cli import main
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Table of the agreement between probes, ``agreement.csv``, which ``compare`` writes: one row per pair."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -4,8 +4,6 @@ Paths are relative to the workspace root and use forward slashes, so the table s
 or mounted elsewhere. ``hash`` is the layout hash of a hybrid, and empty for full attention and SP-KV.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ A number is here if the option itself defaults to None because another value (th
 replace it. Options with a fixed default define it themselves.
 """
 
-from __future__ import annotations
-
 BLOCK_SIZE = 512  # tokens per block of text of a recipe
 CONTEXT = 2048  # tokens per block of --data, or the model's context if shorter
 HELDOUT_TOKENS = 500_000  # maximum of a recipe, and assumed by a plan without a text

@@ -1,7 +1,5 @@
 """Check measured densities before they rank heads: target density, differences between heads, sizes of domains."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray

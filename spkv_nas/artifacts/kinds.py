@@ -3,8 +3,6 @@
 The record of a table (``probe.yaml``) names both, so that a table shows without its signal being installed.
 """
 
-from __future__ import annotations
-
 DENSITY = "density"  # share of keys that gates keep, in [0, 1]; depends on a threshold
 SHARE = "share"  # any other number in [0, 1], shown in percent
 GAIN = "gain"  # what a head saves; signed

@@ -6,8 +6,6 @@ no signal scores it and no budget is spent on it. Where every layer has a native
 the model's context, in which heads can be global, and heads that a layout makes local get its sink tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Check ``probe.yaml``, which says where a table of head scores comes from."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator

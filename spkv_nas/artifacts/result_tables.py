@@ -4,8 +4,6 @@ Each is a CSV file plus a record of its origin, under the same name. Their colum
 measurements, because the report shows them even where the libraries that measured them are not installed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Iterable, Mapping

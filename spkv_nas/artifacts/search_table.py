@@ -1,7 +1,5 @@
 """Table of a layout search, ``search.csv``: one row per layout with its scores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, get_args
 

@@ -5,8 +5,6 @@ names the digest of its head scores' file in its provenance, and ``propose`` wri
 selected a layout is known from the layout, whatever became of the probe.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizes of a decoder that its heads and its cost depend on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from spkv_nas.artifacts.grid import Grid

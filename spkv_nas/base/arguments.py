@@ -4,8 +4,6 @@ Python users have NumPy's integers, floats that are whole numbers, and 0-dimensi
 is converted. What does not, such as a string of digits or a bool for a number, is refused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real

@@ -4,8 +4,6 @@ The module of a file format declares its arrays once, as ``Array`` values: kind,
 index, divide and take logarithms with. The checksum of zip detects a flipped bit, but not an array of another run.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Paths of the files that ship with the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ASSETS = Path(__file__).parent.parent / "assets"

@@ -3,8 +3,6 @@
 Lines are wrapped only in a terminal, never in a pipe or file.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable
 from pathlib import Path

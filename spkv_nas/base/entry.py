@@ -11,8 +11,6 @@ An entry is a frozen dataclass in one file, of which the registry holds an insta
 A field annotated with a ``Flag`` is an option of the entry's command as well. Imports nothing heavy, for ``--help``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints

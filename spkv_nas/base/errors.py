@@ -1,7 +1,5 @@
 """User-facing error."""
 
-from __future__ import annotations
-
 MAX_CHARACTERS = 900  # of a message: the content of a hostile file must not fill the screen
 
 

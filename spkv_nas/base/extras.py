@@ -4,8 +4,6 @@ The core reads probes, proposes and compares. Code that needs more imports it as
 and ``spkv_nas.__getattr__`` convert the import error to a user-facing one with the functions here.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from spkv_nas.base.errors import UserError

@@ -5,8 +5,6 @@ the old file or the new one, never a part of one. YAML is parsed strictly, becau
 duplicate keys and lets aliases explode.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import hashlib

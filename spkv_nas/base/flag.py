@@ -4,8 +4,6 @@ An options dataclass annotates its fields with flags; ``spkv_nas.cli.options`` t
 of a registry (a signal, a sampler) declare their own options in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ and then exits. Schedulers and torchrun may send a signal twice or to every proc
 from a user who no longer waits, is not deferred. Signals that the shell ignores, as with nohup, stay ignored.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Larger values would exhaust the memory or fail inside a library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 The operating system releases a lock when its process ends, however it ends, if the file system supports locks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -9,8 +9,6 @@ timestamps, which every write changes. Damage without a write, such as bit rot o
 when a file is first read or copied.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

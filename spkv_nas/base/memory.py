@@ -3,8 +3,6 @@
 Available is what the machine reports, or what the control group's limit (of a container) leaves if that is less.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

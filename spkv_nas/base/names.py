@@ -3,8 +3,6 @@
 They come from flags and from files of other people, so each is checked before a path is built from it.
 """
 
-from __future__ import annotations
-
 from spkv_nas.base.errors import UserError
 
 MAX_CHARACTERS, MAX_BYTES = 100, 180  # file systems allow 255 bytes; a run's folder adds hashes and a seed

@@ -1,7 +1,5 @@
 """Run a callback when a module is first imported, without importing it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder

@@ -5,8 +5,6 @@ first so that a truncated record is not mistaken for one without hashes. Tables 
 it is, with a warning. Binary files are not edited by hand, so a changed one is damaged.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import warnings

@@ -7,8 +7,6 @@ registry's group, such as::
     value-norm = "my_package.signals:ValueNorm"
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass

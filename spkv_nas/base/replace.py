@@ -6,8 +6,6 @@ if that is interrupted, the next reader completes it (``settle``). A reader duri
 hashes in the record reveal.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Strict validation of files with pydantic; errors name the key, what was expected and what was found."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args

@@ -10,8 +10,6 @@ has no wheels). It is exact for samples with a known lower bound. Samples withou
 real and on heavy-tailed samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Standard errors clustered by document; needs no torch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parse and format sizes: bytes such as ``2GiB``, context lengths such as ``128k``, times; bytes per dtype."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Versions of the package and its environment, recorded with every result."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from functools import cache

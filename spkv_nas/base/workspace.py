@@ -1,7 +1,5 @@
 """Workspace: folder of ``probes/``, ``layouts/``, ``reports/`` and ``runs/``, each with the same result names."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Command-line interface: parse the arguments, call the stage, print its result."""
 
-from __future__ import annotations
-
 import sys
 
 from spkv_nas.base import console, errors

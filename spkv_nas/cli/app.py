@@ -3,8 +3,6 @@
 Heavy imports wait until a command runs, so that ``--help`` is quick.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import warnings

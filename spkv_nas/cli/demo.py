@@ -1,7 +1,5 @@
 """Run the whole workflow on the embedded reference: the command ``demo``, whose docstring is the help."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """List the evaluations, and make them the subcommands of ``evaluate``; without one, it runs the default."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -5,8 +5,6 @@ declared and handled here; all but the last may also precede the command's name.
 prints its plan instead of training.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import Counter

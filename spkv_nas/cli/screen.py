@@ -4,8 +4,6 @@ In a terminal a row is visible from the start of the command, before torch is lo
 that no step is silent. A step that knows its progress gets a row of its own with a bar and the time left.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Default values that both help texts and functions use. Imports nothing, because every ``--help`` loads it."""
 
-from __future__ import annotations
-
 # signals
 REGRESSION_LAYOUTS = 200  # number of random layouts to score
 

@@ -1,7 +1,5 @@
 """Count the memory of a KV cache: bytes of keys and values, or what a serving engine's allocator plans."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from spkv_nas.artifacts.head_scores import HeadScores

@@ -35,8 +35,6 @@ keeps is within a tenth; for Gemma 3, with twice the norms, it is a quarter more
 reports/LOG.md compares with measured peaks.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ C^-0.148 and 131 C^0.199, do not extrapolate six decades down: for ``micro-0`` t
 tokens per step, which end at an NLL of 4.26 on standard library text; 0.009 and 4,096 tokens end at 3.86.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ interleave the numbers of global heads; the result is the median after a warm-up
 ``spkv-nas generate``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

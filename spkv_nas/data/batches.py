@@ -1,7 +1,5 @@
 """Feed token blocks to a model in batches, of which each process of torchrun runs its share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -4,8 +4,6 @@ A folder holds ``tokens.bin`` and ``document.bin`` (int32, little endian, [N, T]
 document) and ``blocks.json``. It is written under a temporary name and renamed when it is complete.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence

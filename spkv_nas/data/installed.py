@@ -10,8 +10,6 @@ generated files, tables of numbers, licences (files, and the leading comment of 
 library, which would leak its held-out text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import warnings

@@ -4,8 +4,6 @@ The text is read once, document by document, and tokenised on the way, so that m
 starts read only the blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

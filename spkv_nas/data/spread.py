@@ -5,8 +5,6 @@ before a second of any. A stretch is a whole block (or several, where blocks wil
 tokens comes from one document; shorter documents are packed together.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Domains: ``tests`` (any ``test`` or ``tests`` folder), ``docs`` (the topics of `
 ``tables`` (character maps and other generated data), ``code`` (everything else).
 """
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path

@@ -8,8 +8,6 @@ A tokenizer needs 180 bytes of memory per character while it encodes a text, so 
 20 million characters then need 0.3 GB beyond the tokens instead of 3.4 GB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias

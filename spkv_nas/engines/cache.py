@@ -4,8 +4,6 @@ An allocator works in pages and groups of layers, so memory is no linear functio
 larger number can cost the same as a smaller one, or less.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field

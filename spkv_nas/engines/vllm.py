@@ -18,8 +18,6 @@ Units of any g, and whole layers, give the same memory for the same total of glo
 layouts whose outermost dimension is the layer, vLLM's default.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

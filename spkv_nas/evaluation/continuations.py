@@ -1,7 +1,5 @@
 """Continue held-out text with a dense model, and predict the continuations with others by teacher forcing."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 Must be called on all ranks: each process of torchrun runs its share of the blocks, and all get the whole result.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

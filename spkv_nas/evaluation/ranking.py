@@ -1,7 +1,5 @@
 """Rank layouts, and compare two rankings of layouts or heads by Spearman's correlation, with its uncertainty."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import permutations
 from typing import Any

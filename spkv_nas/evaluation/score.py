@@ -1,7 +1,5 @@
 """Score layouts on a model in memory: the NLL that each costs before any retraining."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Parse the thresholds of a sweep (``--taus``). Needs no torch, so that mistakes show before it is imported."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 Attention layers are found by recording which modules call the attention function; each gets a forward pre-hook.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ Inputs for which the result would be silently wrong raise ``UserError`` (``atten
 dropout, packed documents, and padding or a cache other than ``SPKVCache``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field

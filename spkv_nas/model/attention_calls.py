@@ -3,8 +3,6 @@
 A call is refused unless each of its inputs is used, or declared here to be without effect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

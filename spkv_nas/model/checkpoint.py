@@ -1,7 +1,5 @@
 """Save and load checkpoints: Hugging Face folders with an ``spkv`` section in ``config.json`` and a hash manifest."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile

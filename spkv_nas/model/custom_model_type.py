@@ -8,8 +8,6 @@ type, so that even loading with a native class instead of an Auto class fails::
      "spkv": {"stock_type": "llama", "num_hidden_layers": 4, ...}}
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

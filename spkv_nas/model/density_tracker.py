@@ -3,8 +3,6 @@
 A layout's density is known without a forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

@@ -3,8 +3,6 @@
 accelerate's hooks move hidden states between devices; weights that do not fit are copied to a GPU in every pass.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

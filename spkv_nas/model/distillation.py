@@ -9,8 +9,6 @@ Its gradient ``(1 - weight) (p - onehot) + weight t (p_t - q_t)`` is written out
 student and teacher agree, where autograd would leave rounding errors, which AdamW scales up to steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ where ``log(sigmoid + 1e-8)`` clamps, and ``u >= tau`` is ``logit >= log(tau / (
 infinite logits: +inf keeps every key (global), -inf keeps none (local).
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple

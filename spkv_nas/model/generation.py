@@ -3,8 +3,6 @@
 A model with gates or a layout decodes with ``SPKVCache``, any other model with transformers' own cache.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ Prompts of different lengths are padded on the left; padding is never stored. Ph
 changes; ``return_dict_in_generate`` returns the new one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

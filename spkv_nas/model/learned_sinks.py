@@ -4,8 +4,6 @@ gpt-oss has them in every layer (arXiv 2508.10925). One that equals the score of
 token does in the denominator; only its value is missing, which is near zero in an attention sink.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

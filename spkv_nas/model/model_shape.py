@@ -1,7 +1,5 @@
 """Size of the decoder that a Hugging Face config describes: layers, heads and parameters; checks against memory."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Modes of a model: those of its gates and their threshold, evaluation, recomputation, compilation, and dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace

@@ -8,8 +8,6 @@ exceeds the price. The first price is the quantile of the heads' benefits, which
 controller continues on a logarithmic scale, with gains that grow as the learning rate decays (reports/LOG.md).
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Model classes that restore gates, windows and hooks from the config section before weights are loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel

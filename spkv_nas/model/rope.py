@@ -1,7 +1,5 @@
 """Extend a model's rotary positions (RoPE) to longer contexts by transformers' ``rope_parameters``."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

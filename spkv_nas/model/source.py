@@ -4,8 +4,6 @@ A model is one string: a folder, ``embedded:dense``, a hub id, or ``ID@REVISION`
 runs, so its commit is looked up once, and everything is read at that commit.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Choose what transformers prints while a command runs."""
 
-from __future__ import annotations
-
 from spkv_nas.base import distributed, progress
 
 

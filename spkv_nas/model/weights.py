@@ -1,7 +1,5 @@
 """Check weights before and after loading, as ``from_pretrained`` fills missing tensors with random numbers."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Apply attention windows to the KV heads of a model: those of a layout, or temporarily full or local attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Unwrap causal language models from PEFT, ``torch.compile`` and data parallelism."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Find from Python how many of the heads with the highest scores have to be global."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -3,8 +3,6 @@
 SP-KV paper, "Measuring sparsity": density rho is the share of tokens whose utility u is at least tau.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -21,8 +21,6 @@ Layouts of a table give their local heads the sinks that were measured on the mo
 with as many. On a model without attention sinks it is learned with 4 as in the original, though layouts have none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 The blocks of each step are sharded across ranks (torchrun); ranks beyond the number of blocks per step stay idle.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext

@@ -14,8 +14,6 @@ all heads cost about (L + 1) / 2 passes per head of a layer. Sliding-window laye
 most, so their heads gain nothing if the local window is at least as long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

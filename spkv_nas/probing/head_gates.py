@@ -18,8 +18,6 @@ unimportant heads as fast as important ones (reports/LOG.md). A head's score is 
 which also ranks the heads that end at exactly 0 or 1, by how early they got there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

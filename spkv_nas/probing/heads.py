@@ -5,8 +5,6 @@ pass through some of the layers counts as that fraction. A backward pass through
 pass, because it computes gradients of activations only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

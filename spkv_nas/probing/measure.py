@@ -5,8 +5,6 @@ layouts can be proposed from any of them and compared by retraining. Density nee
 signals work on any supported decoder and keep gates, if the model has them, fully open.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any

@@ -11,8 +11,6 @@ and the activations of one pass. Activation checkpointing is used if the activat
 A step that still runs out of GPU memory is repeated in smaller micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

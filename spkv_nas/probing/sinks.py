@@ -10,8 +10,6 @@ window, and signals measure what a head needs with these tokens visible.
 that sinks come with (Sun et al., arXiv 2402.17762): hidden states hundreds of times the median, in a few channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field

@@ -6,8 +6,6 @@ seen. For each number of global heads only the widest window that fits is tried,
 halving spends most of the text on the best candidates.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Answer ``propose`` for one budget: layouts, their density coverage with confidence intervals, and their files."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

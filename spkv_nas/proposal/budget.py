@@ -1,7 +1,5 @@
 """Parse budgets: the number of global KV heads as a count, a share of all heads, or several of these."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from spkv_nas.base.errors import UserError

@@ -3,8 +3,6 @@
 The knee is the budget beyond which each further head adds less coverage than the average head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 DuoAttention's ``config.json`` also receives the layout's ``hash`` and strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

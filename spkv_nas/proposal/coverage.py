@@ -4,8 +4,6 @@ SP-KV paper, "Designing Stronger Hybrids": with the 18 densest of 63 heads globa
 be retained.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keep an earlier proposal in ``layouts/<name>/`` when the budget changes, or list the layouts a new one replaces."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Collection, Mapping

@@ -30,8 +30,6 @@ We cut at the same quantile, without the noise: among equal scores the earlier l
 strategy. ``spkv_nas.proposal.convert`` writes the files of both projects.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

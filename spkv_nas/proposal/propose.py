@@ -3,8 +3,6 @@
 The ``*_advice`` functions each return a warning for the user, or None if there is nothing to warn about.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

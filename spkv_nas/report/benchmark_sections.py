@@ -1,7 +1,5 @@
 """Build the page's sections on result tables: one function and one line in ``SECTIONS`` each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath

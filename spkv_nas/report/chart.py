@@ -3,8 +3,6 @@
 ``plot`` draws it for files and, by ``page_svg``, for the page. Sizes are in points.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Draw a table of head scores: by head, by domain, by position, and the stability of the choice of heads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Collect the measured changes of NLL of layouts, by evaluation mode: zero-shot, and each retraining."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

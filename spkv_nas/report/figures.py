@@ -1,7 +1,5 @@
 """Write the picture files of tables and searches."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Format numbers, changes and names for the report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import PurePath

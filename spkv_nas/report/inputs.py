@@ -1,7 +1,5 @@
 """Hold everything that a report is made from, checked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

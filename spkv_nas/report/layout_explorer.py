@@ -4,8 +4,6 @@ They are computed as ``propose`` computes them, so that the page only looks them
 ``propose``'s, byte for byte. Scores and orders are embedded as gzipped JSON, which browsers decompress.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

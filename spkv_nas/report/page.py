@@ -3,8 +3,6 @@
 Names come from users: the template engine escapes them, and scripts and styles are allowed by their hashes only.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -5,8 +5,6 @@ of dots, ``data-cloud="mark"``. Maps of heads are one path per shade, and small 
 which keeps thousands of cells short.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable

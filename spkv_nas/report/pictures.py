@@ -1,7 +1,5 @@
 """Draw head scores and layouts for notebooks."""
 
-from __future__ import annotations
-
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.coverage import coverage

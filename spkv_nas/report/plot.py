@@ -4,8 +4,6 @@ One unit of a chart is one point. Figures are made without pyplot, so that no di
 gives the same bytes. Names are drawn literally (``$`` starts no formula).
 """
 
-from __future__ import annotations
-
 import io
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Draw NLL against coverage, density and cache: by layout, by threshold, by pruning rule; and coverage by budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Draw a layout search: zero-shot against retrained NLL, and NLL against cost."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

@@ -1,7 +1,5 @@
 """Format the page's tables, the sentences above them, its glossary, and the tables that it offers for download."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

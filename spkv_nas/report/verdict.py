@@ -3,8 +3,6 @@
 Headline, tags, the explorer's first layout and the recommended command come from it, so none contradicts another.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

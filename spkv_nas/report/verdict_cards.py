@@ -1,7 +1,5 @@
 """Show a verdict on the page: a card per criterion with its intervals, and a sentence per candidate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -7,8 +7,6 @@ the comparison: otherwise the tokens do not show the windows, and the check prov
 If the engine differs, layers are tried one by one to say which one it runs with other windows.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

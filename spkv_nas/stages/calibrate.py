@@ -1,7 +1,5 @@
 """Time attention on this machine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Load the checkpoints that evaluations measure, with hard or open gates, and record which they were."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TYPE_CHECKING
 

@@ -6,8 +6,6 @@ other, and the existence of files, but nothing that takes a model, a tokenizer o
 may import torch (``tests/stages/test_checks.py``).
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Run a command from its options, and list the commands and groups of commands that entry points add."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module

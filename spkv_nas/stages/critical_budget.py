@@ -1,7 +1,5 @@
 """Find the smallest budget of global heads whose layout passes, to ``reports/<name>/critical-budget.csv``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Prepare the samples of ``verdict`` and ``critical-budget``, and make what their records and tables share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plan what the commands that train would train (``--dry-run``), from the same options; nothing is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read the serving engine and the constraints on layouts from options, in the form that ``proposal`` takes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

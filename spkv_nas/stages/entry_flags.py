@@ -1,7 +1,5 @@
 """Declare the options of registry entries, such as signals, as fields of an options dataclass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 

@@ -4,8 +4,6 @@
 from both. A flag name is declared twice only where its values differ: ``--tau`` is a number, or a choice of one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Init: write a first recipe for a model and a text, and estimate the cost of training by it."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Show, compare and convert layout files: the ``layout`` commands."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Find head scores, layouts and recipes by name in a workspace or in files, or choose those that options leave open."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

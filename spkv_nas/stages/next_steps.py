@@ -4,8 +4,6 @@ Head gates choose the heads: their layouts lose least once retrained (``reports/
 cache may drop, by domain and position. Every stage, the page and the demo take the wording and the commands from here.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, RECOMMENDED

@@ -1,7 +1,5 @@
 """Estimate what every stage of the workflow costs, from the config of a model or a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial

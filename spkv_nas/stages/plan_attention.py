@@ -1,7 +1,5 @@
 """Compute what attention costs, with times where they were measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

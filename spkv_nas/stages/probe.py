@@ -1,7 +1,5 @@
 """Probe: score every KV head by density or another signal, and write the table to ``probes/<name>/``."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -5,8 +5,6 @@ converted to the annotated types (``base.arguments``): NumPy's numbers, models i
 paths. Errors name parameters where those of a command name options.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import re

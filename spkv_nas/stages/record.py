@@ -5,8 +5,6 @@ The key ``options`` holds those of the command that are not at their defaults, w
     options: {model: /home/me/model, data: [/home/me/text], block_size: 256}
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Train the dense model of a recipe and its SP-KV reference, for ``train`` and ``probe RECIPE``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

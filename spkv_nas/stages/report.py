@@ -1,7 +1,5 @@
 """Report: write pages, figures and their index from what the other commands left in the workspace."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Scores and verdicts of the page's model are found under any name, by their layouts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Declare the options of the ``schema`` command, and run it; its docstring is the help."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Annotated

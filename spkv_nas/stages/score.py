@@ -1,7 +1,5 @@
 """Score layouts on a checkpoint without training, to ``reports/<name>/zero-shot.csv``."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Declare the options of the ``serve-check`` command, check them, and run it; its docstring is the help."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

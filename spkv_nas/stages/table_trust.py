@@ -4,8 +4,6 @@ Gains are stored with the probe, or are those of the signal ``add-one-head`` on 
 grid.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 

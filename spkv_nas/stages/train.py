@@ -1,7 +1,5 @@
 """Train a recipe's two models."""
 
-from __future__ import annotations
-
 from spkv_nas.base import console, progress
 from spkv_nas.stages import next_steps, reference_run
 from spkv_nas.stages.options.train import TrainOptions

@@ -1,7 +1,5 @@
 """Retrain layouts from one dense checkpoint and compare them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.markup import escape

@@ -1,7 +1,5 @@
 """Decide whether candidates pass against a dense model, to ``reports/<name>/verdict.csv``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

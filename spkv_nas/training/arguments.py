@@ -1,7 +1,5 @@
 """Conversion of a recipe's training phase to ``transformers.TrainingArguments``, and its optimizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Setup of a branch: its model with a layout or gates applied, and its training schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainer callbacks: gate phases, longer blocks, logging, trackers, progress and interruption."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Training datasets: blocks of text that the trainer shuffles, or all blocks of a run in a fixed order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Dense checkpoint that branches start from: an existing model, or a new one trained up to the decay."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path

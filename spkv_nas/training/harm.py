@@ -4,8 +4,6 @@ A finished model restarted at a high learning rate gets worse, and the control w
 to it although they lost much. A difference within its standard error, or on few documents, is no evidence of harm.
 """
 
-from __future__ import annotations
-
 from spkv_nas.base.progress import Reporter
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS

@@ -4,8 +4,6 @@ As in the SP-KV paper's architecture search, all branches see the same data in t
 model can harm it, and the control with it, so changes are measured against the unchanged dense model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

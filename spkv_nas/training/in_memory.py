@@ -1,7 +1,5 @@
 """Retrain the layouts of a model in memory, on blocks of text, and compare them: ``train-hybrid`` for Python."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

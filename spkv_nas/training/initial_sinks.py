@@ -1,7 +1,5 @@
 """Measure the learned sinks from which a hybrid's training starts (``branch.sinks: learned``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

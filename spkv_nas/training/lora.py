@@ -1,7 +1,5 @@
 """LoRA adapters (peft), put into a model with frozen weights in place, and merged into the weights after training."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

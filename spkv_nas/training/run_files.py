@@ -1,7 +1,5 @@
 """Files of a training run: checkpoints to resume from, optimizer state, and the logs of a finished run."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -4,8 +4,6 @@ Decoder layers are FSDP units, and so are predictors and learned sinks, because 
 dtype: these stay float32 while ``precision: bfloat16`` gathers everything else in bfloat16.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

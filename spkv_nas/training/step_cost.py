@@ -5,8 +5,6 @@ variant the recipe names. If the model does not fit, or a trial pass would take 
 FLOPs of ``cost.stage_costs``, at half the measured speed of a matrix product (``EFFICIENCY``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

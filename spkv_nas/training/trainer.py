@@ -3,8 +3,6 @@
 A manifest of hashes completes each checkpoint, and runs resume from the newest one that matches its manifest.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import time

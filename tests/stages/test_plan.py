@@ -203,7 +203,7 @@ def size_of(layers: int, width: int, positions: int | None = 4096) -> ModelSize:
 
 
 class TestFirstRecipe:
-    @pytest.mark.parametrize("steps", [20, 160, 3000])
+    @pytest.mark.parametrize("steps", [20, 3000])
     @pytest.mark.parametrize("tokens", [3000, 150_000, 10**9])
     @pytest.mark.parametrize(("layers", "width"), [(2, 64), (21, 96), (24, 1024), (32, 4096)])
     @pytest.mark.parametrize(("device", "positions"), [("cpu", 128), ("cuda", None), ("cpu", 131072)])

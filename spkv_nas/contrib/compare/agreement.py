@@ -1,7 +1,5 @@
 """Compare probes by the heads they rank densest: across domains, document halves, thresholds, seeds, checkpoints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compare how probes rank the heads."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

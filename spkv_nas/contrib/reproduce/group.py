@@ -1,7 +1,5 @@
 """Command group ``reproduce``: the paper's experiments, with the options of those that need no training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Compute and draw the FLOPs of the paper's model ladder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Define the search space of layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property

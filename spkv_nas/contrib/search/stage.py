@@ -1,7 +1,5 @@
 """Search: score and retrain layouts on a recipe's dense checkpoint, with results in ``reports/<name>/search.csv``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A task is a number below a limit; each becomes a trial of Optuna, which records 
 fails those of dead workers, whose tasks are then free again. The database is SQLite or PostgreSQL.
 """
 
-from __future__ import annotations
-
 import random
 import time
 import warnings
@@ -116,12 +114,12 @@ def work(
         if _free(_read(study), number, num_prior):
             try:
                 study.optimize(partial(_run_free, study, number, run, num_prior, first_seen), n_trials=1)
-            except (ValueError, AssertionError) as error:
+            except (ValueError, AssertionError, UnboundLocalError) as error:
                 if "Cannot tell" in f"{error} {error.__context__}":
                     continue  # another worker took it for dead, and runs the task
-                if "Should not reach" not in str(error):
+                if not any(text in str(error) for text in ("Should not reach", "updated_state")):
                     raise
-                # Optuna could not record how a trial ended
+                # Optuna could not record how a trial ended, and hides the reason by an error of its own
                 raise errors.UserError(
                     f"the study cannot be written: {errors.first_line(error.__context__ or error)}\n"
                     "free disk space, and run the same command again to resume"

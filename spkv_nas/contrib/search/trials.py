@@ -1,7 +1,5 @@
 """Define the search effort, the second objective, trials, and their Pareto order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

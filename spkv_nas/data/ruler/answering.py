@@ -4,8 +4,6 @@ As in RULER: the question's own documents and others, first of its own article, 
 Different from RULER: the wording, and that a question whose documents are too long is replaced by another.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain

@@ -8,8 +8,6 @@ where a list needs more words than exist (8,166) additional pairs such as "quiet
 from a larger list.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ a question has one answer), needles at independent uniform depths (RULER draws d
 essays), and essays that begin at a random sentence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

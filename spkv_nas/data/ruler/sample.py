@@ -4,8 +4,6 @@ A task renders its prompt with ``n`` units (sentences, words, documents); ``fill
 length covers the prompt, the beginning of the answer, and the tokens that may be generated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

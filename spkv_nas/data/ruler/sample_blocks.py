@@ -1,7 +1,5 @@
 """Pack RULER samples, with their answers, into token blocks for training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random

@@ -5,8 +5,6 @@
 The same arguments give the same bytes in every process. ``index`` counts samples; another seed gives other samples.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from spkv_nas.base.errors import UserError

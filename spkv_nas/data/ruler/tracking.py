@@ -5,8 +5,6 @@ new tokens, and a worked example with names of three letters. Different from RUL
 independent uniform depths, and no example where it does not fit.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Vocabulary of RULER: English words, numbers of seven digits, UUIDs, and words of random letters."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Put the layouts of a verdict on models, and keep the scores that were measured with them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -14,8 +14,6 @@ A second bisection finds the largest candidate that fails in the same way, in th
 same candidates until one is open. A candidate that only one of them looks at gets only this one's answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -4,8 +4,6 @@ Each sample is measured with both models. A test gives the evidence for both ans
 the margin, and that it is above.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Read the margins of a verdict with the options of their criteria, and its risk."""
 
-from __future__ import annotations
-
 import math
 import re
 

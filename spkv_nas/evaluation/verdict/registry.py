@@ -1,7 +1,5 @@
 """List the criteria of a verdict. Further ones are added by the entry-point group of ``CRITERIA``."""
 
-from __future__ import annotations
-
 from spkv_nas.base.registry import Registry
 from spkv_nas.evaluation.verdict import continuations, criterion, nll
 

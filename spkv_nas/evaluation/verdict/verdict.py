@@ -1,7 +1,5 @@
 """Decide from Python whether layouts may replace a model in memory, with an error rate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -1,7 +1,5 @@
 """Say in words what the rows of a verdict mean, for the terminal and for the page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

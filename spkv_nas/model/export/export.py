@@ -3,8 +3,6 @@
 A layout changes the config but no weight, so most targets carry the weight files over unchanged (``weight_files.py``).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass

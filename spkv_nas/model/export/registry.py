@@ -1,7 +1,5 @@
 """List the export targets: the built-in ones, in the order in which ``export`` tries them, and those of packages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any

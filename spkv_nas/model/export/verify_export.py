@@ -4,8 +4,6 @@ Random tokens, ``BEYOND`` more than the window has keys, pass through both model
 compared: those of one pass, and those of some decoding steps with transformers' key-value cache.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

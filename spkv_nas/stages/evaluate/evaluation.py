@@ -1,7 +1,5 @@
 """Describe an evaluation, a subcommand of ``evaluate``, and the options that several of them share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

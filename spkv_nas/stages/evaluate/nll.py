@@ -1,7 +1,5 @@
 """Measure held-out NLL of a checkpoint, of two on the same documents, or of one at many thresholds."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,8 +9,6 @@ flag means something specific to a command, ``default`` holds the wording. Nothi
 ``--help`` needs it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Declare the options of the ``export`` command, and check them; the class's docstring is the help."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Declare the options of the ``layout`` commands; the docstring of each class is the help of its command."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

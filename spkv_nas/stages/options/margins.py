@@ -1,7 +1,5 @@
 """Declare the options that ``verdict`` and ``critical-budget`` share, and check them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

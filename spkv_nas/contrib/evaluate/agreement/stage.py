@@ -1,7 +1,5 @@
 """Measure the agreement of a checkpoint's next tokens with a dense model's, to ``reports/<name>/``."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Name the methods and protocols of ``baselines``, and parse its options. Imports nothing heavy, for ``--help``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TypeVar

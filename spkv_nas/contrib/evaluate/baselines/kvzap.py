@@ -17,8 +17,6 @@ instead of 1.2 million), and the context to repeat is half a block, so that all 
 model was trained on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ It uses the mean instead of H2O's sum, which favours old keys; so does kvpress (
 which the SP-KV paper uses. With chunked reading the weights are those of the pruned attention; evicted keys get none.
 """
 
-from __future__ import annotations
-
 import torch
 
 from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, ranking

@@ -15,8 +15,6 @@ key from its token alone decides on it once (``keeping``); one whose scores chan
 again before every chunk (``ranking``). Rules that ignore the content of keys are defined here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

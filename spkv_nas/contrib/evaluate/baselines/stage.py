@@ -5,8 +5,6 @@ outside the window, those that are kept, including sinks, averaged over all quer
 in the same way, whereas ``evaluate`` reports the share of tokens whose gates are open.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

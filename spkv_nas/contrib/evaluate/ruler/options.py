@@ -1,7 +1,5 @@
 """Declare the options of the ``evaluate ruler`` command, and check them; the class's docstring is the help."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated

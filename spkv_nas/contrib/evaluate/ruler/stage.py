@@ -1,7 +1,5 @@
 """Evaluate a checkpoint on RULER, beside a second one and beside itself with local heads, to ``reports/<name>/``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

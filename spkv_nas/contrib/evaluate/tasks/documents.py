@@ -1,7 +1,5 @@
 """Functions called by the YAML files of ``assets``: load and reshape the data of the shipped tasks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

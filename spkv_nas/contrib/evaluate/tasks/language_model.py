@@ -7,8 +7,6 @@ computed in float32, where lm-eval computes them in the model's dtype. The calle
 ranks: each answers its share, and all get all answers.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import warnings

@@ -4,8 +4,6 @@ A finished task is a file (``evaluate.samples``): a header with the density, the
 the checkpoint and its gates, on the requests, and on the task's config.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ lm-eval defines thousands of tasks in YAML files; ``assets`` adds those of this 
 user. The paper's sixteen tasks use its number of few-shot examples (appendix "Evaluation protocol").
 """
 
-from __future__ import annotations
-
 import difflib
 import logging
 import os

@@ -4,8 +4,6 @@ The table follows the SP-KV paper's "Ablation Results" (appendix "Ablating desig
 relative change from the first row, the baseline.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

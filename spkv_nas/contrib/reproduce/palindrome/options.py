@@ -1,7 +1,5 @@
 """Declare the options of the ``reproduce palindrome`` command; the class's docstring is the help."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Train the paper's palindrome comparison, and write its table, curves and figure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

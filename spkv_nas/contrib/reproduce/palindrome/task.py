@@ -9,8 +9,6 @@ Only the output after the instruction is scored. Whitespace is easy to learn, so
 reaches N ln(100) / (2N - 1) nats per output token: 2.34 for N = 32 numbers.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass

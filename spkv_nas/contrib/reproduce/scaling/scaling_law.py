@@ -10,8 +10,6 @@ law, noise 0.006), 95 % intervals covered the true value in 96 to 97 % of 400 dr
 a failure of the law beyond them; predictions of held-out runs test that.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fit the law of NLL against training compute to runs, and draw it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

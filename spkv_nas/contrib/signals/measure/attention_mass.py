@@ -7,8 +7,6 @@ the first tokens of a text (attention sinks); the ``sinks`` option leaves those 
 are averaged.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

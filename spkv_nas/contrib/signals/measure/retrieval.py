@@ -11,8 +11,6 @@ model can copy it without instructions. There are three differences from the pap
 - A KV head takes the score of its best query head, because a single query head is enough to copy.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
