@@ -1,5 +1,7 @@
 """Layout: which KV heads attend globally, and which only to a local window and the first tokens (sink tokens).
 
+Local heads have one window, or several, each with a letter of its own that a legend explains.
+
 Layouts connect the pipeline stages: ``propose`` writes them, ``train-hybrid`` trains them and ``export`` applies one to
 a model. A layout is a small YAML file whose grid of letters can be read and edited by hand.
 
@@ -22,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
-from spkv_nas.artifacts.grid import Grid, OnGrid, check_grid, grid_html
+from spkv_nas.artifacts.grid import Grid, OnGrid, grid_html
 from spkv_nas.base import files, limits, names, schema
 from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError, shortened
@@ -30,11 +32,15 @@ from spkv_nas.base.errors import UserError, shortened
 FORMAT = "spkv-nas/layout/1"
 DEFAULT_WINDOW = 128  # of local heads, if neither the probe nor the caller sets one
 
-_GRID_COMMENT = "# one row per layer from layer 0, one letter per KV head: G global, L local"
+GLOBAL = "G"
+LOCAL = "LMNOPQRTUVWXYZ"  # letters of local heads, by window, the narrowest first; S are gated heads of other grids
+_GRID_COMMENT = "# one row per layer from layer 0, one letter per KV head: G global, {} local"
+_WINDOW = "window: {:<19} # visible recent keys of a local head, its own included"
+_WINDOWS = "windows: {:<18} # visible recent keys of a local head, its own included, by its letter"
 _SINKS = "sinks: {:<20} # first tokens of the sequence that a local head also sees\n"
 _TEMPLATE = """\
 format: {format}
-window: {window:<19} # visible recent keys of a local head, its own included
+{window}
 {sinks}heads:                      {comment}
 {rows}
 strategy: {strategy}
@@ -51,52 +57,83 @@ class Layout(OnGrid):
         layout = spkv_nas.Layout(("GL", "LL", "LL", "GG"), window=128, sinks=1)  # 4 layers of 2 KV heads
         layout.num_global, layout.global_mask  # 3, bool [L, Hkv]
         layout.write("layouts/mine.yaml")
+        spkv_nas.Layout(("GL", "MM"), windows={"L": 64, "M": 512})  # local heads with two windows
 
     Attributes:
-        heads: one row per layer, one letter per KV head: ``"G"`` global, ``"L"`` local.
-        window: recent keys that a local head sees, including the query's own.
+        heads: one row per layer, one letter per KV head: ``"G"`` global, ``"L"`` local; with several windows the other
+            letters of ``LOCAL``, "L" for the narrowest, whichever letters the layout was made with.
+        window: recent keys that a local head sees, including the query's own; with several windows the narrowest.
         strategy: how the layout was made; also names its files and runs.
         provenance: where the layout comes from; affects neither the layout nor its coverage. ``Proposal.read`` uses one
             entry, ``tau``: the threshold of the densities by which the layout was chosen.
         sinks: first tokens of its sequence that a local head sees besides its window (sink tokens).
+        windows: windows of local heads by their letter, narrowest first, if there are several; empty with one window.
 
     Raises:
-        UserError: the grid is empty or ragged or has another letter, the window is below 1, the sinks are negative, or
-            the strategy cannot name a file.
+        UserError: the grid is empty or ragged or has another letter, a window is below 1 or has no head, two letters
+            have the same window, the sinks are negative, or the strategy cannot name a file.
     """
 
     heads: tuple[str, ...]
-    window: int
+    window: int = 0
     strategy: str = "custom"
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
     sinks: int = field(default=0, kw_only=True)
+    windows: Mapping[str, int] = field(default_factory=dict, kw_only=True, hash=False)
 
     def __post_init__(self) -> None:
-        """Validate the grid, the window, the sinks and the strategy."""
+        """Validate the grid, the windows, the sinks and the strategy."""
         heads = convert("heads", Sequence[str], self.heads, remedy="give one row per layer, one letter per KV head")
         # Store Python's own types, which YAML can represent
         object.__setattr__(self, "heads", tuple(heads))
         object.__setattr__(self, "window", convert("window", int, self.window))
         object.__setattr__(self, "sinks", convert("sinks", int, self.sinks))
+        windows = convert("windows", Mapping[str, int], self.windows, remedy="give for example {'L': 128, 'M': 512}")
+        legend = dict(windows) or {LOCAL[0]: self.window}
         # Check the grid
         if not self.heads or not self.heads[0]:
             raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
         for layer, row in enumerate(self.heads):
-            if set(row) - {"G", "L"}:
-                raise UserError(f"layer {layer} is {row[:100]!r}; allowed letters are G (global) and L (local)")
+            if set(row) - {GLOBAL, *legend}:
+                letters = " and ".join(f"{letter} (local)" for letter in legend)
+                raise UserError(f"layer {layer} is {row[:100]!r}; allowed letters are G (global) and {letters}")
             if len(row) != self.num_kv_heads:
                 raise UserError(
                     f"layer {layer} is {row[:100]!r}, {len(row)} KV heads, but layer 0 has {self.num_kv_heads}; "
                     "all rows must have the same length"
                 )
-        # Check window, sinks and strategy
-        if self.window < 1:
-            raise UserError(f"window is {self.window}; it must be at least 1, because it includes the query's own key")
-        if self.window > limits.MAX_WINDOW:
-            raise UserError(f"window is {str(self.window)[:40]}; it is at most {limits.MAX_WINDOW}")
+        # Check windows, sinks and strategy
+        self._check_windows(legend, has_legend=bool(windows))
         if not 0 <= self.sinks <= limits.MAX_WINDOW:
             raise UserError(f"sinks is {str(self.sinks)[:40]}; it must lie between 0 and {limits.MAX_WINDOW}")
         names.check_name(convert("strategy", str, self.strategy), "the strategy")
+        # Give the letters of ``LOCAL``, so that equal layouts have equal letters
+        ordered = sorted(legend.items(), key=lambda item: item[1])
+        renamed = str.maketrans({letter: LOCAL[index] for index, (letter, _) in enumerate(ordered)})
+        several = {LOCAL[index]: window for index, (_, window) in enumerate(ordered)} if len(ordered) > 1 else {}
+        object.__setattr__(self, "heads", tuple(row.translate(renamed) for row in self.heads))
+        object.__setattr__(self, "window", ordered[0][1])
+        object.__setattr__(self, "windows", several)
+
+    def _check_windows(self, legend: Mapping[str, int], *, has_legend: bool) -> None:
+        """Raise ``UserError`` for a window out of range, or a legend that does not fit the grid."""
+        for letter, window in legend.items():
+            name = f"the window of {letter}" if has_legend else "window"
+            if window < 1:
+                raise UserError(f"{name} is {window}; it must be at least 1, because it includes the query's own key")
+            if window > limits.MAX_WINDOW:
+                raise UserError(f"{name} is {str(window)[:40]}; it is at most {limits.MAX_WINDOW}")
+        if not has_legend:
+            return
+        # Check the letters of the legend
+        if wrong := [letter for letter in legend if letter not in LOCAL or len(letter) != 1]:
+            raise UserError(f"windows: {wrong[0][:40]!r} is no letter of a local head; they are {', '.join(LOCAL)}")
+        if unused := [letter for letter in legend if letter not in "".join(self.heads)]:
+            raise UserError(f"windows: no head is {unused[0]}; leave its window out")
+        if len(set(legend.values())) < len(legend):
+            raise UserError("windows: two letters have the same window; give their heads one letter")
+        if self.window and self.window != min(legend.values()):
+            raise UserError(f"window is {self.window}, but windows are {_listed(legend)}: give one window or several")
 
     @property
     def grid(self) -> Grid:
@@ -111,8 +148,18 @@ class Layout(OnGrid):
     @property
     def global_mask(self) -> npt.NDArray[np.bool_]:
         """Return a bool mask [L, Hkv], true where the KV head is global."""
-        mask: npt.NDArray[np.bool_] = np.array(self.heads).view("U1").reshape(self.grid) == "G"
+        mask: npt.NDArray[np.bool_] = np.array(self.heads).view("U1").reshape(self.grid) == GLOBAL
         return mask
+
+    @property
+    def head_windows(self) -> tuple[tuple[int | None, ...], ...]:
+        """Return the window of every KV head, by layer; None for global heads."""
+        return tuple(tuple(self.legend.get(letter) for letter in row) for row in self.heads)
+
+    @property
+    def legend(self) -> dict[str, int]:
+        """Return the window of every letter of local heads, narrowest first; ``{"L": window}`` with one window."""
+        return dict(self.windows) or {LOCAL[0]: self.window}
 
     @property
     def is_layerwise(self) -> bool:
@@ -122,23 +169,24 @@ class Layout(OnGrid):
     @property
     def global_layers(self) -> tuple[int, ...]:
         """Return the layers whose KV heads are all global, ascending."""
-        return tuple(layer for layer, row in enumerate(self.heads) if "L" not in row)
-
-    @property
-    def local_keys(self) -> int:
-        """Return the number of keys that a local head sees of a long sequence: its window and the sink tokens."""
-        return self.window + self.sinks
+        return tuple(layer for layer, row in enumerate(self.heads) if set(row) == {GLOBAL})
 
     @property
     def reach(self) -> str:
-        """Return what a local head sees, for people: "window 128, 4 sink tokens"."""
+        """Return what local heads see, for people: "window 128, 4 sink tokens", "windows L 128, M 512"."""
         sinks = f", {self.sinks} sink token{'s' if self.sinks > 1 else ''}" if self.sinks else ""
-        return f"window {self.window}{sinks}"
+        return (f"windows {_listed(self.windows)}" if self.windows else f"window {self.window}") + sinks
 
     @property
     def content(self) -> str:
-        """Return window, grid and sinks (if any) as text: only what affects the model."""
-        return f"{self.window}\n{'/'.join(self.heads)}" + (f"\nsinks {self.sinks}" if self.sinks else "")
+        """Return windows, grid and sinks (if any) as text: only what affects the model."""
+        windows = " ".join(map(str, self.legend.values()))
+        return f"{windows}\n{'/'.join(self.heads)}" + (f"\nsinks {self.sinks}" if self.sinks else "")
+
+    def check_one_window(self, what: str) -> None:
+        """Raise ``UserError`` if local heads have several windows, and say ``what`` is impossible."""
+        if self.windows:
+            raise UserError(f"layout '{self.strategy}' has {len(self.windows)} windows of local heads: {what}")
 
     @property
     def content_hash(self) -> str:
@@ -163,6 +211,17 @@ class Layout(OnGrid):
         """Return an HTML grid with G for every global head, for notebooks."""
         caption = f"{self.strategy}: {self.num_global} of {self.num_heads} KV heads global, {self.reach}"
         return grid_html(caption, self.global_mask, [row.replace("L", " ") for row in self.heads])
+
+    @classmethod
+    def from_windows(cls, windows: Sequence[Sequence[int | None]], **settings: Any) -> Layout:
+        """Create a layout from the window of every KV head, by layer; None for global heads.
+
+        ``settings`` are the other arguments of the constructor. Without a local head, the window is ``DEFAULT_WINDOW``.
+        """
+        letters = dict(zip(sorted({w for row in windows for w in row if w is not None}), LOCAL, strict=False))
+        heads = tuple("".join(GLOBAL if w is None else letters.get(w, "?") for w in row) for row in windows)
+        legend = {letter: window for window, letter in letters.items()}
+        return cls(heads, 0 if legend else DEFAULT_WINDOW, windows=legend, **settings)
 
     @classmethod
     def from_mask(
@@ -201,7 +260,7 @@ class Layout(OnGrid):
             raise UserError(f"{where}: {problem}; this version reads 'format: {FORMAT}'")
         content = schema.validate(_LayoutFile, data, where)
         # Warn if the file is truncated
-        if "provenance" not in data and _GRID_COMMENT in text:
+        if "provenance" not in data and _GRID_COMMENT.partition("{")[0] in text:
             warnings.warn(
                 f"{where} is truncated: its last section, provenance, is missing\n"
                 "if this is intended, also remove the comment after 'heads'",
@@ -210,7 +269,10 @@ class Layout(OnGrid):
         # Build the layout without hash and check
         provenance = {key: value for key, value in content.provenance.items() if key not in ("hash", "check")}
         try:
-            layout = cls(tuple(content.heads), content.window, content.strategy, provenance, sinks=content.sinks)
+            if content.window is None and content.windows is None:
+                raise UserError("the key 'window' is missing")
+            reach: dict[str, Any] = {"sinks": content.sinks, "windows": content.windows or {}}
+            layout = cls(tuple(content.heads), content.window or 0, content.strategy, provenance, **reach)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         # Warn if the file was edited
@@ -236,6 +298,19 @@ class Layout(OnGrid):
         return _LayoutFile.model_json_schema()
 
     @property
+    def words(self) -> str:
+        """Return the grid as a word per layer, and with several windows one for each: "GLM LLL L=128 M=512"."""
+        return " ".join([*self.heads, *(f"{letter}={window}" for letter, window in self.windows.items())])
+
+    @classmethod
+    def from_words(cls, words: str, window: int | None, strategy: str = "custom", *, sinks: int = 0) -> Layout:
+        """Create a layout from ``words``, which have no windows if all local heads have ``window``."""
+        rows = [word for word in words.split() if "=" not in word]
+        pairs = (word.partition("=") for word in words.split() if "=" in word)
+        legend = {letter: int(number) if number.isdecimal() else 0 for letter, _, number in pairs}
+        return cls(tuple(rows), 0 if legend else window or 0, strategy, sinks=sinks, windows=legend)
+
+    @property
     def rows(self) -> str:
         """Return the lines of the grid in the file."""
         return "\n".join(f"  - {row}" for row in self.heads)
@@ -245,9 +320,9 @@ class Layout(OnGrid):
         """Return the YAML file; ``provenance`` must hold plain values (text, numbers, lists, mappings)."""
         return _TEMPLATE.format(
             format=FORMAT,
-            window=self.window,
+            window=_WINDOWS.format(files.yaml_line(self.windows)) if self.windows else _WINDOW.format(self.window),
             sinks=_SINKS.format(self.sinks) if self.sinks else "",
-            comment=_GRID_COMMENT,
+            comment=_GRID_COMMENT.format(", ".join(self.legend)),
             rows=self.rows,
             strategy=files.yaml_line(self.strategy),
             provenance=files.yaml_line({**self.provenance, "hash": self.hash, "check": self.check}),
@@ -258,34 +333,9 @@ class Layout(OnGrid):
         files.write_atomic(Path(path), self.text)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Difference between the heads of two layouts.
-
-    ``marks`` has a row per layer, a character per KV head: ``"G"`` global in both, ``"."`` local in both, ``"-"``
-    global only in the first, ``"+"`` global only in the second.
-    """
-
-    marks: tuple[str, ...]
-
-    @classmethod
-    def of(cls, first: Layout, second: Layout) -> Difference:
-        """Compare two layouts; ``UserError`` if they have different grids."""
-        check_grid("the first layout", first.grid, "the second", second.grid)
-        marks = {"GG": "G", "LL": ".", "GL": "-", "LG": "+"}
-        pairs = (zip(*rows, strict=True) for rows in zip(first.heads, second.heads, strict=True))
-        return cls(tuple("".join(marks[a + b] for a, b in row) for row in pairs))
-
-    @property
-    def num_heads(self) -> int:
-        """Return the number of KV heads that are global in one layout and local in the other."""
-        return sum(row.count("-") + row.count("+") for row in self.marks)
-
-    @property
-    def jaccard(self) -> float:
-        """Return global heads in both / global heads in either, in [0, 1]; 1 if no head is global."""
-        shared = sum(row.count("G") for row in self.marks)
-        return shared / (shared + self.num_heads) if shared + self.num_heads else 1.0
+def _listed(windows: Mapping[str, int]) -> str:
+    """Return windows by letter for people: "L 128, M 512"."""
+    return ", ".join(f"{letter} {window}" for letter, window in windows.items())
 
 
 class _LayoutFile(schema.Section):
@@ -297,9 +347,15 @@ class _LayoutFile(schema.Section):
     )
 
     format: str = Field(json_schema_extra={"const": FORMAT})
-    window: int = Field(
+    window: int | None = Field(
+        None,
         description="window of local heads: visible recent keys, including the query's own",
         json_schema_extra={"minimum": 1},
+    )
+    windows: dict[str, int] | None = Field(
+        None,
+        description="in place of 'window': windows of local heads by their letter, such as {L: 128, M: 512}",
+        json_schema_extra={"additionalProperties": {"type": "integer", "minimum": 1}},
     )
     sinks: int = Field(
         0,
@@ -307,8 +363,8 @@ class _LayoutFile(schema.Section):
         json_schema_extra={"minimum": 0},
     )
     heads: list[str] = Field(
-        description="one row per layer from layer 0, one letter per KV head: G global, L local",
-        json_schema_extra={"minItems": 1, "items": {"type": "string", "pattern": "^[GL]+$"}},
+        description="one row per layer from layer 0, one letter per KV head: G global, L or one of 'windows' local",
+        json_schema_extra={"minItems": 1, "items": {"type": "string", "pattern": "^[GL-RT-Z]+$"}},
     )
     strategy: str = Field("custom", description="how the layout was chosen; its name in comparisons")
     provenance: dict[str, Any] = Field(

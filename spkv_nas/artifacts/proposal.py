@@ -35,8 +35,8 @@ class Proposal:
 
     @property
     def windows(self) -> dict[str, int]:
-        """Return the local window of each layout, in keys, by name."""
-        return {name: layout.window for name, layout in self.layouts.items()}
+        """Return the local window of each layout, in keys, by name, without layouts of several windows."""
+        return {name: layout.window for name, layout in self.layouts.items() if not layout.windows}
 
     @property
     def sinks(self) -> dict[str, int]:
@@ -141,7 +141,8 @@ def layout_names(entries: Sequence[tuple[Path, Layout]]) -> list[str]:
 def _additions(file: Path, layout: Layout) -> tuple[str, ...]:
     """Return what may tell a layout from another of its strategy, in the order of ``layout_names``."""
     heads, folder = layout.num_global, file.resolve().parent.name
-    return str(heads), f"window-{layout.window}", folder, f"{heads}-{folder}", file.stem, f"{folder}-{file.stem}"
+    windows = "-".join(map(str, layout.legend.values()))
+    return str(heads), f"window-{windows}", folder, f"{heads}-{folder}", file.stem, f"{folder}-{file.stem}"
 
 
 def distinct(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:

@@ -40,7 +40,7 @@ class LeftOut(schema.Recorded):
 class JudgedLayout(schema.Recorded):
     """Layout of a candidate of a verdict, so that its results are found by content."""
 
-    heads: str  # a word of G and L per layer
+    heads: str  # ``Layout.words``
     window: int  # recent keys that a local head sees
     sinks: int = 0  # sink tokens of local heads
     trained: bool = False  # whether the candidate is a checkpoint of its own, not the dense model's weights
@@ -269,7 +269,7 @@ SCORES = ResultTable(
         _number("nll"),  # nats per token
         _number("delta_nll_percent", -100.0),  # against full attention, paired by document
         _number("delta_nll_standard_error"),  # in percentage points
-        Column("heads", default=""),  # a word of G and L per layer
+        Column("heads", default=""),  # ``Layout.words``
     ),
 )
 VERDICT = ResultTable(

@@ -1,5 +1,6 @@
 """Count the memory of a KV cache: bytes of keys and values, or what a serving engine's allocator plans."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -54,6 +55,11 @@ class CacheCost:
         num_local = num_heads - num_global - len(self.native_heads)
         native = sum(self._head(window) for window in self.native_heads)
         return num_global * self.global_head + num_local * self.local_head + native
+
+    def of_heads(self, windows: Iterable[int | None]) -> int:
+        """Return the bytes of a model whose KV heads that can be global have these windows; None for global heads."""
+        sizes = (replace(self, window=w).local_head if w is not None else self.global_head for w in windows)
+        return sum(sizes) + self.total(0, len(self.native_heads))
 
     def full(self, num_heads: int) -> int:
         """Return the bytes of full attention."""
@@ -154,7 +160,7 @@ class EngineCost(CacheCost):
         if layout.sinks > self.serving.engine.max_sinks:
             return None
         cache = replace(self.cache(layout.num_heads), grid=layout.grid, window=layout.window, sinks=layout.sinks)
-        return self.serving.engine.plan_layout(cache, layout.global_mask.sum(1).tolist())
+        return self.serving.engine.plan_layout(cache, layout.head_windows)
 
     def cache(self, num_heads: int) -> ServedCache:
         """Return the sizes of a model's cache, in which only the numbers of heads matter."""

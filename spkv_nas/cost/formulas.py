@@ -153,6 +153,7 @@ def cost(
     window: int = 0,
     native_windows: Sequence[int | None] = (),
     element_size: int = 2,
+    layout: Layout | None = None,
 ) -> Cost:
     """Return the cost of attention, without times. Raises ``UserError`` as ``visible_keys``.
 
@@ -164,14 +165,21 @@ def cost(
         window: visible recent keys of a local head, sink tokens included.
         native_windows: sliding window of each layer in the checkpoint, None for full attention; empty: none has one.
         element_size: bytes per number (2: bfloat16).
+        layout: layout whose windows and sink tokens precede ``window``; ``density`` is its ``layout_density``.
     """
-    layers = local_layers.config_layers(native_windows or [None])
-    # Average the visible keys over the layers
-    reaches = [
-        (min(context, layer.checkpoint_window), local_layers.layout_window(layer, window, is_global=False))
-        for layer in layers
-    ]
-    keys = sum(visible_keys(reach, density=density, window=local) for reach, local in reaches) / len(layers)
+    layers = local_layers.config_layers(native_windows or [None] * (1 if layout is None else layout.num_layers))
+    # Average the visible keys over the heads of a layout, or the layers
+    rows: Sequence[Sequence[int | None]] = [(window,)] * len(layers) if layout is None else layout.head_windows
+    sinks = 0 if layout is None else layout.sinks
+    share = density if layout is None else 0.0
+
+    def head_keys(layer: local_layers.ConfigLayer, head: int | None) -> float:
+        """Return the keys of a head with a window; None: global."""
+        local = local_layers.layout_window(layer, (head or 0) + sinks, is_global=head is None)
+        return visible_keys(min(context, layer.checkpoint_window), density=share, window=local)
+
+    heads = [head_keys(layer, head) for layer, row in zip(layers, rows, strict=True) for head in row]
+    keys = sum(heads) / len(heads)
     # Average the growth of the cache, which stops where a window is full
     grows = [not layer.is_always_local and context <= layer.checkpoint_window for layer in layers]
     growth = density * sum(grows) / len(layers)

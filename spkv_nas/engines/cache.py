@@ -85,8 +85,8 @@ class PlannedEngine(Engine, ABC):
         """Plan the cache of a model with ``num_global`` global KV heads, in whole layers."""
 
     @abstractmethod
-    def plan_layout(self, cache: ServedCache, layer_counts: Sequence[int]) -> CachePlan:
-        """Plan the cache of a layout with these global heads in each layer, in the form that takes the least memory."""
+    def plan_layout(self, cache: ServedCache, windows: Sequence[Sequence[int | None]]) -> CachePlan:
+        """Plan the cache of a layout from the windows of its heads by layer (None: global), in the smallest form."""
 
     @property
     def sink_limit(self) -> str:

@@ -146,8 +146,9 @@ class Vllm(PlannedEngine):
         """Plan the cache of a model in units of one head, or in whole layers."""
         return plan_parts(cache, unit_parts(cache, num_global))
 
-    def plan_layout(self, cache: ServedCache, layer_counts: Sequence[int]) -> CachePlan:
+    def plan_layout(self, cache: ServedCache, windows: Sequence[Sequence[int | None]]) -> CachePlan:
         """Plan the cache of a layout, split by kind or into the largest units, whichever takes less memory."""
+        layer_counts = [sum(window is None for window in row) for row in windows]
         if {*layer_counts} <= {0, cache.grid[1]}:
             return self.plan(cache, sum(layer_counts))
         size = gcd(cache.grid[1], *layer_counts)

@@ -152,7 +152,7 @@ def score_table(
         layout, change = layouts[name], paired_difference(scores[name], full)
         share, coverage = 100.0 * layout.num_global / num_heads, 100.0 * covered.get(name, np.nan)
         nll = (scores[name].mean, change.percent, change.standard_error)
-        rows.append((name, layout.hash, layout.num_global, share, coverage, *nll, " ".join(layout.heads)))
+        rows.append((name, layout.hash, layout.num_global, share, coverage, *nll, layout.words))
     return pd.DataFrame(rows, columns=SCORES.header)
 
 

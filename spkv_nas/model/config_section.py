@@ -27,10 +27,11 @@ class SavedLayer(schema.Section):
 
 
 class _SavedLayout(schema.Section):
-    """Layout of a hybrid: letters of its heads by layer, and window, sink tokens and learned sinks of local heads."""
+    """Layout of a hybrid: letters of its heads by layer, and windows, sink tokens and learned sinks of local heads."""
 
     heads: list[str] = Field(min_length=1, max_length=limits.MAX_LAYERS)
-    window: _Window
+    window: _Window | None = None
+    windows: dict[str, _Window] | None = None  # in place of ``window``: several, by the letter of their heads
     sinks: int = Field(0, ge=0, le=attention.GLOBAL_WINDOW)
     learned_sinks: bool = False
 
@@ -48,6 +49,8 @@ class _Saved(schema.Section):
         """Check that there are either gates or a layout, and that the gates are in range."""
         if (self.gates is None) == (self.layout is None):
             raise ValueError("expected either 'gates' or 'layout'")
+        if self.layout is not None and (self.layout.window is None) == (self.layout.windows is None):
+            raise ValueError("layout: expected either 'window' or 'windows'")
         if self.gates is not None and max(self.gates.window, self.gates.sinks) > attention.GLOBAL_WINDOW:
             raise ValueError(f"gates: a window or sinks above {attention.GLOBAL_WINDOW}")
         return self
@@ -75,7 +78,8 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
             learned_sinks.layer_learned_sinks(layer) is not None for layer in attention.attention_layers(model).values()
         )
         learned = {"learned_sinks": True} if has_learned else {}
-        gates_or_layout = {"layout": {"heads": list(content.heads), "window": content.window, **sinks, **learned}}
+        reach = {"windows": dict(content.windows)} if content.windows else {"window": content.window}
+        gates_or_layout = {"layout": {"heads": list(content.heads), **reach, **sinks, **learned}}
     restore_section(model, {"version": 1, "layers": layers, **gates_or_layout})
 
 
@@ -127,7 +131,9 @@ def saved_layout(config: PreTrainedConfig) -> Layout | None:
     """Return the layout of a hybrid's config; None if it has none."""
     section = _checked(config)
     saved = None if section is None else section.layout
-    return None if saved is None else Layout(tuple(saved.heads), saved.window, sinks=saved.sinks)
+    if saved is None:
+        return None
+    return Layout(tuple(saved.heads), saved.window or 0, sinks=saved.sinks, windows=saved.windows or {})
 
 
 def has_learned_sinks(config: PreTrainedConfig) -> bool:

@@ -122,6 +122,8 @@ def layout_applied(
 
 def _with_reach(layout: Layout, window: int | None, sinks: int | None) -> Layout:
     """Return a layout whose local heads have another window or other sink tokens; None keeps the layout's."""
+    if window is not None:
+        layout.check_one_window("leave the window out")
     return replace(
         layout, window=layout.window if window is None else window, sinks=layout.sinks if sinks is None else sinks
     )
@@ -132,8 +134,8 @@ def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
     heads = [state.num_kv_heads for state in attention.layer_states(model)]
     attach.check_heads("the layout", [layout.num_kv_heads] * layout.num_layers, heads)
     return [
-        tuple(local_layers.layout_window(state, layout.window, is_global=head == gate_config.GLOBAL) for head in row)
-        for state, row in zip(attention.layer_states(model), layout.heads, strict=True)
+        tuple(local_layers.layout_window(state, window or 0, is_global=window is None) for window in row)
+        for state, row in zip(attention.layer_states(model), layout.head_windows, strict=True)
     ]
 
 

@@ -66,6 +66,11 @@ def convert(
             f"--{next(iter(chosen))} applies only to scores"
         )
     else:
+        if layout.windows and (window is not None or not _is_layout(target)):
+            raise errors.UserError(
+                f"{source} has {len(layout.windows)} windows of local heads: "
+                + ("leave out --window" if _is_layout(target) else "DuoAttention and PruLong have one for all heads")
+            )
         layout, notes = _resized(layout, window, sinks), []
         mask = layout.global_mask.astype(np.float64)
         origin = f"{layout.strategy} {layout.hash}"

@@ -146,7 +146,7 @@ def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
             # Ignore a file that was replaced by a layout of another budget
             if layout is not None and num_global >= 0 and num_global != layout.num_global:
                 layout = None
-            mask = None if layout is None else layout.global_mask
+            mask = None if layout is None or layout.windows else layout.global_mask  # of a layout of two letters
             num_global = num_global if layout is None else float(layout.num_global)
             change = row["delta_nll_percent"], row["delta_nll_standard_error"]
             results.append(Result(name, *change, num_global, mask, row["nll"]))
@@ -189,10 +189,10 @@ def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
 
 
 def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
-    """Return whether a layout has the page's grid, and the window and sink tokens of its layouts."""
+    """Return whether a layout has the page's grid, and several windows or the window and sink tokens of its layouts."""
     seen: Iterable[Layout | head_scores.HeadScores] = inputs.layouts.values() or (inputs.table,)
     is_seen = any((layout.window, layout.sinks) == (each.window, each.sinks) for each in seen)
-    return layout.grid == inputs.table.grid and is_seen
+    return layout.grid == inputs.table.grid and (is_seen or bool(layout.windows))
 
 
 def _result(inputs: ReportInputs, layout: Layout, delta: float, error: float = math.nan, **others: Any) -> Result:
@@ -201,7 +201,8 @@ def _result(inputs: ReportInputs, layout: Layout, delta: float, error: float = m
     name = names.get(layout.hash, layout.strategy)
     if layout.hash not in names and name in inputs.layouts:  # the name stands for other heads by now
         name = f"{name}-{layout.num_global}"
-    return Result(name, delta, error, float(layout.num_global), layout.global_mask, **others)
+    mask = None if layout.windows else layout.global_mask
+    return Result(name, delta, error, float(layout.num_global), mask, **others)
 
 
 def _distinct(results: Sequence[Result]) -> tuple[Result, ...]:

@@ -37,14 +37,14 @@ class ResultFile:
         return self.path.parent.name
 
     def layout(self, name: str, heads: str) -> Layout | None:
-        """Return a layout of the table, of a word of G and L per layer; None if its window was not recorded."""
+        """Return a layout of the table, from its ``words``; None if its window was not recorded."""
         recorded, sinks = self.record.get("layouts", {}).get(name, {}), self.record.get("sinks") or 0
         window = recorded.get("window", self.record.get("windows", {}).get(name))
         number = recorded.get("sinks", sinks.get(name, 0) if isinstance(sinks, Mapping) else sinks)
         try:
-            return None if window is None else Layout(tuple(heads.split()), window, name, sinks=number)
+            return None if window is None and "=" not in heads else Layout.from_words(heads, window, name, sinks=number)
         except UserError:  # such as a candidate that is called by its path
-            return Layout(tuple(heads.split()), window, sinks=number)
+            return Layout.from_words(heads, window, sinks=number)
 
 
 def no_pair_error(_first: str, _second: str) -> float:

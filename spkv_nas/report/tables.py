@@ -143,7 +143,7 @@ def provenance(inputs: ReportInputs) -> list[tuple[str, list[tuple[str, str]]]]:
     probe = {"name": table.name, "tau": table.tau, "window": table.window, **table.metadata}
     sections = [("Probe", list(_flatten(probe))), ("Comparison", list(_flatten(inputs.record)))]
     for name, layout in inputs.layouts.items():
-        seen = {"window": layout.window, **({"sinks": layout.sinks} if layout.sinks else {})}
+        seen = {"window": layout.windows or layout.window, **({"sinks": layout.sinks} if layout.sinks else {})}
         content = {"content hash": layout.content_hash, **seen, **layout.provenance}
         sections.append((f"Layout {name}", list(_flatten(content))))
     return [(heading, pairs) for heading, pairs in sections if pairs]

@@ -28,7 +28,8 @@ Record = Mapping[str, Any]
 def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of ``verdict.csv``."""
     # Name layouts with their numbers of global heads
-    heads = {candidate: each["heads"].replace(" ", "") for candidate, each in record.get("layouts", {}).items()}
+    words = {candidate: each["heads"].split() for candidate, each in record.get("layouts", {}).items()}
+    heads = {candidate: "".join(word for word in each if "=" not in word) for candidate, each in words.items()}
     names = {each: f"{each} ({text.count('G')} of {len(text)} heads)" for each, text in heads.items()}
     answers = record.get("answers", {}).items()
     rows = rows.assign(candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]])

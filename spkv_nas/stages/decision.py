@@ -115,7 +115,7 @@ def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
         "unrecorded": list(compared.selected.unknown),
         "layouts": {
             each.name: {
-                "heads": " ".join(each.chosen.heads),
+                "heads": each.chosen.words,
                 "window": each.chosen.window,
                 "sinks": each.chosen.sinks,
                 "trained": each.layout is None,

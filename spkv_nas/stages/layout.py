@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
-from spkv_nas.artifacts.layout import Difference, Layout
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.layout_difference import Difference
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base import errors, progress
 from spkv_nas.base.console import out, say
@@ -20,7 +21,7 @@ from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
 from spkv_nas.stages.result import Result
 
-_STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "bold red"}
+_STYLES = {"G": "bold green", "+": "bold green", "-": "bold red", "~": "bold yellow"}  # others are dim
 
 
 def describe(layout: Layout) -> str:
@@ -33,7 +34,7 @@ def describe(layout: Layout) -> str:
 def print_grid(rows: Sequence[str], notes: Sequence[str]) -> None:
     """Print one line per layer: its index, its marks, a note."""
     for layer, (row, note) in enumerate(zip(rows, notes, strict=True)):
-        marks = [(mark, _STYLES[mark]) for mark in row]
+        marks = [(mark, _STYLES.get(mark, "dim")) for mark in row]
         out.print(Text.assemble(f"{layer:>4}  ", *marks, f"  {note}".rstrip()), soft_wrap=True)
 
 
@@ -44,6 +45,7 @@ def heads_document(layout: Layout) -> dict[str, Any]:
         "num_global": layout.num_global,
         "num_heads": layout.num_heads,
         "window": layout.window,
+        "windows": layout.windows or None,
         "sinks": layout.sinks,
         "strategy": layout.strategy,
         "hash": layout.hash,
@@ -130,8 +132,10 @@ def _show_difference(files: Sequence[Path], compared: ComparedLayouts) -> None:
         return
     out.print(Text(f"- {files[0]}: {describe(first)}\n+ {files[1]}: {describe(second)}"), soft_wrap=True)
     out.print(f"{delta.num_heads} heads differ, Jaccard index of the global heads {delta.jaccard:.3f}")
-    if delta.num_heads:
-        out.print("G: global in both; .: local in both; -: global only in the first; +: global only in the second")
+    if delta.num_heads or "~" in "".join(delta.marks):
+        windows = "; ~: local in both, with another window" if first.windows or second.windows else ""
+        meaning = "G: global in both; .: local in both; -: global only in the first; +: global only in the second"
+        out.print(f"{meaning}{windows}")
         print_grid(delta.marks, ["" for _ in delta.marks])
 
 

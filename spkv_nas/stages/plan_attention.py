@@ -45,18 +45,21 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     tokens = choose_context(options.context, subject.positions, reporter)
     layouts = [Layout.read(path) for path in options.layout or []]
     shares = [layout_density(shape, layout, native) for layout in layouts]
-    needed = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
+    needed = [layout.window for layout in layouts if not layout.windows] + (
+        [options.window] if options.density is not None else []
+    )
     times, remedy = _times(options, subject, needed, tokens, reporter)
     serving = chosen_engine(options)
     item = units.ITEM_BYTES["bfloat16" if serving is None or serving.kv_dtype is None else serving.kv_dtype]
 
     def row(name: str, heads: Layout | float, density: float, window: int, sinks: int) -> Cost:
-        by_layer = heads if isinstance(heads, Layout) else [heads] * shape.num_layers
+        layout = heads if isinstance(heads, Layout) else None
+        by_layer = [heads] * shape.num_layers if isinstance(heads, float) else heads
         seconds = None
-        if times is not None:
+        if times is not None and not (layout and layout.windows):  # times are measured with one window
             seconds = times.layout_seconds(by_layer, tokens, window=window, sinks=sinks)
-        reach = window + sinks
-        counted = cost(name, shape, tokens, density=density, window=reach, native_windows=native, element_size=item)
+        sizes: dict[str, Any] = {"native_windows": native, "element_size": item, "layout": layout}
+        counted = cost(name, shape, tokens, density=density, window=window + sinks, **sizes)
         return replace(counted, decode_seconds=seconds, total_flops=None if subject.is_mixture else counted.total_flops)
 
     # Compute a row for full attention, each layout, and the density
@@ -96,11 +99,11 @@ def _served(
     if served is None:
         return None
     engine, cache = served.engine, served.cache
-    plans = [engine.plan_layout(cache, [shape.num_kv_heads] * shape.num_layers)]
+    plans = [engine.plan_layout(cache, [(None,) * shape.num_kv_heads] * shape.num_layers)]
     for title, layout in zip(titles[1:], layouts, strict=True):
         engine.check_sinks(layout.sinks, f"leave out {title}, or use another engine")
-        counts = layout.global_mask.sum(1).tolist()
-        plans.append(engine.plan_layout(replace(cache, window=layout.window, sinks=layout.sinks), counts))
+        sizes = replace(cache, window=layout.window, sinks=layout.sinks)
+        plans.append(engine.plan_layout(sizes, layout.head_windows))
     named = zip(titles, plans, strict=True)
     return replace(served, rows=tuple(({"name": name, "form": plan.form}, plan) for name, plan in named))
 

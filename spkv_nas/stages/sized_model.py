@@ -59,7 +59,8 @@ def _saved_layout(file: Path) -> Layout | None:
     """Read the layout in a hybrid's config without torch; None if there is none, or if it is damaged."""
     try:
         saved = files.read_json(file, "config")["spkv"]["layout"]
-        return Layout(tuple(saved["heads"]), saved["window"], sinks=saved.get("sinks", 0))
+        reach = {"sinks": saved.get("sinks", 0), "windows": saved.get("windows", {})}
+        return Layout(tuple(saved["heads"]), saved.get("window", 0), **reach)
     except (UserError, KeyError, TypeError, AttributeError):
         return None
 

@@ -172,6 +172,7 @@ def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str
     there.
     """
     layout = Layout.read(base / section["layout"])
+    layout.check_one_window(f"{where}: gates.layout needs one, which becomes that of the gates")
     if layout.sinks:
         raise errors.UserError(
             f"{where}: gates.layout has {layout.reach}, but local heads of a model with gates see only their window\n"

@@ -299,7 +299,10 @@ def _write(
             "documents": compared.heldout.num_documents,
             "effective_documents": round(compared.heldout.effective_documents, 1),
         },
-        "windows": {comparison.SP_KV: recipe.gates.window, **{name: layout.window for name, layout in layouts.items()}},
+        "windows": {
+            comparison.SP_KV: recipe.gates.window,
+            **{name: layout.window for name, layout in layouts.items() if not layout.windows},
+        },
         **({"sinks": sinks} if any(sinks.values()) else {}),
         "rank_correlation": correlations["coverage"],
         "zero_shot_rank_correlation": correlations["zero-shot NLL"],

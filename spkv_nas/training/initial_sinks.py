@@ -29,7 +29,8 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
 
     Raises ``UserError``: blocks are so short that no key is hidden, or the model has learned sinks of its own.
     """
-    # Check that keys are hidden
+    # Check that keys are hidden, by one window
+    layout.check_one_window("branch.sinks: learned needs one; leave it out")
     if blocks.block_size <= layout.window + layout.sinks:
         raise UserError(
             f"branch.sinks: learned: a window of {layout.window} keys and {layout.sinks} sink tokens hide nothing in "

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from paths import ROOT
 
-from spkv_nas.artifacts.layout import Difference, Layout
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.layout_difference import Difference
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml, yaml_text
 
@@ -76,7 +77,7 @@ class TestSinks:
             assert Layout.read(path).sinks == 1
 
     def test_are_shown(self) -> None:
-        assert self.LAYOUT.local_keys == 12
+        assert self.LAYOUT.window + self.LAYOUT.sinks == 12
         assert [replace(self.LAYOUT, sinks=number).reach for number in (0, 1, 4)] == [
             "window 8",
             "window 8, 1 sink token",
@@ -90,6 +91,69 @@ class TestSinks:
         (tmp_path / "x.yaml").write_text(f"{FILE}sinks: {sinks}\n")
         with pytest.raises(UserError, match=r"x.yaml.*sinks"):
             Layout.read(tmp_path / "x.yaml")
+
+
+class TestSeveralWindows:
+    """Local heads of several windows have a letter for each; layouts of one window are as before, hash included."""
+
+    LAYOUT = Layout(("GLW", "MLL"), strategy="a", windows={"L": 64, "M": 512, "W": 32}, sinks=1)
+
+    def test_letters_are_ordered_by_window_so_that_equal_layouts_are_equal(self) -> None:
+        assert (self.LAYOUT.heads, self.LAYOUT.window) == (("GML", "NMM"), 32)
+        assert self.LAYOUT.windows == {"L": 32, "M": 64, "N": 512}
+        assert self.LAYOUT.head_windows == ((None, 64, 32), (512, 64, 64))
+        assert Layout.from_windows(self.LAYOUT.head_windows, strategy="a", sinks=1) == self.LAYOUT
+        assert self.LAYOUT.reach == "windows L 32, M 64, N 512, 1 sink token"
+        assert (self.LAYOUT.num_global, self.LAYOUT.is_layerwise, self.LAYOUT.global_layers) == (1, False, ())
+
+    def test_one_window_is_the_same_however_it_is_given(self) -> None:
+        layout = Layout(("GX", "XX"), windows={"X": 8})
+        assert layout == Layout(("GL", "LL"), 8) == Layout.from_windows([[None, 8], [8, 8]])
+        assert layout.windows == {}
+        assert replace(layout, window=9) == Layout(("GL", "LL"), 9)
+        assert Layout.from_windows([[None]]).heads == ("G",)
+
+    def test_file_and_words(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.yaml"
+        self.LAYOUT.write(path)
+        assert "windows: {L: 32, M: 64, N: 512} # visible recent keys" in path.read_text()
+        assert "global, L, M, N local" in path.read_text()
+        assert Layout.read(path) == self.LAYOUT
+        assert self.LAYOUT.words == "GML NMM L=32 M=64 N=512"
+        for layout in (self.LAYOUT, Layout(("GL", "LL"), 8)):
+            assert Layout.from_words(layout.words, layout.window, layout.strategy, sinks=layout.sinks) == layout
+
+    def test_the_hash_has_all_windows(self) -> None:
+        others = [Layout(self.LAYOUT.heads, windows={"L": 32, "M": 64, "N": n}, sinks=1) for n in (512, 511)]
+        assert others[0].content_hash == self.LAYOUT.content_hash != others[1].content_hash
+
+    @pytest.mark.parametrize(
+        ("windows", "message"),
+        [
+            ({"L": 0, "M": 8}, "the window of L is 0"),
+            ({"L": 8, "M": 1 << 40}, "the window of M is"),
+            ({"L": 8, "M": 8}, "two letters have the same window"),
+            ({"L": 8, "M": 9, "N": 10}, "no head is N"),
+            ({"L": 8}, "allowed letters are G (global) and L (local)"),
+            ({"L": 8, "M": 9, "S": 10}, "'S' is no letter of a local head"),
+        ],
+    )
+    def test_mistakes(self, windows: dict[str, int], message: str, tmp_path: Path) -> None:
+        (tmp_path / "x.yaml").write_text(f"format: spkv-nas/layout/1\nwindows: {windows}\nheads: [GLM, LLL]\n")
+        with pytest.raises(UserError, match=r"x.yaml") as error:
+            Layout.read(tmp_path / "x.yaml")
+        assert message in str(error.value)
+
+    def test_one_window_or_several(self) -> None:
+        with pytest.raises(UserError, match="window is 64, but windows are L 32"):
+            replace(self.LAYOUT, window=64)
+        with pytest.raises(UserError, match="has 3 windows of local heads: leave it out"):
+            self.LAYOUT.check_one_window("leave it out")
+
+    def test_differences(self) -> None:
+        other = Layout(("GLL", "LLG"), 64)
+        assert Difference.of(self.LAYOUT, other).marks == ("G.~", "~.+")
+        assert Difference.of(other, Layout(("GLL", "LLG"), 32)).marks == ("G..", "..G")
 
 
 def test_file_is_readable_and_keeps_its_key_order(tmp_path: Path) -> None:
@@ -206,7 +270,7 @@ def test_difference_needs_equal_shapes() -> None:
         ("window: 8", "window: 0", "window is 0"),
         ("window: 8", "window: true", "key 'window'"),
         ("window: 8", "", "key 'window' is missing"),
-        ("window: 8", "windows: 8", "did you mean 'window'"),
+        ("window: 8", "windows: 8", "key 'windows': should be a valid dictionary"),
         ("window: 8", "window: 8\nwindow: 9", "duplicate"),
         ("heads:", "- heads", "not valid YAML"),
     ],

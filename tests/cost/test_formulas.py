@@ -94,7 +94,7 @@ class TestCost:
             model(input_ids=torch.zeros(1, context, dtype=torch.int64), past_key_values=cache, use_cache=True)
         held = sum(int(layer.paged.lengths.sum()) + 2 * min(context, 6) for layer in cache.layers)
         shape = Shape(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=0)
-        cost = kv_cache_bytes(shape, context, density=3 / 8, window=layout.local_keys, element_size=4)
+        cost = kv_cache_bytes(shape, context, density=3 / 8, window=layout.window + layout.sinks, element_size=4)
         assert cost == pytest.approx(held * 2 * 8 * 4)
 
     @pytest.mark.parametrize("gated", [False, True])

@@ -76,24 +76,29 @@ class TestVllm:
         assert VLLM.plan(cache, 2).tokens(cache, GIB) < VLLM.plan(cache, 7).tokens(cache, GIB)
 
 
+def rows(counts: list[int]) -> list[tuple[int | None, ...]]:
+    """Return the windows of layers of 4 heads, of which ``counts`` are global."""
+    return [(None,) * count + (128,) * (4 - count) for count in counts]
+
+
 class TestLayouts:
     cache = replace(LAYERS, grid=(21, 4))
 
     def test_whole_layers(self) -> None:
-        layout = VLLM.plan_layout(self.cache, [4] * 9 + [0] * 12)
+        layout = VLLM.plan_layout(self.cache, rows([4] * 9 + [0] * 12))
         assert (layout.form, layout) == ("whole layers", VLLM.plan(self.cache, 36))
 
     def test_the_largest_units(self) -> None:
         """A single layer of another kind than the others sets groups of one module, so units take less."""
         counts = [2] * 20 + [4]
-        layout = VLLM.plan_layout(self.cache, counts)
+        layout = VLLM.plan_layout(self.cache, rows(counts))
         by_kind = plan_parts(self.cache, kind_parts(self.cache, counts))
         assert (layout.form, layout) == ("units of 2 heads", VLLM.plan(self.cache, 44))
         assert layout.request_bytes < by_kind.request_bytes
 
     def test_by_kind(self) -> None:
         """With 2 of 4 heads global in every layer, both give two groups; the split by kind has fewer modules."""
-        layout = VLLM.plan_layout(self.cache, [2] * 21)
+        layout = VLLM.plan_layout(self.cache, rows([2] * 21))
         assert layout.form == "split by kind"
         assert layout.request_bytes == VLLM.plan(self.cache, 42).request_bytes
 

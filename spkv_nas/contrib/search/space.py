@@ -79,7 +79,8 @@ class Space:
 
     def contains(self, layout: Layout) -> bool:
         """Return true if the layout has this grid, window and sinks, meets the constraints and fits the budgets."""
-        if layout.global_mask.shape != self.grid or (layout.window, layout.sinks) != (self.window, self.sinks):
+        is_other = layout.windows or (layout.window, layout.sinks) != (self.window, self.sinks)
+        if layout.global_mask.shape != self.grid or is_other:
             return False
         if not self._least <= layout.num_global <= self.budgets[1]:
             return False

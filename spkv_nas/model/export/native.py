@@ -193,8 +193,8 @@ def _layers(config: PreTrainedConfig, layout: Layout) -> list[ConfigLayer]:
 def _windows(layers: Sequence[ConfigLayer], layout: Layout) -> list[set[int]]:
     """Return the windows of the heads of every layer, which layers with a native window limit (``local_layers.py``)."""
     return [
-        {layout_window(layer, layout.window, is_global=letter == "G") for letter in row}
-        for layer, row in zip(layers, layout.heads, strict=True)
+        {layout_window(layer, window or 0, is_global=window is None) for window in row}
+        for layer, row in zip(layers, layout.head_windows, strict=True)
     ]
 
 
