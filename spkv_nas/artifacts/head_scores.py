@@ -23,12 +23,14 @@ from spkv_nas.artifacts.grid import Grid, OnGrid, grid_html, grid_words
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.kinds import DENSITY, SCORE
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, digest, read_selection, write_selection
+from spkv_nas.artifacts.window_costs import WindowCosts
 from spkv_nas.base import arguments, files, records, schema, tables
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.replace import replacing, settle
 
 _TABLE, RECORD = "density.csv", "probe.yaml"
-_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS = "positions.csv", "histogram.npz", "documents.npz", "gains.csv"
+_POSITIONS, _HISTOGRAM, _DOCUMENTS = "positions.csv", "histogram.npz", "documents.npz"
+_GAINS, _WINDOWS = "gains.csv", "windows.csv"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,6 +56,7 @@ class HeadScores(OnGrid):
         metadata: where the table comes from (``probe.yaml``).
         probe_hash: ``content_hash`` of the table at the probe's threshold; None: this table is at it.
         gains: individual gain of each head, to validate the ranking; None if not measured.
+        window_costs: cost of each window to each head, for layouts of several windows; None if not measured.
         selected_on: documents that the heads were scored on (``TokenBlocks.text_ids``); None if unknown.
     """
 
@@ -68,6 +71,7 @@ class HeadScores(OnGrid):
     metadata: Mapping[str, Any] = field(default_factory=dict)
     probe_hash: str | None = None
     gains: head_tables.Gains | None = None
+    window_costs: WindowCosts | None = None
     selected_on: Selection | None = None
 
     @cached_property
@@ -332,6 +336,7 @@ class HeadScores(OnGrid):
                 folder / _DOCUMENTS, table.domains, [table.domain_density(domain) for domain in table.domains]
             ),
             gains=head_tables.Gains.read(folder / _GAINS, table.grid),
+            window_costs=WindowCosts.read(folder / _WINDOWS, table.grid, table.domains),
             selected_on=read_selection(metadata[SELECTION], [folder]) if SELECTION in metadata else None,
         )
 
@@ -353,7 +358,7 @@ class HeadScores(OnGrid):
         }
         # List the files of an earlier probe, which are replaced or removed
         earlier = [file.name for file in Path(folder).glob(PATTERN) if str(self.selection) not in file.name]
-        with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS, *earlier)) as new:
+        with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS, _WINDOWS, *earlier)) as new:
             tables.write_csv(new / _TABLE, head_tables.file_rows(self.rows, self.kind))
             if self.positions is not None and self.tau_of_positions == self.tau:
                 tables.write_csv(new / _POSITIONS, self.positions)
@@ -363,6 +368,8 @@ class HeadScores(OnGrid):
                 self.documents.write(new / _DOCUMENTS)
             if self.gains is not None:
                 self.gains.write(new / _GAINS)
+            if self.window_costs is not None:
+                self.window_costs.write(new / _WINDOWS)
             if self.selected_on is not None:
                 record[SELECTION] = write_selection(new, self.selected_on)
             records.write_record(new / RECORD, {**self.metadata, **record})
@@ -381,7 +388,12 @@ class HeadScores(OnGrid):
         rows = self.rows.sort_values(["domain", "layer", "kv_head"])
         return np.asarray(rows[column].to_numpy(np.float64).reshape(-1, *self.grid))
 
+    @property
+    def domain_shares(self) -> NDArray[np.float64]:
+        """Return the domains' shares of the tokens, [P], in the order of ``domains``."""
+        tokens = self._by_domain("num_tokens")[:, 0, 0]
+        return np.asarray(tokens / tokens.sum())
+
     def _weighted(self, column: str) -> NDArray[np.float64]:
         """Return a column times the domains' shares of the tokens, [P, L, Hkv]."""
-        tokens = self._by_domain("num_tokens")
-        return np.asarray(self._by_domain(column) * (tokens / tokens.sum(0)))
+        return np.asarray(self._by_domain(column) * self.domain_shares[:, None, None])

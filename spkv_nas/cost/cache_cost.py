@@ -1,6 +1,6 @@
 """Count the memory of a KV cache: bytes of keys and values, or what a serving engine's allocator plans."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -60,6 +60,10 @@ class CacheCost:
         """Return the bytes of a model whose KV heads that can be global have these windows; None for global heads."""
         sizes = (replace(self, window=w).local_head if w is not None else self.global_head for w in windows)
         return sum(sizes) + self.total(0, len(self.native_heads))
+
+    def layout_bytes(self, layout: Layout, layers: Sequence[int]) -> int:
+        """Return the bytes of a layout, of which ``layers`` are those whose heads can be global."""
+        return self.of_heads(window for layer in layers for window in layout.head_windows[layer])
 
     def full(self, num_heads: int) -> int:
         """Return the bytes of full attention."""
@@ -161,6 +165,12 @@ class EngineCost(CacheCost):
             return None
         cache = replace(self.cache(layout.num_heads), grid=layout.grid, window=layout.window, sinks=layout.sinks)
         return self.serving.engine.plan_layout(cache, layout.head_windows)
+
+    def layout_bytes(self, layout: Layout, layers: Sequence[int]) -> int:
+        """Return the bytes that the engine plans for a layout."""
+        plan = self.layout_plan(layout)
+        assert plan is not None  # its sink tokens were checked
+        return plan.memory(self.batch)
 
     def cache(self, num_heads: int) -> ServedCache:
         """Return the sizes of a model's cache, in which only the numbers of heads matter."""

@@ -247,7 +247,7 @@ class PassMemory:
     size: ModelSize  # size of the decoder
     item: int = FLOAT32  # bytes of an activation
     gates: gate_config.GateConfig | None = None  # its gates, if any
-    mixes: bool = False  # whether heads mix global and local attention and keep both results
+    attentions: int = 1  # kinds of attention that heads mix, and whose results they keep
     autocast: bool = False  # whether the model's weights are float32 and cast for every product
     on_cpu: bool = False  # whether gated attention computes and stores float32
 
@@ -312,7 +312,7 @@ class PassMemory:
     def _layer(self, learns: Learns) -> int:
         channels, ffn = self.size.hidden_size, self.size.intermediate_size
         q, kv, attention_item = self._attention
-        activations = self.item * (3 * ffn + q * self.mixes) + attention_item * 2 * (q + kv)
+        activations = self.item * (3 * ffn + q * (self.attentions - 1)) + attention_item * 2 * (q + kv)
         if learns is not Learns.GATES:
             activations += self.item * ((2 if self.item == FLOAT32 else 5) * channels + ffn + q)
         return activations + FLOAT32 * (4 if learns is Learns.ALL else 2) * channels

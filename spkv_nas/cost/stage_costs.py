@@ -147,7 +147,7 @@ class Stages:
         learning = (FLOAT32 + MOMENTS) * self.num_predictor_parameters if of_keys else 0
         weights = self._weights(gated=of_keys)
         gates = self.gates if of_keys else None
-        passes = PassMemory(self.size, self.item, gates, mixes=not of_keys, on_cpu=self.site.is_cpu)
+        passes = PassMemory(self.size, self.item, gates, attentions=1 if of_keys else 2, on_cpu=self.site.is_cpu)
         step_blocks, room = max(1, step_tokens // self.block_size), room * (self.site.memory - weights)
         blocks, recomputes = formulas.fitting_pass(passes, self.block_size, step_blocks, room)
         memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=recomputes))

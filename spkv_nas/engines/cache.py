@@ -79,6 +79,7 @@ class PlannedEngine(Engine, ABC):
     page_size: int  # default tokens per page
     in_flight: int  # default tokens in flight
     max_sinks: int = 0  # most sink tokens that a local head may see
+    max_windows: int = 3  # most windows of local heads, because each takes pages of its own
 
     @abstractmethod
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:

@@ -51,7 +51,7 @@ def frozen_within_memory(
     learning: Collection[torch.nn.Parameter] = (),
     gates: GateConfig | None = None,
     *,
-    mixes: bool = False,
+    attentions: int = 1,
 ) -> Iterator[AdaptiveBatchSize]:
     """Freeze ``model`` as ``frozen``, recompute activations if memory is short, and yield the micro-batch size.
 
@@ -61,16 +61,16 @@ def frozen_within_memory(
         num_blocks: blocks per step.
         learning: parameters to train.
         gates: configuration of the gates being trained, if any.
-        mixes: True if layers compute both global and local attention.
+        attentions: kinds of attention that every layer computes and mixes.
     """
     with frozen(model, learning):
-        pass_size, recomputes = passes(model, length, num_blocks, gates, mixes=mixes)
+        pass_size, recomputes = passes(model, length, num_blocks, gates, attentions=attentions)
         with modes.recomputed(model) if recomputes else nullcontext():
             yield AdaptiveBatchSize(pass_size)
 
 
 def passes(
-    model: PreTrainedModel, length: int, step_blocks: int, gates: GateConfig | None = None, *, mixes: bool = False
+    model: PreTrainedModel, length: int, step_blocks: int, gates: GateConfig | None = None, *, attentions: int = 1
 ) -> tuple[int, bool]:
     """Choose the micro-batch size and activation checkpointing that fit the free memory.
 
@@ -79,13 +79,13 @@ def passes(
         length: tokens per block.
         step_blocks: blocks per step.
         gates: configuration of the gates being trained, if any (see ``PassMemory``).
-        mixes: True if layers compute both global and local attention (see ``PassMemory``).
+        attentions: kinds of attention that every layer computes and mixes (see ``PassMemory``).
 
     Returns:
         (blocks per pass, whether to recompute activations in the backward pass).
     """
     item, on_cpu = int(model.dtype.itemsize), model.device.type == "cpu"
-    memory = PassMemory(model_shape.model_size(model), item, gates, mixes, on_cpu=on_cpu)
+    memory = PassMemory(model_shape.model_size(model), item, gates, attentions, on_cpu=on_cpu)
     return fitting_pass(memory, length, step_blocks, ROOM * device_map.memory_for_passes(model))
 
 

@@ -163,13 +163,44 @@ class HeadGates(Signal):
         return stages.learn_gates(self.stage_name, self.steps, defaults.LEARNING_TOKENS, ROOM, of_keys=False)
 
 
+@dataclass(frozen=True)
+class WindowCosts(Signal):
+    """Cost of every window of local heads, from which layouts of one window or several are made for any memory."""
+
+    name, help = "window-costs", "what each window costs each head, for layouts within a memory"
+    kind, unit = kinds.GAIN, kinds.NATS
+    takes_sinks = True
+
+    seed: Seed = 0
+
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
+        """Measure the costs of ``window`` and of the default windows."""
+        from spkv_nas.probing.window_costs import window_costs
+
+        return window_costs(model, blocks, window, seed=self.seed, **run)
+
+    def work(self, grid: Grid, tokens: int, block_size: int) -> Work:
+        """Return the passes over the blocks that are measured."""
+        from spkv_nas.probing.window_costs import NUM_BLOCKS, WINDOWS, passes
+
+        return Work(1.0, min(tokens, NUM_BLOCKS * block_size), passes(len(WINDOWS)))
+
+    def cost(self, stages: Stages, tokens: int) -> StageCost:
+        """Return the cost of gradients of a frozen model with respect to its heads."""
+        from spkv_nas.probing.frozen import ROOM
+        from spkv_nas.probing.window_costs import NUM_BLOCKS
+
+        return stages.learn_gates(self.stage_name, NUM_BLOCKS, stages.block_size, ROOM, of_keys=False)
+
+
 DENSITY = Density()
 HEAD_GATES = HeadGates()
 ADD_ONE_HEAD, LEAVE_ONE_OUT = AddOneHead(), LeaveOneOut()
 DUO = Duo()
+WINDOW_COSTS = WindowCosts()
 SIGNALS: registry.Registry[Signal] = registry.Registry(
     "spkv_nas.signals",
     "signal",
     Signal,  # type: ignore[type-abstract]
-    (DENSITY, HEAD_GATES, ADD_ONE_HEAD, LEAVE_ONE_OUT, DUO),
+    (DENSITY, HEAD_GATES, ADD_ONE_HEAD, LEAVE_ONE_OUT, DUO, WINDOW_COSTS),
 )

@@ -20,6 +20,7 @@ from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, find_solutions
 from spkv_nas.proposal.strategy import NUM_RANDOM
+from spkv_nas.proposal.window_program import WINDOW_PER_HEAD
 
 _COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
 
@@ -99,6 +100,9 @@ def propose_for(
     layouts |= {
         other.signal: densest_layout(other, heads, name=other.signal, window=window) for other in others
     } | solved
+    several_windows = requirements.window_per_head(table, limit, window)
+    if several_windows is not None:
+        layouts[several_windows.strategy] = several_windows
     # Bootstrap confidence intervals over the probe's documents
     resampled = stability.bootstrap(table)
     certainty = None
@@ -169,7 +173,7 @@ def coverage_table(
 
 def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
     """Warn of layouts in a ``coverage_table`` without exactly ``heads`` global heads: coverages do not compare."""
-    num_global = rows.set_index("strategy")["num_global"]
+    num_global = rows.set_index("strategy")["num_global"].drop(WINDOW_PER_HEAD, errors="ignore")
     deviating = num_global[num_global != heads]
     if deviating.empty:
         return None
@@ -206,7 +210,7 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
         # List the files that may be replaced or removed
         draws = [f"{strategy.name}-*.yaml" for strategy in strategies.STRATEGIES if strategy.is_random]
         random = [file.name for pattern in draws for file in folder.glob(pattern)]
-        optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, defaults.RECOMMENDED)]
+        optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, WINDOW_PER_HEAD, defaults.RECOMMENDED)]
         stale = [*random, *optional, _HEADS]
         files = {*names, *stale, _COVERAGE, _CURVE}
         # Keep or report an earlier proposal
@@ -226,6 +230,8 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
 
 def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
     """Explain why a layout misses the budget or a constraint, or is not proven optimal; empty if none applies."""
+    if layout.windows:
+        return layout.reach
     # Explain a layout that was chosen without the constraints
     if "constraints" not in layout.provenance:
         notes = [f"violates {option}" for option in constraints.broken_by(layout.global_mask)]

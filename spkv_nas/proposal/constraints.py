@@ -35,6 +35,8 @@ class Constraints:
         local_layers: layers in which every head is local.
         granularity: "head", or "layer" for whole layers only.
         uniform: same number of global heads in every layer that mixes global and local heads.
+        max_windows: most windows of local heads, for layouts with a window per head.
+        windows: windows of local heads to choose from, for such layouts; empty: those that were measured.
 
     Raises:
         UserError: a number is out of range, the granularity is unknown, or two constraints contradict each other.
@@ -46,6 +48,8 @@ class Constraints:
     local_layers: tuple[int, ...] = ()
     granularity: str = "head"
     uniform: bool = False
+    max_windows: int | None = None
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check each value, and the pairs that can contradict each other."""
@@ -57,7 +61,9 @@ class Constraints:
         low, high = self.min_per_layer, self.max_per_layer
         if low is not None and high is not None and low > high:
             raise UserError(f"min-per-layer={low} is more than max-per-layer={high}")
-        # Check the fixed layers and the granularity
+        # Check the windows, the fixed layers and the granularity
+        if 0 in (self.max_windows, *self.windows):
+            raise UserError("max-windows, and each of windows, must be at least 1")
         if common_layers := set(self.global_layers) & set(self.local_layers):
             raise UserError(f"layer {min(common_layers)} is in global-layers and in local-layers")
         if self.granularity not in ("head", "layer"):
@@ -73,8 +79,10 @@ class Constraints:
         settings: dict[str, Any] = {}
         for text in texts:
             name, equals, value = text.strip().partition("=")
-            if name in ("min-per-layer", "max-per-layer") and value.isdecimal():
+            if name in ("min-per-layer", "max-per-layer", "max-windows") and value.isdecimal():
                 settings[name] = int(value)
+            elif name == "windows" and all(part.isdecimal() for part in value.split(",")):
+                settings[name] = tuple(int(part) for part in value.split(","))
             elif name in ("global-layers", "local-layers"):
                 settings[name] = parse_layers(value, name)
             elif name == "uniform" and not equals:
@@ -82,14 +90,15 @@ class Constraints:
             else:
                 raise UserError(
                     f"--constraint '{text}': expected min-per-layer=N, max-per-layer=N, global-layers=0,20, "
-                    "local-layers=3-5 or uniform"
+                    "local-layers=3-5, uniform, max-windows=2 or windows=128,512"
                 )
         return cls(granularity=granularity, **{name.replace("-", "_"): value for name, value in settings.items()})
 
     @property
     def named(self) -> dict[str, object]:
-        """Return the constraints that are set, by name, as plain values for files and messages."""
-        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        """Return the constraints on global heads that are set, by name, as plain values for files and messages."""
+        heads = [field for field in fields(self) if field.name not in ("max_windows", "windows")]
+        values = ((field.name, getattr(self, field.name), field.default) for field in heads)
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value, default in values

@@ -280,7 +280,7 @@ class _Program:
         integrality = np.zeros(self._width) if relax else np.ones(self._width)
         integrality[-1] = 0
         for presolve in presolves:  # presolve can return infeasible points as optimal (scipy issue 24141)
-            with _silenced():
+            with silenced():
                 result = scipy.optimize.milp(
                     cost,
                     constraints=[scipy.optimize.LinearConstraint(*row) for row in rows],
@@ -356,7 +356,7 @@ def _tie_values(num_heads: int) -> Float:
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Redirect standard output of C code to the null device: HiGHS prints debug lines regardless of its options."""
     try:
         saved = os.dup(1)

@@ -32,8 +32,10 @@ def propose(
     window: int | None = None,
     seed: int = 0,
     num_random: int = NUM_RANDOM,
+    memory: str | float | None = None,
+    context: int | None = None,
 ) -> dict[str, Layout]:
-    """Choose the global heads for a budget by every strategy.
+    """Choose the global heads for a budget, or a limit of memory, by every strategy.
 
     Example::
 
@@ -47,22 +49,34 @@ def propose(
         window: local attention window in tokens; defaults to the table's, or 128.
         seed: random seed of the first random layout; the others use consecutive seeds.
         num_random: number of layouts of each random strategy.
+        memory: limit on the KV cache in place of ``budget``, as a share of full attention's ("20%") or in bytes.
+        context: tokens per sequence for which the memory is counted; defaults to the probe's, or the model's.
 
     Returns:
         Layouts by name, in the order of ``strategies.STRATEGIES``: interleaved-first (A), interleaved-last (B),
-        random-0, ... (C), densest (D), sparsest, and those of strategies that installed packages add. Their sink tokens
-        are the table's.
+        random-0, ... (C), densest (D), sparsest, and those of strategies that installed packages add; and
+        window-per-head, of the same memory, if the table has costs of windows. Their sink tokens are the table's.
 
     Raises:
-        UserError: the budget is not 1 to the number of heads.
+        UserError: the budget is not 1 to the number of heads, or the memory has room for none.
     """
-    heads = parse_budget(table.learned_budget if budget is None else budget, table.num_candidates)
+    from spkv_nas.proposal.requirements import Limit, Requirements
+
+    # Resolve the budget, or the memory
+    requirements = Requirements(kv_bytes=None if memory is None else str(memory), context=context)
+    if memory is None:
+        limit = Limit(parse_budget(table.learned_budget if budget is None else budget, table.num_candidates))
+    else:
+        limit = requirements.limit(table, budget, window)
+    heads = limit.heads(table)
     # Choose heads by every strategy; the layouts of a random one take consecutive seeds
-    return {
+    layouts = {
         name: layout_by(strategy, table, heads, name=name, window=window, seed=seed + number)
         for strategy in strategies.STRATEGIES
         for number, name in enumerate(strategy.names(num_random))
     }
+    several_windows = requirements.window_per_head(table, limit, window)
+    return layouts if several_windows is None else {**layouts, several_windows.strategy: several_windows}
 
 
 def layout_by(

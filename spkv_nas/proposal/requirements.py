@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes
-from spkv_nas.cost.cache_cost import CacheCost, EngineCost, memory_bytes
+from spkv_nas.cost.cache_cost import CONTEXT, CacheCost, EngineCost, memory_bytes
 from spkv_nas.engines.cache import Serving
-from spkv_nas.proposal import integer_program, stability
+from spkv_nas.proposal import integer_program, stability, window_program
 from spkv_nas.proposal.budget import is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve, solve_apart
 from spkv_nas.proposal.propose import MATCH_BUDGET
@@ -137,6 +137,26 @@ class Requirements:
     def solve(self, table: HeadScores, limit: Limit, window: int | None) -> Layout:
         """Return the layout of highest coverage within the limit. Raises ``UserError`` as ``constraints.solve``."""
         return solve(table, limit.budget, self.constraints, limit.weights, robust=self.robust, window=window)
+
+    def window_per_head(self, table: HeadScores, limit: Limit, window: int | None) -> Layout | None:
+        """Return the layout with a window per head in the memory that the limit takes, or that is given or recorded.
+
+        None if the table has no costs of windows, or the limit counts head costs. Raises ``UserError`` as
+        ``window_program.window_per_head``.
+        """
+        if table.window_costs is None or limit.weights is not None:
+            return None
+        # Count for the context of the model if no other is given
+        context = self.context or table.metadata.get("context") or table.metadata.get("positions") or CONTEXT
+        cost = replace(self, context=context).cache_cost(table, window)
+        assert cost is not None
+        share = self.kv_bytes
+        if share is None and limit.budget == table.memory_budget:
+            share = str(table.metadata["memory"])
+        memory = cost.total(limit.heads(table), table.num_heads)
+        if share is not None:
+            memory = memory_bytes(share, cost, table.num_heads)
+        return window_program.window_per_head(table, cost, memory, self.constraints, robust=self.robust)
 
     def fitted(self, table: HeadScores, limit: Limit, window: int | None) -> Limit:
         """Lower a limit until the solution within it fits in the memory of an engine.

@@ -1,0 +1,80 @@
+"""Costs of windows: what each window of local heads costs each KV head, beside head scores (``windows.csv``)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from spkv_nas.artifacts.grid import Grid, grid_words
+from spkv_nas.base import files, limits
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.tables import Column, read_table, write_csv
+
+MAX_NATS = 1e3  # bound of a cost
+_COLUMNS = (
+    Column("layer", "whole"),
+    Column("kv_head", "whole"),
+    Column("domain"),
+    Column("window", "whole", low=1, high=limits.MAX_WINDOW),
+    Column("cost", "number", low=-MAX_NATS, high=MAX_NATS),
+)
+_ORDER = ["domain", "layer", "kv_head", "window"]
+
+
+@dataclass(frozen=True, eq=False)
+class WindowCosts:
+    """What each window costs each KV head against global attention, in nats per token, to first order.
+
+    Attributes:
+        windows: the windows, ascending, in keys.
+        values: float64 [P, L, Hkv, W], cost by domain; negative if a head attends better locally, or appears to by
+            chance; 0 in layers that are local by design.
+        domains: names of the domains, sorted.
+    """
+
+    windows: tuple[int, ...]
+    values: NDArray[np.float64]
+    domains: tuple[str, ...]
+
+    def at(self, window: int) -> NDArray[np.float64]:
+        """Return the costs [P, L, Hkv] of any window, interpolated in its logarithm between those measured."""
+        position = np.interp(np.log2(window), np.log2(self.windows), np.arange(len(self.windows)))
+        low = min(int(position), len(self.windows) - 2) if len(self.windows) > 1 else 0
+        high = min(low + 1, len(self.windows) - 1)
+        share = position - low
+        return np.asarray((1.0 - share) * self.values[..., low] + share * self.values[..., high])
+
+    def only(self, windows: tuple[int, ...]) -> "WindowCosts":
+        """Return the costs of some windows, interpolated where they were not measured."""
+        chosen = tuple(sorted(set(windows)))
+        return WindowCosts(chosen, np.stack([self.at(window) for window in chosen], -1), self.domains)
+
+    @classmethod
+    def read(cls, path: Path, grid: Grid, domains: tuple[str, ...]) -> "WindowCosts | None":
+        """Read the costs, None without a file; ``UserError`` unless they have every head, domain and window once."""
+        if not files.is_file(path):
+            return None
+        rows = read_table(path, "window costs", _COLUMNS).sort_values(_ORDER)
+        windows = tuple(int(window) for window in sorted(rows["window"].unique()))
+        shape = (len(domains), *grid, len(windows))
+        expected = pd.MultiIndex.from_product([domains, range(grid[0]), range(grid[1]), windows])
+        if len(rows) != np.prod(shape) or not (pd.MultiIndex.from_frame(rows[_ORDER]) == expected).all():
+            raise UserError(
+                f"window costs {path}: expected every head of {grid_words(grid)}, domain and window once\nprobe again, "
+                "or remove the file: only layouts of several windows need it"
+            )
+        return cls(windows, rows["cost"].to_numpy().reshape(shape), domains)
+
+    def write(self, path: Path) -> None:
+        """Write the file atomically."""
+        index = np.indices(self.values.shape).reshape(4, -1)
+        columns = {
+            "layer": index[1],
+            "kv_head": index[2],
+            "domain": np.array(self.domains)[index[0]],
+            "window": np.array(self.windows)[index[3]],
+            "cost": self.values.ravel(),
+        }
+        write_csv(path, pd.DataFrame(columns))

@@ -1,0 +1,178 @@
+"""Window costs: what each window of local heads costs each KV head, by one gradient for all limits of memory.
+
+Every head attends with an equal mixture of K kinds of attention, several windows and global attention::
+
+    out_h = sum_k share_hk out_hk,   share_hk = 1 / K
+    loss  = KL(predictions of the unchanged model || predictions with mixtures), per token
+
+The gradient of the loss with respect to share_hk is, to first order and up to a constant per head, what kind k alone
+costs head h while all other heads are halfway between their kinds. Costs are differences to global attention. In full
+attention the gradient would be 0, because the unchanged model is a minimum of the loss; and single-head ablations there
+do not add up, because heads replace each other. The shares are not learned: after steps towards a limit of memory, the
+gradients of shares that have reached 0 mislead (reports/LOG.md).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from spkv_kernels import attention
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts import head_scores, kinds, local_layers
+from spkv_nas.artifacts.defaults import FROZEN_STEP_PASSES, LEARNING_TOKENS
+from spkv_nas.artifacts.window_costs import WindowCosts
+from spkv_nas.base import distributed, statistics
+from spkv_nas.base.progress import Progress
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model import windows as model_windows
+from spkv_nas.model.attention import LayerState
+from spkv_nas.model.loss import mean_divergence
+from spkv_nas.probing import frozen, heads
+from spkv_nas.probing.head_gates import unobserved
+
+WINDOWS = (32, 64, 128, 256, 512, 1024)  # those of at most half a block are measured
+NUM_BLOCKS = 16  # whose gradients are averaged
+Float = NDArray[np.float64]
+
+
+class WindowMixture:
+    """Attention observer of one layer: a mean over kinds of attention, weighted by KV head."""
+
+    def __init__(self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int) -> None:
+        """Mix with ``shares`` [B, Hkv, K] of local attention with each of ``windows``, and last of global attention."""
+        reaches = [local_layers.layout_window(state, window, is_global=False) for window in windows]
+        self._kinds = [(reach, sinks if local_layers.takes_sinks(state, reach) else 0) for reach in reaches]
+        self._kinds.append((state.checkpoint_window, 0))
+        self._shares = shares
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+        """Compute the attention output [B, Hq, T, D] from q [B, Hq, T, D] and k, v [B, Hkv, T, D]."""
+        q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for all kinds
+        shares = self._shares.repeat_interleave(q.shape[1] // k.shape[1], 1).to(q.device)  # [B, Hq, K]
+        mixed = torch.zeros((), device=q.device)
+        for kind, (window, sinks) in enumerate(self._kinds):
+            output = attention(q, k, v, window=window, sinks=sinks, sink_logits=sink_logits, scale=scale)
+            mixed = mixed + shares[:, :, kind, None, None] * output
+        return mixed
+
+
+def window_costs(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    window: int,
+    *,
+    windows: Sequence[int] = WINDOWS,
+    sinks: int = 0,
+    num_blocks: int = NUM_BLOCKS,
+    seed: int = 0,
+    name: str = "window-costs",
+    metadata: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> head_scores.HeadScores:
+    """Measure what windows cost every KV head on ``blocks``; the model is restored. Must be called on all ranks.
+
+    Args:
+        model: any supported decoder.
+        blocks: text.
+        window: window whose costs are the scores of the heads; measured beside ``windows``.
+        windows: windows to measure, in keys; those above half a block are left out.
+        sinks: first tokens that a local head sees as well.
+        num_blocks: blocks to measure on, drawn at random.
+        seed: seed of the draw.
+        name: name of the table.
+        metadata: provenance of the model and the text.
+        progress: called with (blocks done, total).
+
+    Returns:
+        A table whose scores are the costs of ``window`` in nats per token, with standard errors over blocks, and whose
+        ``window_costs`` are those of all windows.
+
+    Raises:
+        UserError: the blocks are not longer than the window, or the model cannot be hooked.
+    """
+    heads.check_window(blocks, window, sinks)
+    measured = tuple(sorted({w for w in windows if w <= blocks.block_size // 2} | {window}))
+    order = np.random.default_rng(seed).permutation(blocks.num_blocks)[:num_blocks]
+    with model_windows.full_attention(model) as states:
+        layers = local_layers.candidate_layers(states)
+        gradients = _gradients(model, states, layers, blocks, order, measured, sinks, progress)
+        native = local_layers.native_windows(states)
+    # Costs against global attention, by block: [N, L, Hkv, W]
+    costs = np.zeros((len(order), len(states), *gradients.shape[2:]))
+    costs[:, layers] = gradients
+    costs = costs[..., :-1] - costs[..., -1:]
+    # Means over the blocks of every domain
+    domain_of = np.array([_main_domain(blocks, index) for index in order])
+    domains = tuple(sorted(set(domain_of.tolist())))
+    means, by_domain = [], []
+    for domain in domains:
+        some = np.moveaxis(costs[domain_of == domain], 0, -1)  # [L, Hkv, W, blocks]
+        mean, error = statistics.jackknife_ratio(some, np.ones(some.shape[-1]))
+        score = measured.index(window)
+        tokens = some.shape[-1] * blocks.block_size
+        means.append(heads.HeadMeans(mean[..., score], domain, tokens, 0, error[..., score]))
+        by_domain.append(mean)
+    # Build the table
+    facts = {**(metadata or {}), "blocks": len(order), "seed": seed, **native, **({"sinks": sinks} if sinks else {})}
+    record: dict[str, Any] = {"name": name, "metadata": facts, "kind": kinds.GAIN, "unit": kinds.NATS}
+    num_passes = passes(len(measured)) * len(order) / blocks.num_blocks
+    table = heads.signal_table("window-costs", means, window, passes=num_passes, tokens=blocks.tokens.size, **record)
+    return replace(table, window_costs=WindowCosts(measured, np.stack(by_domain), domains))
+
+
+def _gradients(
+    model: PreTrainedModel,
+    states: Sequence[LayerState],
+    layers: Sequence[int],
+    blocks: TokenBlocks,
+    order: NDArray[np.int64],
+    windows: Sequence[int],
+    sinks: int,
+    progress: Progress | None,
+) -> Float:
+    """Compute the gradients of the loss of every block in ``order`` [N, layers, Hkv, K]; must be called on all ranks.
+
+    ``layers`` are those whose heads can be global.
+    """
+    grid = len(layers), states[0].num_kv_heads, len(windows) + 1
+
+    def gradients(part: range) -> list[Float]:
+        """Compute those of some blocks in one pass."""
+        indices = order[part.start : part.stop]
+        shares = torch.full((len(layers), len(part), *grid[1:]), 1.0 / grid[2], device=model.device).requires_grad_()
+        for layer, share in zip(layers, shares, strict=True):
+            states[layer].observer = WindowMixture(states[layer], share.to(model.dtype), windows, sinks)
+        tokens = torch.from_numpy(blocks.tokens[indices].astype(np.int64)).to(model.device)
+        loss = mean_divergence(model, tokens, partial(unobserved, states)) * len(part)
+        (gradient,) = torch.autograd.grad(loss, shares)
+        frozen.check_finite("window costs: the loss", float(loss.detach()), part.start + 1, gradient)
+        return list(gradient.double().cpu().numpy().swapaxes(0, 1))
+
+    # Each rank computes its share of the blocks
+    mine = distributed.own_share(len(order))
+    found = np.zeros((len(order), *grid))
+    on_cpu = model.device.type == "cpu"  # where larger passes are no faster
+    per_pass = max(1, LEARNING_TOKENS // blocks.block_size if on_cpu else len(mine))
+    with frozen.frozen_within_memory(model, blocks.block_size, per_pass, attentions=grid[2]) as micro_batch:
+        for index, block in zip(mine, micro_batch.run_all(gradients, mine, progress), strict=True):
+            found[index] = block
+    return distributed.sum_over_processes(found)
+
+
+def _main_domain(blocks: TokenBlocks, index: int) -> str:
+    """Return the domain that most tokens of a block are of."""
+    domains = [document.domain for document in blocks.documents]
+    tokens: Counter[str] = Counter(domains[owner] for owner in blocks.document[index].tolist())
+    return max(sorted(tokens), key=tokens.__getitem__)
+
+
+def passes(num_windows: int) -> float:
+    """Return the passes over a block, for a mixture whose ``num_windows`` + 1 kinds take about as many passes again."""
+    return FROZEN_STEP_PASSES + num_windows / 2

@@ -1,0 +1,218 @@
+"""Choose a window for every KV head within a memory: a multiple-choice knapsack over the costs of windows, exactly.
+
+Every head takes one kind of attention, a window or global. The sum of the costs is minimised (``WindowCosts``), which
+are to first order what the kinds cost, or with ``robust`` the largest of the sums over domains.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import scipy  # submodules load lazily on use
+from numpy.typing import NDArray
+
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.window_costs import WindowCosts
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.units import format_bytes
+from spkv_nas.cost.cache_cost import CacheCost, EngineCost
+from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.proposal.coverage import provenance
+from spkv_nas.proposal.integer_program import TIME_LIMIT, silenced
+
+WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
+Float = NDArray[np.float64]
+Row = tuple[Any, Any, Any]  # low <= A v <= high: A, low, high
+_SCALE = 1e6  # factor on the costs, whose sum of sizes is 1, because HiGHS stops at an absolute gap of 1e-6
+_MOST_TRIES, _LOWERED = 12, 0.99  # solutions for a limit that is lowered, to what fits and by this factor
+_SLACK = 1e-6  # tolerance of a row, of which the largest coefficient is 1
+
+
+@dataclass(frozen=True)
+class WindowProblem:
+    """Heads, the costs and sizes of their kinds of attention, and constraints.
+
+    Attributes:
+        costs: costs of the windows.
+        sizes: float64 [W + 1], bytes of a head with each window, and of a global head.
+        constraints: the ``Constraints`` that are set, by name; layers that are local by design are in ``local_layers``.
+        native_layers: layers that are local by design, which take no bytes here.
+        max_windows: most windows of one layout; None: no limit.
+    """
+
+    costs: WindowCosts
+    sizes: Float
+    constraints: dict[str, Any]
+    native_layers: tuple[int, ...] = ()
+    max_windows: int | None = None
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """Return (L, Hkv, K), with K kinds of attention."""
+        _, layers, heads, windows = self.costs.values.shape
+        return layers, heads, windows + 1
+
+    @property
+    def values(self) -> Float:
+        """Return the costs of all kinds [P, L, Hkv, K], 0 for a global head."""
+        return np.concatenate([self.costs.values, np.zeros_like(self.costs.values[..., :1])], -1)
+
+    def solve(self, limit: float, shares: Float) -> NDArray[np.intp]:
+        """Return the kind of every head [L, Hkv], an index of ``sizes``, within ``limit`` bytes.
+
+        Args:
+            limit: bytes of all heads that are not local by design.
+            shares: weights of the domains [R, P]; the largest of the R weighted sums of costs is minimised.
+
+        Raises:
+            UserError: no choice meets the constraints, or none was found within ``TIME_LIMIT`` seconds.
+        """
+        # Weighted costs of all kinds: [R, L * Hkv * K]
+        costs = np.tensordot(shares, self.values, 1).reshape(len(shares), -1)
+        costs *= _SCALE / max(float(np.abs(costs).sum()), np.finfo(float).tiny)
+        # Variables: one per head and kind, one per kind that says whether it is used, and the largest sum of costs
+        num_choices, kinds = costs.shape[1], self._shape[2]
+        objective = np.append(np.zeros(num_choices + kinds), 1.0)
+        largest = np.hstack([costs, np.zeros((len(costs), kinds)), -np.ones((len(costs), 1))])
+        rows = [*self._rows(), self._memory(limit), (largest, -np.inf, 0.0)]
+        point = _minimise(objective, rows, num_integers=num_choices + kinds)
+        return np.asarray(point[:num_choices].reshape(self._shape).argmax(-1))
+
+    def _memory(self, limit: float) -> Row:
+        """Return the row of the memory."""
+        sizes = np.broadcast_to(self.sizes, self._shape).copy()
+        sizes[list(self.native_layers)] = 0.0
+        unit = float(self.sizes.max())  # HiGHS satisfies a row to 1e-6 only
+        return self._wide(sizes.reshape(1, -1) / unit), -np.inf, limit / unit
+
+    def _rows(self) -> list[Row]:
+        """Return the rows of the constraints."""
+        (num_layers, heads, kinds), sparse = self._shape, scipy.sparse
+        rows: list[Row] = [
+            (self._wide(sparse.kron(sparse.eye_array(num_layers * heads), np.ones((1, kinds)))), 1.0, 1.0)
+        ]
+        # Number of global heads of every layer
+        low = np.full(num_layers, float(self.constraints.get("min_per_layer", 0)))
+        high = np.full(num_layers, float(self.constraints.get("max_per_layer", heads)))
+        for name, number in (("global_layers", heads), ("local_layers", 0)):
+            for layer in self.constraints.get(name, ()):
+                low[layer] = high[layer] = number
+        is_global = np.tile(np.eye(kinds)[-1:], heads)
+        rows.append((self._wide(sparse.kron(sparse.eye_array(num_layers), is_global)), low, high))
+        # Whole layers: the heads of a layer take the kind of its first one
+        if self.constraints.get("granularity") == "layer":
+            of_first = np.kron(np.repeat(np.eye(heads)[:1], heads, 0), np.eye(kinds))
+            rows.append(
+                (self._wide(sparse.kron(sparse.eye_array(num_layers), np.eye(heads * kinds) - of_first)), 0.0, 0.0)
+            )
+        # Windows that are used, without those of layers that are local by design
+        if self.max_windows is not None:
+            of_layer, _, kind = np.indices(self._shape).reshape(3, -1)
+            chosen = np.flatnonzero((kind < kinds - 1) & ~np.isin(of_layer, self.native_layers))
+            rows_of = np.arange(len(chosen))
+            shape = len(chosen), len(kind) + kinds + 1
+            is_chosen = sparse.csr_array((np.ones(len(chosen)), (rows_of, chosen)), shape)
+            is_used = sparse.csr_array((np.ones(len(chosen)), (rows_of, len(kind) + kind[chosen])), shape)
+            rows.append((is_chosen - is_used, -np.inf, 0.0))
+            count = np.zeros((1, shape[1]))
+            count[0, len(kind) : len(kind) + kinds - 1] = 1.0
+            rows.append((count, -np.inf, float(self.max_windows)))
+        return rows
+
+    def _wide(self, left: Any) -> Any:
+        """Return rows over the choices, padded with zeros for the other variables."""
+        layers, heads, kinds = self._shape
+        width = layers * heads * kinds + kinds + 1
+        return scipy.sparse.hstack([left, scipy.sparse.csr_array((left.shape[0], width - left.shape[1]))], "csr")
+
+
+def _minimise(objective: Float, rows: list[Row], num_integers: int) -> Float:
+    """Return the point of least ``objective`` whose first variables are 0 or 1; ``UserError`` if there is none."""
+    integrality = np.zeros(len(objective))
+    integrality[:num_integers] = 1
+    upper = np.where(integrality > 0, 1.0, np.inf)
+    lower = np.where(integrality > 0, 0.0, -np.inf)
+    matrices = [(scipy.sparse.csr_array(row), low, high) for row, low, high in rows]
+    for presolve in (True, False):  # presolve can return infeasible points as optimal (scipy issue 24141)
+        with silenced():
+            result = scipy.optimize.milp(
+                objective,
+                integrality=integrality,
+                bounds=scipy.optimize.Bounds(lower, upper),
+                constraints=[scipy.optimize.LinearConstraint(*row) for row in matrices],
+                options={"time_limit": TIME_LIMIT, "presolve": presolve, "mip_rel_gap": 0.0},
+            )
+        if result.x is None:
+            reason = f"was found within {TIME_LIMIT:g} s" if result.status == 1 else "meets the constraints"
+            raise UserError(f"no choice of windows {reason} in this memory: give more memory, or loosen them")
+        point = np.where(integrality > 0, np.rint(result.x), result.x)
+        if all(((low - _SLACK <= a @ point) & (a @ point <= high + _SLACK)).all() for a, low, high in matrices[:-1]):
+            return np.asarray(point)
+    raise AssertionError("HiGHS returned a point that is not feasible")
+
+
+def window_per_head(
+    table: HeadScores, cost: CacheCost, memory: int, constraints: Constraints | None = None, *, robust: bool = False
+) -> Layout:
+    """Return the layout of least cost whose KV cache takes at most ``memory`` bytes, with a window for every head.
+
+    Args:
+        table: head scores with ``window_costs``.
+        cost: sizes of the cache, whose window is not used; of an engine, its allocator counts.
+        memory: bytes of the KV cache.
+        constraints: constraints on the layout; none by default.
+        robust: minimise the largest of the costs by domain instead of their mean.
+
+    Returns:
+        A layout named "window-per-head"; its provenance has the memory and the cost in nats per token.
+
+    Raises:
+        UserError: the table has no costs, the constraint is ``uniform``, or no layout fits.
+    """
+    costs, constraints = table.window_costs, (constraints or Constraints()).on(table)
+    if costs is None:
+        raise UserError(f"'{table.name}' has no costs of windows: probe with --signal window-costs")
+    if constraints.uniform:
+        raise UserError("uniform counts global heads: leave it out for a window per head")
+    constraints.check(table.grid)
+    # Restrict the windows
+    serving = cost.serving if isinstance(cost, EngineCost) else None
+    limits = [constraints.max_windows, None if serving is None else serving.engine.max_windows]
+    costs = costs.only(constraints.windows) if constraints.windows else costs
+    sizes = [replace(cost, window=window).local_head for window in costs.windows]
+    native = tuple(sorted({*range(table.num_layers)} - {*table.layers}))
+    problem = WindowProblem(
+        costs,
+        np.array([*sizes, cost.global_head], dtype=np.float64),
+        constraints.named,
+        native,
+        min((limit for limit in limits if limit is not None), default=None),
+    )
+    shares = np.eye(len(costs.domains)) if robust else table.domain_shares[None]
+    kinds: list[int | None] = [*costs.windows, None]
+    own = cost.of_heads(()) if serving is None else 0  # of layers that are local by design
+    # Lower the limit until the layout fits, because pages of an engine take more than their tokens
+    limit = float(memory - own)
+    for _ in range(_MOST_TRIES):
+        chosen = problem.solve(limit, shares)
+        layout = Layout.from_windows(
+            [[kinds[kind] for kind in row] for row in chosen], strategy=WINDOW_PER_HEAD, sinks=table.sinks
+        )
+        used = cost.layout_bytes(layout, table.layers)
+        if used <= memory:
+            break
+        limit *= _LOWERED * memory / used
+    else:
+        raise UserError(
+            f"no layout with a window per head fits in {format_bytes(memory)}{cost.where}: give more memory"
+        )
+    # Record what it was made for
+    by_domain = np.take_along_axis(problem.values, np.broadcast_to(chosen, problem.values.shape[:-1])[..., None], -1)
+    origin = provenance(table, layout, layout.num_global)
+    origin |= {
+        "memory": memory,
+        "context": cost.context,
+        "cost": round(float((shares @ by_domain.sum((1, 2, 3))).max()), 6),
+    }
+    return replace(layout, provenance={**origin, "constraints": constraints.named} if constraints.named else origin)

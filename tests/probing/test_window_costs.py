@@ -1,0 +1,109 @@
+"""Test the costs of windows: the gradient of a mixture of kinds of attention, and their table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import sharpen_attention, tiny_model
+
+import spkv_nas
+from spkv_nas.artifacts.window_costs import WindowCosts
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.model.loss import mean_divergence
+from spkv_nas.model.windows import full_attention
+from spkv_nas.probing.head_gates import unobserved
+from spkv_nas.probing.window_costs import WindowMixture, window_costs
+
+WINDOWS = (4, 16)
+
+
+def text(num_blocks: int = 4, length: int = 64) -> TokenBlocks:
+    """Return one block per document, half of them of each of two domains."""
+    tokens = np.random.default_rng(0).integers(3, 60, size=(num_blocks, length)).astype(np.int32)
+    owner = np.repeat(np.arange(num_blocks, dtype=np.int32), length).reshape(tokens.shape)
+    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(num_blocks)))
+
+
+def test_costs_are_slopes_of_the_divergence() -> None:
+    """A finite difference of the loss, in float64, of one head from the equal mixture towards one kind."""
+    model, blocks, step = sharpen_attention(tiny_model()).double(), text(1), 0.05
+    table = window_costs(model, blocks, 4, windows=WINDOWS, sinks=1)
+    assert table.window_costs is not None
+    tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
+    with full_attention(model) as states, torch.no_grad():
+
+        def loss(kind: int, change: float) -> float:
+            for layer, state in enumerate(states):
+                shares = torch.full((1, state.num_kv_heads, 3), 1 / 3, dtype=torch.float64)
+                shares[0, 1, kind] += change if layer == 1 else 0.0
+                state.observer = WindowMixture(state, shares, WINDOWS, sinks=1)
+            return float(mean_divergence(model, tokens, lambda: unobserved(states)))
+
+        slopes = [(loss(kind, step) - loss(kind, -step)) / (2 * step) for kind in range(3)]
+    expected = [slope - slopes[2] for slope in slopes[:2]]
+    assert table.window_costs.values[0, 1, 1] == pytest.approx(expected, rel=0.02)
+    assert min(map(abs, expected)) > 1e-6
+
+
+def test_blocks_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of several blocks gives the mean of the costs of passes of one, by domain."""
+    model, blocks = tiny_model(), text()
+    whole = window_costs(model, blocks, 4, windows=WINDOWS).window_costs
+    monkeypatch.setattr("spkv_nas.probing.window_costs.LEARNING_TOKENS", 1)
+    single = window_costs(model, blocks, 4, windows=WINDOWS)
+    assert whole is not None
+    assert single.window_costs is not None
+    assert whole.domains == ("a", "b")
+    np.testing.assert_allclose(whole.values, single.window_costs.values, rtol=1e-4, atol=1e-9)
+    np.testing.assert_allclose(single.values, single.domain_shares @ whole.values[..., 0].swapaxes(0, 1), atol=1e-8)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
+def test_native_windows(family: str) -> None:
+    model = tiny_model(family)
+    table = spkv_nas.probe(model, text(), signal="window-costs", window=4, sinks=0)
+    costs = table.window_costs
+    assert costs is not None
+    assert costs.windows == (4, 32)
+    local = [layer for layer in range(table.num_layers) if layer not in table.layers]
+    assert not costs.values[:, local].any()
+    assert costs.values[:, table.layers].any()
+
+
+def test_the_model_is_restored() -> None:
+    model = tiny_model()
+    before = [parameter.clone() for parameter in model.parameters()]
+    tokens = torch.from_numpy(text().tokens.astype(np.int64))
+    logits = model(tokens).logits
+    window_costs(model, text(), 4, windows=WINDOWS)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert torch.equal(model(tokens).logits, logits)
+    with pytest.raises(UserError, match="no keys beyond a window of 64"):
+        window_costs(model, text(), 64)
+
+
+class TestFile:
+    def test_round_trip_and_damage(self, tmp_path: Path) -> None:
+        table = window_costs(tiny_model(), text(), 4, windows=WINDOWS, name="x")
+        table.write(tmp_path)
+        found = spkv_nas.HeadScores.read(tmp_path)
+        assert found.window_costs is not None
+        assert table.window_costs is not None
+        assert (found.window_costs.windows, found.window_costs.domains) == (WINDOWS, ("a", "b"))
+        np.testing.assert_allclose(found.window_costs.values, table.window_costs.values, rtol=1e-4, atol=1e-7)
+        lines = (tmp_path / "windows.csv").read_text().splitlines()
+        (tmp_path / "windows.csv").write_text("\n".join(lines[:-1]) + "\n")
+        with pytest.raises(UserError, match=r"windows.csv: expected every head"), pytest.warns(match="damaged"):
+            spkv_nas.HeadScores.read(tmp_path)
+        replace(table, window_costs=None).write(tmp_path)
+        assert not (tmp_path / "windows.csv").exists()
+
+    def test_other_windows_are_interpolated_in_their_logarithm(self) -> None:
+        costs = WindowCosts((16, 64), np.array([[[[3.0, 1.0]]]]), ("all",))
+        assert [costs.at(window).item() for window in (8, 16, 32, 64, 128)] == [3.0, 3.0, 2.0, 1.0, 1.0]
+        assert costs.only((32, 16)).windows == (16, 32)

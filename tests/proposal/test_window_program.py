@@ -1,0 +1,147 @@
+"""Test layouts with a window per head: the integer program against all choices, and proposals within a memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import make_table
+
+import spkv_nas
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.window_costs import WindowCosts
+from spkv_nas.base.errors import UserError
+from spkv_nas.cost.cache_cost import CacheCost, EngineCost
+from spkv_nas.engines.cache import Serving
+from spkv_nas.engines.vllm import VLLM
+from spkv_nas.proposal.answer import propose_for
+from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.window_program import WindowProblem, window_per_head
+
+SIZES = np.array([1.0, 2.0, 4.0, 8.0])  # of three windows, and of a global head
+COST = CacheCost(2048, 1, 128, 64, "bfloat16", sinks=1)
+
+
+def least(problem: WindowProblem, limit: float, shares: np.ndarray) -> float | None:
+    """Return the least cost of 2 x 2 heads by trying every choice; None if none is allowed."""
+    named, best = problem.constraints, None
+    for choice in product(range(4), repeat=4):
+        kinds = np.array(choice).reshape(2, 2)
+        own = np.delete(kinds, list(problem.native_layers), 0)
+        counts = (kinds == 3).sum(1)
+        fixed = {**dict.fromkeys(named.get("global_layers", ()), 2), **dict.fromkeys(named.get("local_layers", ()), 0)}
+        most = named.get("max_per_layer", 2)
+        is_allowed = (
+            SIZES[own].sum() <= limit
+            and all(counts[i] == fixed[i] if i in fixed else counts[i] <= most for i in range(2))
+            and (named.get("granularity") != "layer" or (kinds[:, 0] == kinds[:, 1]).all())
+            and (problem.max_windows is None or len({*own[own < 3].tolist()}) <= problem.max_windows)
+        )
+        if is_allowed:
+            cost = value(problem, kinds, shares)
+            best = cost if best is None else min(best, cost)
+    return best
+
+
+def value(problem: WindowProblem, kinds: np.ndarray, shares: np.ndarray) -> float:
+    """Return the cost of a choice."""
+    index = np.broadcast_to(kinds, (2, 2, 2))[..., None]
+    return float((shares @ np.take_along_axis(problem.values, index, -1).sum((1, 2, 3))).max())
+
+
+@pytest.mark.parametrize("max_windows", [None, 1, 2])
+@pytest.mark.parametrize(
+    ("constraints", "native"),
+    [({}, ()), ({"max_per_layer": 1}, ()), ({"local_layers": (0,)}, (0,)), ({"granularity": "layer"}, ())],
+)
+@pytest.mark.parametrize("shares", [np.array([[0.5, 0.5]]), np.eye(2)], ids=["mean", "robust"])
+def test_equals_the_best_of_all_choices(
+    constraints: dict[str, Any], native: tuple[int, ...], max_windows: int | None, shares: np.ndarray
+) -> None:
+    rng = np.random.default_rng(0)
+    for limit in (5.0, 11.0, 19.0):
+        costs = WindowCosts((1, 2, 3), rng.normal(1.0, 1.0, (2, 2, 2, 3)), ("a", "b"))
+        problem = WindowProblem(costs, SIZES, constraints, native, max_windows)
+        kinds = problem.solve(limit, shares)
+        assert SIZES[np.delete(kinds, list(native), 0)].sum() <= limit
+        assert value(problem, kinds, shares) == pytest.approx(least(problem, limit, shares), abs=1e-9)
+
+
+def table(**metadata: Any) -> HeadScores:
+    """Return scores of 12 x 4 heads with costs of windows that fall with the window, by a factor of each head's own."""
+    rng = np.random.default_rng(1)
+    factor = rng.gamma(1.0, 1.0, (1, 12, 4, 1))
+    costs = factor * np.exp(-rng.gamma(2.0, 1.0, (1, 12, 4, 1)) * np.log2([0.25, 1.0, 4.0, 16.0]))
+    known = {
+        "head_dim": 64,
+        "dtype": "bfloat16",
+        "positions": 2048,
+        "kind": "gain",
+        "signal": "window-costs",
+        "sinks": 1,
+    }
+    scores = make_table(costs[0, ..., 1])
+    return replace(
+        scores,
+        window=128,
+        metadata={**known, **metadata},
+        window_costs=WindowCosts((32, 128, 512, 1024), costs, scores.domains),
+    )
+
+
+class TestProposal:
+    @pytest.mark.parametrize("memory", ["10%", "20%", "3MiB"])
+    def test_takes_at_most_the_memory(self, memory: str) -> None:
+        layouts = spkv_nas.propose(table(), memory=memory)
+        layout, densest = layouts["window-per-head"], layouts["densest"]
+        limit = int(layout.provenance["memory"])  # type: ignore[call-overload]
+        assert limit - COST.global_head < COST.layout_bytes(layout, range(12)) <= limit
+        assert COST.layout_bytes(densest, range(12)) == COST.total(densest.num_global, 48) <= limit
+        assert layout.sinks == 1
+        assert len(layout.windows) > 1
+
+    def test_a_budget_of_heads_is_the_memory_of_its_densest_layout(self) -> None:
+        answer = propose_for(table(), budget=12)
+        layout = answer.layouts["window-per-head"]
+        assert layout.provenance["memory"] == COST.total(12, 48)
+        row = answer.rows.set_index("strategy").loc["window-per-head"]
+        assert row["note"] == layout.reach
+
+    def test_a_probe_for_a_memory(self) -> None:
+        probed = table(memory=0.2, context=2048, budget=7)
+        layout = propose_for(probed).layouts["window-per-head"]
+        assert layout.provenance["memory"] == int(0.2 * COST.full(48))
+
+    def test_constraints(self) -> None:
+        constraints = Constraints.parse(["windows=64,512", "max-per-layer=1", "local-layers=0"])
+        layout = spkv_nas.proposal.answer.propose_for(
+            table(), Requirements(constraints, kv_bytes="20%", context=2048)
+        ).layouts["window-per-head"]
+        assert set(layout.legend.values()) <= {64, 512}
+        assert layout.global_mask.sum(1).max() <= 1
+        assert "G" not in layout.heads[0]
+
+    def test_an_engine_limits_the_windows_and_counts_the_memory(self) -> None:
+        serving = Serving(VLLM, page_size=16, in_flight=64)
+        cost = EngineCost(2048, 1, 128, 64, "bfloat16", sinks=1, serving=serving)
+        memory = int(0.5 * cost.full(48))
+        layout = window_per_head(table(), cost, memory)
+        assert len(layout.legend) <= 3
+        assert cost.layout_bytes(layout, range(12)) <= memory
+
+    @pytest.mark.parametrize(
+        ("text", "message"), [("uniform", "uniform counts global heads"), ("max-windows=0", "at least 1")]
+    )
+    def test_mistakes(self, text: str, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            window_per_head(table(), COST, COST.full(48) // 2, Constraints.parse([text]))
+
+    def test_too_little_memory(self) -> None:
+        with pytest.raises(UserError, match="no choice of windows meets the constraints in this memory"):
+            window_per_head(table(), COST, COST.full(48) // 100)
+        with pytest.raises(UserError, match="has no costs of windows"):
+            window_per_head(replace(table(), window_costs=None), COST, COST.full(48))
