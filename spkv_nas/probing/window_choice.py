@@ -1,12 +1,13 @@
 """Choose the window of local heads together with the number of global heads, within a share of the KV cache.
 
-At equal memory a wider window leaves fewer global heads. Which trade loses least depends on the model, so it is
-measured: the heads are ranked once, and layouts without training are compared on documents that the ranking has not
-seen. For each number of global heads only the widest window that fits is tried, because it loses least. Successive
-halving spends most of the text on the best candidates.
+At equal memory a wider window leaves fewer global heads. Which trade loses least depends on the model. The signal of
+window costs says it for every window. With any other signal it is measured: the heads are ranked once, and layouts
+without training are compared on documents that the ranking has not seen, by successive halving, which spends most of
+the text on the best.
 """
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,34 +28,18 @@ from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
 from spkv_nas.model import model_shape, windows
 from spkv_nas.probing.signal import LAYER, Signal
+from spkv_nas.proposal.windows import (
+    NARROWEST,
+    WIDEST,
+    TriedWindow,
+    at_window,
+    candidate_windows,
+    windows_by_costs,
+)
 
-NARROWEST, WIDEST = 32, 1024  # windows that are tried
 HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
-_STEP = 16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
 _LOCAL_PART = 0.6  # of the memory for the window that heads are ranked at; the best took 42 to 62 % (reports/LOG.md)
-_MOST_TRIED = 12  # windows
 _FIRST_ROUND = 4  # blocks of the first round of successive halving; each round doubles them
-
-
-@dataclass(frozen=True)
-class TriedWindow:
-    """Window of local heads, the global heads that the memory leaves, and what the layout loses.
-
-    Attributes:
-        window: recent keys that a local head sees, including the query's own.
-        num_global: number of global KV heads.
-        memory: share of full attention's KV cache.
-        change: change of NLL against full attention in percent, on ``blocks`` blocks.
-        standard_error: its standard error, paired by document.
-        blocks: number of blocks that it was measured on.
-    """
-
-    window: int
-    num_global: int
-    memory: float
-    change: float = np.nan
-    standard_error: float = np.nan
-    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,8 +58,12 @@ class WindowChoice:
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for ``probe.yaml``."""
-        rows = [{key: round(value, 4) for key, value in asdict(row).items()} for row in self.tried]
-        return {"windows_tried": rows, "window_passes": round(self.passes, 2)}
+        return {"windows_tried": _rows(self.tried), "window_passes": round(self.passes, 2)}
+
+
+def _rows(tried: Sequence[TriedWindow]) -> list[dict[str, Any]]:
+    """Return what is known of windows that were tried, as plain values."""
+    return [{key: round(v, 6) for key, v in asdict(row).items() if not math.isnan(v)} for row in tried]
 
 
 def context_length(model: PreTrainedModel, blocks: TokenBlocks) -> int:
@@ -112,35 +101,37 @@ def measure_within(
         The table with the chosen window. Its metadata have ``memory``, ``context``, the ``budget`` of global heads that
         the memory leaves, and ``windows_tried``.
 
-    Raises:
-        UserError: the memory leaves no global head, or no document can be held out.
+    Raises ``UserError``: the memory leaves no global head, or no document can be held out.
     """
-    # Check the signal, whose highest heads become global, whatever their layer
     if getattr(signal, "granularity", None) == LAYER:
         raise errors.UserError("a limit of memory counts single heads: leave out --granularity layer, or the limit")
-    # Find the windows, and the number of global heads that the memory leaves with each
     context = context_length(model, blocks) if context is None else context
     cost, num_heads = _cache_cost(model, context, window or NARROWEST, sinks)
     limit, full = memory_bytes(memory, cost, num_heads), cost.full(num_heads)
     if window is None:
-        candidates = candidate_windows(cost, num_heads, limit, blocks.block_size)
+        candidates = candidate_windows(cost, num_heads, limit, min(WIDEST, blocks.block_size // 2))
     else:
-        number = cost.largest_budget(limit, num_heads)
-        candidates = [TriedWindow(window, number, cost.total(number, num_heads) / full)]
+        candidates = [TriedWindow(window, cost.largest_budget(limit, num_heads), limit / full)]
     # Rank the heads at a typical window
     first = min(candidates, key=lambda row: abs(row.window / context - _LOCAL_PART * limit / full))
     if "budget" in signal.options():
         signal = signal.with_options({"budget": str(first.num_global)})
-    ranking, held_out = hold_out(blocks) if len(candidates) > 1 else (blocks, None)
-    table = measure(signal, ranking, first.window)
-    # Choose the window
-    best, record = first, dict[str, Any]()
-    if held_out is not None:
-        size = fitting_batch(model, held_out)
+    record: dict[str, Any] = {"memory": round(limit / full, 6), "context": context, "budget": first.num_global}
+    if len(candidates) == 1 or signal.costs_windows:
+        table = measure(signal, blocks, first.window)
+    if len(candidates) > 1 and signal.costs_windows:
+        tried = windows_by_costs(table, cost, limit)
+        best = min(tried, key=lambda row: row.cost)
+        table = at_window(table, best.window)
+        record |= {"budget": best.num_global, "windows_tried": _rows(tried)}
+    elif len(candidates) > 1:
+        # Choose the window on documents that the ranking has not seen
+        ranking, held_out = hold_out(blocks)
+        table, size = measure(signal, ranking, first.window), fitting_batch(model, held_out)
         choice = choose_window(model, held_out, table, candidates, batch_size=size, progress=progress)
-        best, record = choice.best, {"ranked_at": first.window, **choice.as_mapping()}
-    record |= {"memory": round(limit / full, 6), "context": context, "budget": best.num_global}
-    return replace(table, window=best.window, metadata={**table.metadata, **record})
+        table = replace(table, window=choice.best.window)
+        record |= {"budget": choice.best.num_global, "ranked_at": first.window, **choice.as_mapping()}
+    return replace(table, metadata={**table.metadata, **record})
 
 
 def _cache_cost(model: PreTrainedModel, context: int, window: int, sinks: int) -> tuple[CacheCost, int]:
@@ -149,43 +140,6 @@ def _cache_cost(model: PreTrainedModel, context: int, window: int, sinks: int) -
         layers, num_kv_heads = config_layers([state.native_window for state in states]), states[0].num_kv_heads
     sizes = context, 1, window, model_shape.config_shape(model.config).head_dim, device.dtype_name(model.dtype), sinks
     return CacheCost(*sizes, **cache_facts(layers, num_kv_heads)), len(layers) * num_kv_heads
-
-
-def candidate_windows(cost: CacheCost, num_heads: int, limit: int, block_size: int) -> list[TriedWindow]:
-    """Return the windows worth trying within ``limit`` bytes of KV cache, narrowest first.
-
-    Args:
-        cost: size of a head's cache, whose window is not used.
-        num_heads: number of KV heads in the model.
-        limit: bytes of the KV cache.
-        block_size: tokens per block of the text; no window is wider than half of it.
-
-    Raises:
-        UserError: the memory leaves no global head beside the narrowest window.
-    """
-    widest, full = min(WIDEST, block_size // 2), cost.full(num_heads)
-    grid = range(_STEP, max(widest, _STEP) + 1, _STEP)
-
-    def num_global(window: int) -> int:
-        return replace(cost, window=window).num_global_within(limit, num_heads)
-
-    # Keep the widest window of each number of global heads
-    widest_of = {num_global(window): window for window in grid if window >= min(NARROWEST, widest)}
-    pairs = sorted((window, number) for number, window in widest_of.items() if number >= 1)
-    if not pairs:
-        raise errors.UserError(
-            f"{100 * limit / full:.3g} % of the KV cache leave no global head beside windows of "
-            f"{min(NARROWEST, widest)} keys: give more memory, or a longer context"
-        )
-    # Of many, keep some that are evenly spread over the octaves
-    if len(pairs) > _MOST_TRIED:
-        octaves = np.log2([window for window, _ in pairs])
-        wanted = np.linspace(octaves[0], octaves[-1], _MOST_TRIED)
-        pairs = [pairs[index] for index in sorted({int(np.abs(octaves - octave).argmin()) for octave in wanted})]
-    return [
-        TriedWindow(window, number, replace(cost, window=window).total(number, num_heads) / full)
-        for window, number in pairs
-    ]
 
 
 def choose_window(

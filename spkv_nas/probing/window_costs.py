@@ -108,23 +108,32 @@ def window_costs(
     costs = np.zeros((len(order), len(states), *gradients.shape[2:]))
     costs[:, layers] = gradients
     costs = costs[..., :-1] - costs[..., -1:]
-    # Means over the blocks of every domain
+    means, by_window = _means(blocks, order, costs, measured, window)
+    # Build the table
+    facts = {**(metadata or {}), "blocks": len(order), "seed": seed, **native, **({"sinks": sinks} if sinks else {})}
+    record: dict[str, Any] = {"name": name, "metadata": facts, "kind": kinds.GAIN, "unit": kinds.NATS}
+    num_passes = passes(len(measured)) * len(order) / blocks.num_blocks
+    table = heads.signal_table("window-costs", means, window, passes=num_passes, tokens=blocks.tokens.size, **record)
+    return replace(table, window_costs=by_window)
+
+
+def _means(
+    blocks: TokenBlocks, order: NDArray[np.int64], costs: Float, windows: tuple[int, ...], window: int
+) -> tuple[list[heads.HeadMeans], WindowCosts]:
+    """Return the mean costs of one window, and of all, over the blocks of every domain.
+
+    ``costs`` [N, L, Hkv, W] are those of the blocks in ``order``.
+    """
     domain_of = np.array([_main_domain(blocks, index) for index in order])
     domains = tuple(sorted(set(domain_of.tolist())))
     means, by_domain = [], []
     for domain in domains:
         some = np.moveaxis(costs[domain_of == domain], 0, -1)  # [L, Hkv, W, blocks]
         mean, error = statistics.jackknife_ratio(some, np.ones(some.shape[-1]))
-        score = measured.index(window)
-        tokens = some.shape[-1] * blocks.block_size
+        score, tokens = windows.index(window), some.shape[-1] * blocks.block_size
         means.append(heads.HeadMeans(mean[..., score], domain, tokens, 0, error[..., score]))
         by_domain.append(mean)
-    # Build the table
-    facts = {**(metadata or {}), "blocks": len(order), "seed": seed, **native, **({"sinks": sinks} if sinks else {})}
-    record: dict[str, Any] = {"name": name, "metadata": facts, "kind": kinds.GAIN, "unit": kinds.NATS}
-    num_passes = passes(len(measured)) * len(order) / blocks.num_blocks
-    table = heads.signal_table("window-costs", means, window, passes=num_passes, tokens=blocks.tokens.size, **record)
-    return replace(table, window_costs=WindowCosts(measured, np.stack(by_domain), domains))
+    return means, WindowCosts(windows, np.stack(by_domain), domains)
 
 
 def _gradients(

@@ -20,7 +20,7 @@ from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, find_solutions
 from spkv_nas.proposal.strategy import NUM_RANDOM
-from spkv_nas.proposal.window_program import WINDOW_PER_HEAD
+from spkv_nas.proposal.windows import WINDOW_PER_HEAD
 
 _COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
 
@@ -71,8 +71,7 @@ def propose_for(
     Args:
         table: head densities.
         requirements: constraints and further options; none by default.
-        budget: number of global heads, a share such as "25%", or with weights the maximum total weight; defaults to the
-            paper's share, 2 of 7 heads.
+        budget: number of global heads, a share such as "25%", or with weights their total; defaults to 2 of 7 heads.
         tau: density threshold, see ``resolve_tau``; defaults to the table's own.
         window: local attention window in tokens; defaults to the table's, or 128.
         seed: random seed of the random layouts, see ``propose``.
@@ -81,10 +80,10 @@ def propose_for(
         solutions: request for several good layouts that differ from each other, see ``find_solutions``.
         progress: called with (resamples solved, number of resamples) if requirements have to be met in each resample.
 
-    Raises:
-        UserError: as ``Requirements.limit``, ``resolve_tau``, ``constraints.solve`` and ``propose``.
+    Raises ``UserError`` as ``Requirements.limit``, ``resolve_tau``, ``constraints.solve`` and ``propose``.
     """
     requirements = requirements or Requirements()
+    table = requirements.at_best_window(table, window)
     cost = requirements.cache_cost(table, window)  # raises before anything is solved
     limit = requirements.limit(table, budget, window)
     table = resolve_tau(table, tau, limit.heads(table))
@@ -100,9 +99,7 @@ def propose_for(
     layouts |= {
         other.signal: densest_layout(other, heads, name=other.signal, window=window) for other in others
     } | solved
-    several_windows = requirements.window_per_head(table, limit, window)
-    if several_windows is not None:
-        layouts[several_windows.strategy] = several_windows
+    layouts |= requirements.window_per_head(table, limit, window)
     # Bootstrap confidence intervals over the probe's documents
     resampled = stability.bootstrap(table)
     certainty = None

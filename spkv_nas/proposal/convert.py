@@ -66,12 +66,7 @@ def convert(
             f"--{next(iter(chosen))} applies only to scores"
         )
     else:
-        if layout.windows and (window is not None or not _is_layout(target)):
-            raise errors.UserError(
-                f"{source} has {len(layout.windows)} windows of local heads: "
-                + ("leave out --window" if _is_layout(target) else "DuoAttention and PruLong have one for all heads")
-            )
-        layout, notes = _resized(layout, window, sinks), []
+        layout, notes = _resized(layout, target, window, sinks), []
         mask = layout.global_mask.astype(np.float64)
         origin = f"{layout.strategy} {layout.hash}"
         scores = ForeignScores(mask, layout.strategy, origin, layout.window, layout.sinks)
@@ -87,8 +82,13 @@ def convert(
     return notes + (_write_layout if _is_layout(target) else _write_prulong)(target, layout)
 
 
-def _resized(layout: Layout, window: int | None, sinks: int | None) -> Layout:
-    """Return a layout with another window or other sinks; None keeps those of the layout."""
+def _resized(layout: Layout, target: Path, window: int | None, sinks: int | None) -> Layout:
+    """Return a layout with another window or other sinks; None keeps those of the layout.
+
+    Raises ``UserError`` for a layout of several windows, with a window for all heads or another target than a layout.
+    """
+    if window is not None or not _is_layout(target):
+        layout.check_one_window("--window, and the formats of DuoAttention and PruLong, have one for all heads")
     return replace(layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks)
 
 

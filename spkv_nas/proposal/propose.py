@@ -13,10 +13,9 @@ from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal import coverage, strategies
-from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.proposal.budget import MATCH_BUDGET, parse_budget
+from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.strategy import NUM_RANDOM, Strategy, densest_first
-
-MATCH_BUDGET = "match-budget"  # value of --tau: the threshold whose mean density equals the budget's share of heads
 
 _MATCH_TOLERANCE = (
     0.01  # tolerance of "match-budget": absolute difference of mean density and the budget's share of heads
@@ -60,13 +59,12 @@ def propose(
     Raises:
         UserError: the budget is not 1 to the number of heads, or the memory has room for none.
     """
-    from spkv_nas.proposal.requirements import Limit, Requirements
-
     # Resolve the budget, or the memory
     requirements = Requirements(kv_bytes=None if memory is None else str(memory), context=context)
     if memory is None:
         limit = Limit(parse_budget(table.learned_budget if budget is None else budget, table.num_candidates))
     else:
+        table = requirements.at_best_window(table, window)
         limit = requirements.limit(table, budget, window)
     heads = limit.heads(table)
     # Choose heads by every strategy; the layouts of a random one take consecutive seeds
@@ -75,8 +73,7 @@ def propose(
         for strategy in strategies.STRATEGIES
         for number, name in enumerate(strategy.names(num_random))
     }
-    several_windows = requirements.window_per_head(table, limit, window)
-    return layouts if several_windows is None else {**layouts, several_windows.strategy: several_windows}
+    return layouts | requirements.window_per_head(table, limit, window)
 
 
 def layout_by(
@@ -206,6 +203,8 @@ def layer_advice(table: HeadScores, granularity: str) -> str | None:
 
 def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
     """Warn that the table was learned for a very different budget, so its ranking may not apply to this one."""
+    if table.window_costs is not None:  # which hold for any budget
+        return None
     share = parse_budget(budget, table.num_candidates) / table.num_heads
     # Compare with the target density of the gates
     priced, learned_for = table.metadata.get("target_density"), table.metadata.get("budget")

@@ -17,10 +17,9 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_cost import CONTEXT, CacheCost, EngineCost, memory_bytes
 from spkv_nas.engines.cache import Serving
-from spkv_nas.proposal import integer_program, stability, window_program
-from spkv_nas.proposal.budget import is_several, parse_budget
+from spkv_nas.proposal import integer_program, stability, windows
+from spkv_nas.proposal.budget import MATCH_BUDGET, is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve, solve_apart
-from spkv_nas.proposal.propose import MATCH_BUDGET
 
 Float = NDArray[np.float64]
 _RESAMPLE_GAP, _ROUGH_GAP = 1e-4, 1e-3  # relative MIP gap per bootstrap resample; the second if robust and many heads
@@ -138,14 +137,24 @@ class Requirements:
         """Return the layout of highest coverage within the limit. Raises ``UserError`` as ``constraints.solve``."""
         return solve(table, limit.budget, self.constraints, limit.weights, robust=self.robust, window=window)
 
-    def window_per_head(self, table: HeadScores, limit: Limit, window: int | None) -> Layout | None:
+    def at_best_window(self, table: HeadScores, window: int | None) -> HeadScores:
+        """Return a table with costs of windows at the window that loses least in the memory, unless one is given."""
+        if table.window_costs is None or window is not None or self.kv_bytes is None:
+            return table
+        cost = self.cache_cost(table, None)
+        if cost is None:
+            return table
+        tried = windows.windows_by_costs(table, cost, memory_bytes(self.kv_bytes, cost, table.num_heads))
+        return windows.at_window(table, min(tried, key=lambda row: row.cost).window)
+
+    def window_per_head(self, table: HeadScores, limit: Limit, window: int | None) -> dict[str, Layout]:
         """Return the layout with a window per head in the memory that the limit takes, or that is given or recorded.
 
-        None if the table has no costs of windows, or the limit counts head costs. Raises ``UserError`` as
-        ``window_program.window_per_head``.
+        It is by name; none if the table has no costs of windows, or the limit counts head costs. Raises ``UserError``
+        as ``windows.window_per_head``.
         """
         if table.window_costs is None or limit.weights is not None:
-            return None
+            return {}
         # Count for the context of the model if no other is given
         context = self.context or table.metadata.get("context") or table.metadata.get("positions") or CONTEXT
         cost = replace(self, context=context).cache_cost(table, window)
@@ -156,7 +165,8 @@ class Requirements:
         memory = cost.total(limit.heads(table), table.num_heads)
         if share is not None:
             memory = memory_bytes(share, cost, table.num_heads)
-        return window_program.window_per_head(table, cost, memory, self.constraints, robust=self.robust)
+        layout = windows.window_per_head(table, cost, memory, self.constraints, robust=self.robust)
+        return {layout.strategy: layout}
 
     def fitted(self, table: HeadScores, limit: Limit, window: int | None) -> Limit:
         """Lower a limit until the solution within it fits in the memory of an engine.

@@ -19,9 +19,9 @@ from spkv_nas.evaluation.trust import Trust
 from spkv_nas.probing.signal import LAYER
 from spkv_nas.proposal import budget_curve, stability
 from spkv_nas.proposal.answer import Answer, propose_for, random_spread, uneven_budgets, write_proposal
+from spkv_nas.proposal.budget import MATCH_BUDGET
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import (
-    MATCH_BUDGET,
     default_window,
     layer_advice,
     price_advice,
@@ -32,6 +32,7 @@ from spkv_nas.proposal.propose import (
 )
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, write_solutions
+from spkv_nas.proposal.windows import WINDOW_PER_HEAD
 from spkv_nas.stages import engines, lookup, next_steps, printing, record
 from spkv_nas.stages.commands import Suggestion, command_line
 from spkv_nas.stages.options.propose import ProposeOptions
@@ -169,6 +170,7 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
         worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
         sentences += [f"coverage of the worst domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
     sentences += [
+        _by_costs(answer),
         default_window(answer.table, options.window),
         _about_sinks(answer.table.sinks),
         tie_advice(answer.table, num_global),
@@ -176,6 +178,19 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
     ]
     sentences += [*(answer.certainty.sentences() if answer.certainty else []), stability.caution(answer.table)]
     return [sentence for sentence in sentences if sentence is not None]
+
+
+def _by_costs(answer: Answer) -> str | None:
+    """Return a sentence on what the costs of windows say that layouts lose; None without them."""
+    table, layout = answer.table, answer.layouts.get(WINDOW_PER_HEAD)
+    if layout is None:
+        return None
+    densest = answer.layouts["densest"]
+    loss = float(table.values[~densest.global_mask].sum())
+    return (
+        f"loss by the costs of windows, to first order: {layout.provenance['cost']:.4f} nats per token with a window "
+        f"per head, {loss:.4f} with one window of {densest.window} and {densest.num_global} global heads"
+    )
 
 
 def _about_sinks(sinks: int) -> str | None:

@@ -7,7 +7,7 @@ from spkv_nas.base.entry import check_options, shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import default
 from spkv_nas.probing.signal import LAYER, Signal
-from spkv_nas.probing.signals import DENSITY, SIGNALS
+from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS
 from spkv_nas.stages import entry_flags, flags
 from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
 
@@ -28,7 +28,9 @@ class ProbeOptions(SubjectOptions, Trains):
 
     recipe: flags.OptionalRecipeFile = None
     max_tokens: flags.OptionalMaxTokens = default(None, f"all; {defaults.SCORING_TOKENS:,} for {_SCORING}")
-    signal: flags.Signal = default(None, f"{DENSITY.name} if the model has gates, else {defaults.RECOMMENDED}")
+    signal: flags.Signal = default(
+        None, f"{DENSITY.name} if the model has gates, {WINDOW_COSTS.name} with --memory, else {defaults.RECOMMENDED}"
+    )
     window: flags.OptionalWindow = default(
         None, "the model's, else the best for --memory, else 1/16 of a block, at most 128"
     )
@@ -88,7 +90,7 @@ def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
 
 
 def chosen_signal(options: ProbeOptions) -> Signal:
-    """Return the signal with its options; the default is density with gates or a recipe, else head gates.
+    """Return the signal with its options; the default is density with gates or a recipe.
 
     Raises:
         UserError: there is no such signal, or it does not take an option that is given.
@@ -97,8 +99,9 @@ def chosen_signal(options: ProbeOptions) -> Signal:
         from spkv_nas.model.checkpoint import read_gates
         from spkv_nas.stages.subject import Subject
 
-        has_gates = read_gates(Subject.of(options, REFERENCE, "probe on").source) is not None
-        return _with_options(options, DENSITY.name if has_gates else defaults.RECOMMENDED)
+        if read_gates(Subject.of(options, REFERENCE, "probe on").source) is not None:
+            return _with_options(options, DENSITY.name)
+        return _with_options(options, defaults.RECOMMENDED if options.memory is None else WINDOW_COSTS.name)
     return _with_options(options, options.signal or DENSITY.name)
 
 

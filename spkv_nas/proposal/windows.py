@@ -1,7 +1,9 @@
-"""Choose a window for every KV head within a memory: a multiple-choice knapsack over the costs of windows, exactly.
+"""Choose windows of local heads within a memory: one with the number of global heads, or one for every head.
 
-Every head takes one kind of attention, a window or global. The sum of the costs is minimised (``WindowCosts``), which
-are to first order what the kinds cost, or with ``robust`` the largest of the sums over domains.
+At equal memory a wider window leaves fewer global heads, or narrower windows for other heads. What each choice costs is
+known to first order from ``WindowCosts``. A window for every head is a multiple-choice knapsack, solved exactly: every
+head takes one kind of attention, a window or global, and the sum of the costs is minimised, or with ``robust`` the
+largest of the sums over domains.
 """
 
 from dataclasses import dataclass, replace
@@ -21,12 +23,102 @@ from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.coverage import provenance
 from spkv_nas.proposal.integer_program import TIME_LIMIT, silenced
 
+NARROWEST, WIDEST = 32, 1024  # windows that are tried
+_STEP = 16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
+_MOST_TRIED = 12  # windows
 WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
 Float = NDArray[np.float64]
 Row = tuple[Any, Any, Any]  # low <= A v <= high: A, low, high
 _SCALE = 1e6  # factor on the costs, whose sum of sizes is 1, because HiGHS stops at an absolute gap of 1e-6
 _MOST_TRIES, _LOWERED = 12, 0.99  # solutions for a limit that is lowered, to what fits and by this factor
 _SLACK = 1e-6  # tolerance of a row, of which the largest coefficient is 1
+
+
+@dataclass(frozen=True)
+class TriedWindow:
+    """Window of local heads, the global heads that the memory leaves, and what the layout loses.
+
+    Attributes:
+        window: recent keys that a local head sees, including the query's own.
+        num_global: number of global KV heads.
+        memory: share of full attention's KV cache.
+        change: change of NLL against full attention in percent, on ``blocks`` blocks.
+        standard_error: its standard error, paired by document.
+        blocks: number of blocks that it was measured on.
+        cost: loss in nats per token by the costs of windows, to first order.
+    """
+
+    window: int
+    num_global: int
+    memory: float
+    change: float = np.nan
+    standard_error: float = np.nan
+    blocks: int = 0
+    cost: float = np.nan
+
+
+def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int = WIDEST) -> list[TriedWindow]:
+    """Return the windows worth trying within ``limit`` bytes of KV cache, narrowest first.
+
+    Args:
+        cost: size of a head's cache, whose window is not used.
+        num_heads: number of KV heads in the model.
+        limit: bytes of the KV cache.
+        widest: widest window to try.
+
+    Raises:
+        UserError: the memory leaves no global head beside the narrowest window.
+    """
+    full = cost.full(num_heads)
+    grid = range(_STEP, max(widest, _STEP) + 1, _STEP)
+
+    def num_global(window: int) -> int:
+        return replace(cost, window=window).num_global_within(limit, num_heads)
+
+    # Keep the widest window of each number of global heads
+    widest_of = {num_global(window): window for window in grid if window >= min(NARROWEST, widest)}
+    pairs = sorted((window, number) for number, window in widest_of.items() if number >= 1)
+    if not pairs:
+        raise UserError(
+            f"{100 * limit / full:.3g} % of the KV cache leave no global head beside windows of "
+            f"{min(NARROWEST, widest)} keys: give more memory, or a longer context"
+        )
+    # Of many, keep some that are evenly spread over the octaves
+    if len(pairs) > _MOST_TRIED:
+        octaves = np.log2([window for window, _ in pairs])
+        wanted = np.linspace(octaves[0], octaves[-1], _MOST_TRIED)
+        pairs = [pairs[index] for index in sorted({int(np.abs(octaves - octave).argmin()) for octave in wanted})]
+    return [
+        TriedWindow(window, number, replace(cost, window=window).total(number, num_heads) / full)
+        for window, number in pairs
+    ]
+
+
+def at_window(table: HeadScores, window: int) -> HeadScores:
+    """Return a table with ``window_costs`` whose scores are the costs of a window, and whose layouts have it."""
+    assert table.window_costs is not None
+    costs = dict(zip(table.window_costs.domains, table.window_costs.at(window), strict=True))
+    rows = table.rows.copy()
+    rows["score"] = [
+        costs[domain][layer, head]
+        for domain, layer, head in zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
+    ]
+    if window != table.window:
+        rows["standard_error"] = np.nan
+    return replace(table, rows=rows, window=window, probe_hash=table.content_hash)
+
+
+def windows_by_costs(table: HeadScores, cost: CacheCost, limit: int) -> list[TriedWindow]:
+    """Return the windows worth trying within ``limit`` bytes, with what the costs say that their layouts lose.
+
+    A layout's global heads are those to which its window costs most. Raises ``UserError`` as ``candidate_windows``.
+    """
+    costs, tried = table.window_costs, []
+    assert costs is not None
+    for row in candidate_windows(cost, table.num_heads, limit, max(costs.windows)):
+        of_heads = np.sort(np.tensordot(table.domain_shares, costs.at(row.window), 1)[table.layers], axis=None)
+        tried.append(replace(row, cost=float(of_heads[: len(of_heads) - row.num_global].sum())))
+    return tried
 
 
 @dataclass(frozen=True)
@@ -170,35 +262,17 @@ def window_per_head(
     Raises:
         UserError: the table has no costs, the constraint is ``uniform``, or no layout fits.
     """
-    costs, constraints = table.window_costs, (constraints or Constraints()).on(table)
-    if costs is None:
-        raise UserError(f"'{table.name}' has no costs of windows: probe with --signal window-costs")
-    if constraints.uniform:
-        raise UserError("uniform counts global heads: leave it out for a window per head")
-    constraints.check(table.grid)
-    # Restrict the windows
-    serving = cost.serving if isinstance(cost, EngineCost) else None
-    limits = [constraints.max_windows, None if serving is None else serving.engine.max_windows]
-    costs = costs.only(constraints.windows) if constraints.windows else costs
-    sizes = [replace(cost, window=window).local_head for window in costs.windows]
-    native = tuple(sorted({*range(table.num_layers)} - {*table.layers}))
-    problem = WindowProblem(
-        costs,
-        np.array([*sizes, cost.global_head], dtype=np.float64),
-        constraints.named,
-        native,
-        min((limit for limit in limits if limit is not None), default=None),
-    )
-    shares = np.eye(len(costs.domains)) if robust else table.domain_shares[None]
-    kinds: list[int | None] = [*costs.windows, None]
-    own = cost.of_heads(()) if serving is None else 0  # of layers that are local by design
+    constraints = (constraints or Constraints()).on(table)
+    problem = _problem(table, cost, constraints)
+    shares = np.eye(len(problem.costs.domains)) if robust else table.domain_shares[None]
+    kinds: list[int | None] = [*problem.costs.windows, None]
     # Lower the limit until the layout fits, because pages of an engine take more than their tokens
+    own = 0 if isinstance(cost, EngineCost) else cost.of_heads(())  # of layers that are local by design
     limit = float(memory - own)
     for _ in range(_MOST_TRIES):
         chosen = problem.solve(limit, shares)
-        layout = Layout.from_windows(
-            [[kinds[kind] for kind in row] for row in chosen], strategy=WINDOW_PER_HEAD, sinks=table.sinks
-        )
+        rows = [[kinds[kind] for kind in row] for row in chosen]
+        layout = Layout.from_windows(rows, strategy=WINDOW_PER_HEAD, sinks=table.sinks)
         used = cost.layout_bytes(layout, table.layers)
         if used <= memory:
             break
@@ -208,11 +282,29 @@ def window_per_head(
             f"no layout with a window per head fits in {format_bytes(memory)}{cost.where}: give more memory"
         )
     # Record what it was made for
-    by_domain = np.take_along_axis(problem.values, np.broadcast_to(chosen, problem.values.shape[:-1])[..., None], -1)
+    index = np.broadcast_to(chosen, problem.values.shape[:-1])[..., None]
+    losses = shares @ np.take_along_axis(problem.values, index, -1).sum((1, 2, 3))
     origin = provenance(table, layout, layout.num_global)
-    origin |= {
-        "memory": memory,
-        "context": cost.context,
-        "cost": round(float((shares @ by_domain.sum((1, 2, 3))).max()), 6),
-    }
+    origin |= {"memory": memory, "context": cost.context, "cost": round(float(losses.max()), 6)}
     return replace(layout, provenance={**origin, "constraints": constraints.named} if constraints.named else origin)
+
+
+def _problem(table: HeadScores, cost: CacheCost, constraints: Constraints) -> WindowProblem:
+    """Return the knapsack of ``window_per_head``; errors as there."""
+    costs = table.window_costs
+    if costs is None:
+        raise UserError(f"'{table.name}' has no costs of windows: probe with --signal window-costs")
+    if constraints.uniform:
+        raise UserError("uniform counts global heads: leave it out for a window per head")
+    constraints.check(table.grid)
+    # Restrict the windows
+    limits = [constraints.max_windows, cost.serving.engine.max_windows if isinstance(cost, EngineCost) else None]
+    costs = costs.only(constraints.windows) if constraints.windows else costs
+    sizes = [replace(cost, window=window).local_head for window in costs.windows]
+    return WindowProblem(
+        costs,
+        np.array([*sizes, cost.global_head], dtype=np.float64),
+        constraints.named,
+        tuple(sorted({*range(table.num_layers)} - {*table.layers})),
+        min((limit for limit in limits if limit is not None), default=None),
+    )

@@ -20,7 +20,7 @@ from spkv_nas.engines.vllm import VLLM
 from spkv_nas.proposal.answer import propose_for
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.proposal.window_program import WindowProblem, window_per_head
+from spkv_nas.proposal.windows import WindowProblem, at_window, candidate_windows, window_per_head
 
 SIZES = np.array([1.0, 2.0, 4.0, 8.0])  # of three windows, and of a global head
 COST = CacheCost(2048, 1, 128, 64, "bfloat16", sinks=1)
@@ -100,9 +100,22 @@ class TestProposal:
         layout, densest = layouts["window-per-head"], layouts["densest"]
         limit = int(layout.provenance["memory"])  # type: ignore[call-overload]
         assert limit - COST.global_head < COST.layout_bytes(layout, range(12)) <= limit
-        assert COST.layout_bytes(densest, range(12)) == COST.total(densest.num_global, 48) <= limit
+        at_window = replace(COST, window=densest.window)
+        assert COST.layout_bytes(densest, range(12)) == at_window.total(densest.num_global, 48) <= limit
         assert layout.sinks == 1
         assert len(layout.windows) > 1
+
+    def test_the_window_is_the_best_for_the_memory(self) -> None:
+        """One window for all heads: no other with as many global heads as then fit costs less."""
+        probed, limit = table(), COST.full(48) // 5
+        densest = spkv_nas.propose(probed, memory="20%")["densest"]
+        loss = {}
+        for row in candidate_windows(COST, 48, limit):
+            costs = at_window(probed, row.window).values
+            loss[row.window] = costs.sum() - np.sort(costs, axis=None)[-row.num_global :].sum()
+        assert densest.window == min(loss, key=loss.__getitem__)
+        assert len(loss) > 4
+        assert spkv_nas.propose(probed, memory="20%", window=64)["densest"].window == 64
 
     def test_a_budget_of_heads_is_the_memory_of_its_densest_layout(self) -> None:
         answer = propose_for(table(), budget=12)
