@@ -36,11 +36,11 @@ PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if page
 BLOCK = re.compile(r"^```(bash|python|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
-FRESH = {"README.md", "own-model.md", "retrain.md", "serve-vllm.md"}  # start from a model and a text alone
+FRESH = {"README.md", "memory.md", "own-model.md", "retrain.md", "serve-vllm.md"}  # start from a model and a text alone
 EMBEDDED = {"install.md", "budget.md", "compare-signals.md"}  # on the embedded models, in the repository's workspace
 SLOW = {  # whole workflows, of twenty seconds and more
     *("install.md", "cost.md", "decoding.md", "evaluation.md", "report.md", "scores.md", "vllm.md"),
-    *("budget.md", "compare-signals.md", "own-model.md", "retrain.md", "python.md", "serve.md"),
+    *("budget.md", "compare-signals.md", "memory.md", "own-model.md", "retrain.md", "python.md", "serve.md"),
     *("serve-vllm.md", "search.md", "distributed.md"),
 }
 OTHERS = {"make", "pip", "uv", "optuna-dashboard", "vllm"}  # programs that install, or serve a page
@@ -51,6 +51,7 @@ LIMITS = (  # options that keep a command short, by what it contains; the last o
     ("probe --signal density --model", "--steps 2 --block-size 64 --ablation-tokens 0"),
     ("probe --signal add-one-head --model", "--max-tokens 256 --block-size 64"),
     ("probe --signal head-gates --model", "--steps 2 --block-size 64"),
+    ("probe --model path/to/model --data corpus/ --memory", "--block-size 128"),
     ("probe --model", "--steps 2 --block-size 64"),
     ("probe recipe.yaml --signal head-gates", "--steps 2"),
     ("probe --signal attention-mass", "--max-tokens 2048"),
