@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 _GROWTH = 25  # a full pool grows by 1 / 25, so that at most 4 % of it is spare
-_MIN_PAGES = 16
 _STATE = (
     "pool_k",
     "pool_v",
@@ -289,7 +288,7 @@ class PagedState:
     def _grow(self, least: int) -> None:
         """Grow the pool by at least ``least`` pages, and by at least 4 %."""
         num_pages = self.num_pages
-        extra = max(least, num_pages // _GROWTH, _MIN_PAGES)
+        extra = max(least, num_pages // _GROWTH)
         if self.max_pages is not None:
             extra = min(extra, self.max_pages - num_pages)
         if extra < least:

@@ -21,7 +21,11 @@ _RING = 128  # ring size of a model without local heads
 
 
 class SPKVCacheLayer(CacheLayerMixin):
-    """Cache of one attention layer; ``attend`` computes attention and stores keys and values, ``update`` does not."""
+    """Cache of one attention layer; ``attend`` computes attention and stores keys and values, ``update`` does not.
+
+    KV heads with the same ring size share a paged cache. A global head has the smallest ring, because the rest of its
+    keys are in pages, which are allocated as they are needed.
+    """
 
     is_sliding = False
 
@@ -33,28 +37,33 @@ class SPKVCacheLayer(CacheLayerMixin):
         self._masks = masks  # shared by all layers, so that a mask is compared once: earlier, current, new tokens'
         self.mask: Tensor | None = None  # bool [B, tokens], false for padding among the tokens seen; None: no padding
         self.page_size, self._max_pages = page_size, max_pages
-        self.window = _local_window(state) or window
-        keep = [head_window > self.window for head_window in state.head_windows(gated=False)]
-        self._keep = torch.tensor(keep)[:, None]  # decisions without gates, [Hkv, 1]
+        # Ring size of each KV head, and the heads of each ring size
+        smallest = _local_window(state) or window
+        rings = [w if w < GLOBAL_WINDOW else smallest for w in state.head_windows(gated=True)]
+        self._windows = sorted(set(rings))
+        self._heads = [torch.tensor([head for head, ring in enumerate(rings) if ring == w]) for w in self._windows]
+        # Decisions without gates, [Hkv, 1]
+        keep = [w > ring for w, ring in zip(state.head_windows(gated=False), rings, strict=True)]
+        self._keep = torch.tensor(keep)[:, None]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
-        # A wider native window than that of the ring, whose keys are kept beyond it as well
-        finite = [head_window for head_window in state.head_windows(gated=False) if head_window < GLOBAL_WINDOW]
-        self._reach = max(finite, default=self.window)
         self._is_pending = False  # keys and values were passed to ``update`` and not to ``attend``
-        self.paged: PagedKVCache | None = None
+        self.paged: list[PagedKVCache] = []  # a cache for each ring size, ascending
         self.tokens = 0  # length of the longest sequence, including padding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the batch size, heads, dtype and device of the first keys, [B, Hkv, T, D]."""
-        batch, heads, _, size = key_states.shape
+        batch, _, _, size = key_states.shape
         device = key_states.device
         self.is_initialized = True
         self._keep = self._keep.to(device)
         self._sinks = self._sinks.to(device) if self._sinks is not None else None
-        options: dict[str, Any] = {"page_size": self.page_size, "max_pages": self._max_pages}
-        self.paged = PagedKVCache(
-            batch, heads, size, window=self.window, dtype=key_states.dtype, device=device, **options
-        )
+        self._heads = [heads.to(device) for heads in self._heads]
+        options: dict[str, Any] = {"max_pages": self._max_pages, "dtype": key_states.dtype, "device": device}
+        for heads, window in zip(self._heads, self._windows, strict=True):
+            # Pages of local heads hold sink tokens alone
+            sinks = 0 if self._sinks is None or self._keep[heads].any() else int(self._sinks[heads].max())
+            page_size = min(self.page_size, sinks or self.page_size)
+            self.paged.append(PagedKVCache(batch, len(heads), size, window=window, page_size=page_size, **options))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the new keys and values unchanged. Raises ``UserError`` if ``attend`` did not store earlier ones."""
@@ -93,46 +102,65 @@ class SPKVCacheLayer(CacheLayerMixin):
             [B, Hq, T, D]; rows of padding hold arbitrary finite values.
         """
         self._is_pending = False
-        if self.paged is None:
+        if not self.paged:
             self.lazy_initialization(k, v)
-        assert self.paged is not None
-        self._check(self.paged, k)
+        self._check(k)
         real = self._new_tokens(mask)
-        k, v = k.to(self.paged.ring_k.dtype), v.to(self.paged.ring_v.dtype)
+        k, v = (x.to(self.paged[0].ring_k.dtype) for x in (k, v))
         # Decide which keys to keep: [B, Hkv, T]
         keep = self._with_sinks(self._keep.expand(*k.shape[:3]) if keep is None else keep, real)
-        # Decode a single token
-        if q.shape[2] == 1 and real is None:
-            self.paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
-            self.tokens += 1
-            return decode_attention(q[:, :, 0], self.paged, scale=scale, sink_logits=sink_logits)[:, :, None]
         # Move padding to the end of each row, where no token sees it
         order = lengths = None
         if real is not None:
             order = torch.argsort(~real, dim=1, stable=True)
             lengths = real.sum(1)
             q, k, v, keep = (_reorder(x, order) for x in (q, k, v, keep))
-        # Attend
-        if self.tokens == 0:
-            out = attention(q, k, v, window=self.window, keep=keep.contiguous(), scale=scale, sink_logits=sink_logits)
+        # Attend, and store the keys and values
+        if len(self.paged) == 1:
+            out = self._attend(self.paged[0], q, k, v, keep, lengths, scale, sink_logits)
         else:
-            out = extend_attention(q, k, v, keep, self.paged, scale=scale, sink_logits=sink_logits)
-        # Store, and restore the order
-        self.paged.prefill(k, v, keep, lengths)
+            out = torch.empty_like(q)
+            shape = (len(k), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
+            for paged, heads in zip(self.paged, self._heads, strict=True):
+                queries = q.view(shape)[:, heads].flatten(1, 2)
+                logits = None if sink_logits is None else sink_logits.view(k.shape[1], -1)[heads].flatten()
+                some = self._attend(paged, queries, k[:, heads], v[:, heads], keep[:, heads], lengths, scale, logits)
+                out.view(shape)[:, heads] = some.reshape(len(k), len(heads), -1, *q.shape[2:])
+        # Restore the order
         self.tokens += q.shape[2]
         return out if order is None else _reorder(out, torch.argsort(order, dim=1))
 
-    def _check(self, paged: PagedKVCache, k: Tensor) -> None:
+    def _attend(
+        self,
+        paged: PagedKVCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor,
+        lengths: Tensor | None,
+        scale: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Compute ``attend`` for the heads of one ring size; ``lengths`` [B] are the new tokens that are no padding."""
+        # Decode a single token
+        if q.shape[2] == 1 and lengths is None:
+            paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
+            return decode_attention(q[:, :, 0], paged, scale=scale, sink_logits=sink_logits)[:, :, None]
+        # Attend before the keys are stored
+        if self.tokens == 0:
+            out = attention(q, k, v, window=paged.window, keep=keep.contiguous(), scale=scale, sink_logits=sink_logits)
+        else:
+            out = extend_attention(q, k, v, keep, paged, scale=scale, sink_logits=sink_logits)
+        paged.prefill(k, v, keep, lengths)
+        return out
+
+    def _check(self, k: Tensor) -> None:
         """Raise ``UserError`` if new keys ``k`` [B, Hkv, T, D] do not fit into the cache."""
+        paged = self.paged[0]
         if len(k) != paged.batch_size:
             raise UserError(f"the cache holds {paged.batch_size} sequences, this batch has {len(k)}")
-        if (k.shape[1], k.shape[3]) != (paged.num_kv_heads, paged.head_dim):
+        if (k.shape[1], k.shape[3]) != (len(self._keep), paged.head_dim):
             raise UserError("the cache was made for a model with other KV heads: use it with that model")
-        if self.window < self._reach < self.tokens + k.shape[2]:
-            raise UserError(
-                f"a layer of this model has heads with windows of {self.window} and {self._reach} keys, which the "
-                f"cache cannot hold beyond {self._reach} tokens\ngenerate with use_cache=False, or choose whole layers"
-            )
 
     def _new_tokens(self, mask: Tensor | None) -> Tensor | None:
         """Return which new tokens are not padding, bool [B, T], from the mask of ``attend``; None: all.
@@ -155,10 +183,10 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     def _with_sinks(self, keep: Tensor, real: Tensor | None) -> Tensor:
         """Return ``keep`` [B, Hkv, T], and true for the sink tokens among the new tokens; as in ``attend``."""
-        if self._sinks is None or self.paged is None:
+        if self._sinks is None:
             return keep
         index = torch.arange(keep.shape[2], device=keep.device) if real is None else real.cumsum(1) - 1
-        position = (self.paged.seq_lens[:, None] + index)[:, None]
+        position = (self.paged[0].seq_lens[:, None] + index)[:, None]
         return keep | (position < self._sinks)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -175,13 +203,13 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of row ``beam_idx[i]``."""
-        if self.paged is not None:
-            self.paged = self.paged.select(beam_idx.to(self.paged.seq_lens.device))
+        if self.paged:
+            self.paged = [paged.select(beam_idx.to(paged.seq_lens.device)) for paged in self.paged]
             self.mask = None if self.mask is None else self.mask[beam_idx.to(self.mask.device)]
 
     def reset(self) -> None:
         """Reset the cache to its empty state."""
-        self.paged, self.mask, self.tokens, self.is_initialized, self._is_pending = None, None, 0, False, False
+        self.paged, self.mask, self.tokens, self.is_initialized, self._is_pending = [], None, 0, False, False
 
     def crop(self, *_: Any) -> None:
         """Raise ``UserError``: pruned tokens cannot be restored to the window."""
@@ -189,8 +217,8 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence ``repeats`` times."""
-        if self.paged is not None:
-            self.reorder_cache(torch.arange(self.paged.batch_size).repeat_interleave(repeats))
+        if self.paged:
+            self.reorder_cache(torch.arange(self.paged[0].batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences ``indices``."""
@@ -214,7 +242,7 @@ class SPKVCache(Cache):
         Args:
             model: a model with gates or a layout; any other raises ``UserError``.
             page_size: tokens per page.
-            max_pages: maximum number of pages per layer; None: no limit.
+            max_pages: maximum number of pages per layer and window; None: no limit.
         """
         states = layer_states(model := unwrapped(model))
         if not states:
@@ -235,7 +263,7 @@ class SPKVCache(Cache):
 
     @property
     def _paged(self) -> list[PagedKVCache]:
-        return [layer.paged for layer in self.layers if layer.paged is not None]
+        return [paged for layer in self.layers for paged in layer.paged]
 
     @property
     def num_bytes(self) -> int:

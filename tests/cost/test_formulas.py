@@ -92,7 +92,7 @@ class TestCost:
         cache = SPKVCache(model, page_size=1)
         with torch.no_grad():
             model(input_ids=torch.zeros(1, context, dtype=torch.int64), past_key_values=cache, use_cache=True)
-        held = sum(int(layer.paged.lengths.sum()) + 2 * min(context, 6) for layer in cache.layers)
+        held = sum(int(layer.paged[0].lengths.sum()) + 2 * min(context, 6) for layer in cache.layers)
         shape = Shape(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=0)
         cost = kv_cache_bytes(shape, context, density=3 / 8, window=layout.window + layout.sinks, element_size=4)
         assert cost == pytest.approx(held * 2 * 8 * 4)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.windows import apply_layout
 
@@ -18,6 +19,21 @@ def hybrid(family: str = "llama") -> PreTrainedModel:
     model = tiny_model(family)
     apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6))
     return model
+
+
+@pytest.mark.parametrize("legend", [{"L": 24}, {"L": 6, "M": 24, "N": 70}])
+def test_bytes_are_those_of_the_plan(legend: dict[str, int]) -> None:
+    """Several windows add no more to the plan than one: tables, unfinished pages, and 4 % spare ones."""
+    rows = ("GLMN", "LLMM", "NGNL", "MLLG") if len(legend) > 1 else ("GLLL", "LLLL", "LGLL", "LLLG")
+    model, layout = tiny_model(num_key_value_heads=4, head_dim=64), Layout(rows, windows=legend, sinks=1)
+    apply_layout(model, layout)
+    cache = SPKVCache(model, page_size=4)
+    with torch.no_grad():
+        for tokens in torch.full((1, 300), 5).split([280, *[1] * 20], 1):
+            model(input_ids=tokens, past_key_values=cache)
+    windows = [window for row in layout.head_windows for window in row]
+    planned = CacheCost(300, 1, layout.window, head_dim=64, dtype="float32", sinks=1).of_heads(windows)
+    assert planned < cache.num_bytes < 1.07 * planned
 
 
 class TestMask:
