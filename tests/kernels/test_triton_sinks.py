@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 SHAPE = (1, 4, 2, 70, 16)
 CASES = [  # shape, windows, sinks: queries are tiled by 32 in float32, sink tokens by 16 to 32
     pytest.param(SHAPE, [7, 20], [4, 0], id="some heads"),
-    pytest.param((1, 3, 3, 49, 24), [9, 1 << 30, 16], [40, 4, 1], id="more than the window, global, one"),
+    pytest.param((1, 4, 4, 49, 24), [9, 1 << 30, 16, 30], [40, 4, 1, 1], id="more than the window, global, one"),
     pytest.param((2, 2, 1, 50, 16), [5], [1000], id="everything", marks=pytest.mark.slow),
     pytest.param((1, 2, 1, 200, 16), [150], [170], id="wide", marks=pytest.mark.slow),
     pytest.param((1, 2, 1, 33, 16), [32], [3], id="one query outside", marks=pytest.mark.slow),

@@ -67,7 +67,7 @@ def whole_pass(model: PreTrainedModel, ids: Tensor) -> Tensor:
     [
         *((family, kind) for family in ("llama", "qwen3") for kind in ("gates", "sinks", "mixed", "layers")),
         *(("llama", kind) for kind in ("mixed+1", "mixed+4", "windows+4")),
-        *((family, "windows+1") for family in ("qwen3", "olmo2")),
+        *((family, "windows+1") for family in ("qwen3", "gpt_oss")),  # the latter with learned sinks
         *((family, "gates") for family in ("gemma3_text", "phi3", "granite")),
     ],
 )
