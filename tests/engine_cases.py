@@ -15,6 +15,7 @@ from spkv_nas.model.export.export import export
 WINDOW = 8
 HEADS = Layout(("GL", "LL", "LG", "GG"), WINDOW)
 LAYERS = Layout(("GG", "LL", "LL", "GG"), WINDOW)
+WINDOWS = Layout(("GL", "ML", "NG", "MN"), windows={"L": WINDOW, "M": 24, "N": 64})
 
 
 def sharp_model(family: str = "llama", **options: Any) -> PreTrainedModel:

@@ -160,10 +160,14 @@ class EngineCost(CacheCost):
         return f" in {self.serving.engine.title}"
 
     def layout_plan(self, layout: Layout) -> CachePlan | None:
-        """Plan the cache of a layout in the form that takes least; None if it has more sinks than the engine keeps."""
+        """Plan the cache of a layout in the form that takes least; None if it has more sinks than the engine keeps.
+
+        Raises ``UserError`` if it has more windows than the engine serves.
+        """
         if layout.sinks > self.serving.engine.max_sinks:
             return None
-        cache = replace(self.cache(layout.num_heads), grid=layout.grid, window=layout.window, sinks=layout.sinks)
+        self.serving.engine.check_windows(len(layout.windows), "leave out --engine, or use fewer windows")
+        cache = replace(self.cache(layout.num_heads), grid=layout.grid, sinks=layout.sinks)
         return self.serving.engine.plan_layout(cache, layout.head_windows)
 
     def layout_bytes(self, layout: Layout, layers: Sequence[int]) -> int:

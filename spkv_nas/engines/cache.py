@@ -79,7 +79,7 @@ class PlannedEngine(Engine, ABC):
     page_size: int  # default tokens per page
     in_flight: int  # default tokens in flight
     max_sinks: int = 0  # most sink tokens that a local head may see
-    max_windows: int = 3  # most windows of local heads, because each takes pages of its own
+    max_windows: int = 3  # most windows of local heads, because the heads of each take pages of their own
 
     @abstractmethod
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
@@ -89,16 +89,18 @@ class PlannedEngine(Engine, ABC):
     def plan_layout(self, cache: ServedCache, windows: Sequence[Sequence[int | None]]) -> CachePlan:
         """Plan the cache of a layout from the windows of its heads by layer (None: global), in the smallest form."""
 
-    @property
-    def sink_limit(self) -> str:
-        """Return how many sink tokens local heads may see, as the end of a sentence."""
-        return f"at most {self.max_sinks} sink token" if self.max_sinks else "no sink tokens"
-
     def check_sinks(self, sinks: int, advice: str) -> None:
         """Raise ``UserError``, with ``advice``, if local heads see more sink tokens than the engine keeps."""
         if sinks > self.max_sinks:
+            limit = f"at most {self.max_sinks} sink token" if self.max_sinks else "no sink tokens"
+            raise errors.UserError(f"{self.title} keeps {limit} for local heads, but the layout has {sinks}\n{advice}")
+
+    def check_windows(self, num_windows: int, advice: str) -> None:
+        """Raise ``UserError``, with ``advice``, if local heads have more windows than the engine is planned for."""
+        if num_windows > self.max_windows:
             raise errors.UserError(
-                f"{self.title} keeps {self.sink_limit} for local heads, but the layout has {sinks}\n{advice}"
+                f"{self.title} takes pages for every window of local heads: at most {self.max_windows} are served, but "
+                f"the layout has {num_windows}\n{advice}"
             )
 
 

@@ -108,7 +108,10 @@ class Engine:
 # Forms of families that have a window in all but every n-th layer, by n; engines that ignore layer_types assume it
 PERIODS = {"gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
 OTHER_LAYERS = " with other layers"
-SPKV_FORMS = ("spkv", "spkv with a sink token", "spkv with several sink tokens", "spkv with both kinds of sinks")
+SPKV_FORMS = (
+    "spkv", "spkv with a sink token",
+    "spkv with several sink tokens", "spkv with both kinds of sinks", "spkv with more than 3 windows",
+)  # fmt: skip
 OLDER_ROPE_KEYS = ("rope_theta", "rope_local_base_freq", "rope_scaling")  # of transformers 4, beside rope_parameters
 
 

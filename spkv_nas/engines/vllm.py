@@ -1,8 +1,8 @@
 """Describe vLLM, and plan a KV cache as its allocator does (vLLM 0.32, ``v1/core/kv_cache_utils.py``).
 
-An ``Attention`` of vLLM has one window, so a layer with global and local heads is served as several: by kind
-(``kind_parts``: one for its global, one for its local heads), or as units of g heads each (``unit_parts``), where g
-divides the number of global heads in every layer. What each keeps is written into pages of tokens, and:
+An ``Attention`` of vLLM has one window, so a layer whose heads have several is served as several: by kind (one for its
+global heads, and one for those of each window), or as units of g heads each, where g divides the number of heads of
+each kind in every layer. What each keeps is written into pages of tokens, and:
 
 - All pages get the size of the largest. An ``Attention`` with fewer heads has longer pages where the largest is a
   multiple of its own, and padded ones otherwise.
@@ -11,10 +11,11 @@ divides the number of global heads in every layer. What each keeps is written in
   padded. All members of a group share a page table.
 - A request reserves, in every global group, the pages of its maximum length; in every local group, those of the window
   and of the tokens in flight, and one more, because a window may begin inside a page.
-- With a sink token every local ``Attention`` has a cache of the first token beside it, with a bucket of its own
-  (``serving/vllm/sink_tokens.py``). A request has a page in each of their groups.
+- With a sink token every local ``Attention`` has a cache of the first token beside it
+  (``serving/vllm/sink_tokens.py``), in a bucket of those of equal heads, whatever the window. A request has a page in
+  each of their groups.
 
-Units of any g, and whole layers, give the same memory for the same total of global heads. The rules are those of cache
+Units of any g, and whole layers, give the same memory for the same heads of each kind. The rules are those of cache
 layouts whose outermost dimension is the layer, vLLM's default.
 """
 
@@ -29,55 +30,64 @@ from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache
 from spkv_nas.engines.engine import EXACT, OTHER_LAYERS, REFUSED, SPKV_FORMS, Cell, Outcome, Program, tried_with
 
 _FEW_PADDING = 1.5  # the largest bucket sets the size of groups below this multiple of the smallest
+_SINK_TOKEN = 0  # in place of a window: the cache of first tokens alone
 
 
 @dataclass(frozen=True)
 class Part:
-    """KV heads of a layer that one ``Attention`` serves: their number, and whether they see a window."""
+    """KV heads of a layer that one ``Attention`` serves: their number, and their window."""
 
     num_heads: int
-    is_local: bool
+    window: int | None  # recent keys that they see; None: all
 
 
-def unit_parts(cache: ServedCache, num_global: int, size: int = 1) -> Counter[Part]:
-    """Count the parts of a model that is split into units of ``size`` heads, which divides both numbers of heads."""
-    counts = {False: num_global // size, True: (cache.num_heads - num_global) // size}
-    return Counter({Part(size, is_local): count for is_local, count in counts.items() if count})
+def count_parts(windows: Sequence[Sequence[int | None]], unit: int) -> Counter[Part]:
+    """Count the parts of layers whose heads have these windows: units of ``unit`` heads, or by kind if it is 0."""
+    parts: Counter[Part] = Counter()
+    for row in windows:
+        for window, num_heads in Counter(row).items():
+            size = unit or num_heads
+            parts[Part(size, window)] += num_heads // size
+    return parts
 
 
-def kind_parts(cache: ServedCache, layer_counts: Sequence[int]) -> Counter[Part]:
-    """Count the parts of a model whose layers are split by kind, from the number of global heads in each layer."""
-    num_kv_heads = cache.grid[1]
-    parts = [Part(count, is_local=False) for count in layer_counts if count]
-    return Counter(
-        parts + [Part(num_kv_heads - count, is_local=True) for count in layer_counts if count < num_kv_heads]
-    )
+def choose_unit(cache: ServedCache, windows: Sequence[Sequence[int | None]]) -> int:
+    """Return the heads of a unit, or 0 to split layers by kind, whichever needs less cache for the longest request."""
+    unit = gcd(*(num_heads for row in windows for num_heads in Counter(row).values()))
+    units, by_kind = (plan_parts(cache, count_parts(windows, size)).request_bytes for size in (unit, 0))
+    return unit if units < by_kind else 0
 
 
 def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> CachePlan:
     """Plan the cache of a model with these numbers of parts."""
+    # Add the caches of first tokens
+    buckets = Counter(parts)
+    for part, count in parts.items() if cache.sinks else ():
+        if part.window is not None:
+            buckets[replace(part, window=_SINK_TOKEN)] += count
     # Bring all pages to one size
-    most_heads = max(part.num_heads for part in parts)
+    most_heads = max(part.num_heads for part in buckets)
     page_sizes = {
-        part: cache.page_size * (1 if most_heads % part.num_heads else most_heads // part.num_heads) for part in parts
+        part: cache.page_size * (1 if most_heads % part.num_heads else most_heads // part.num_heads) for part in buckets
     }
     # Split buckets into groups of one size
-    group_size, largest = min(parts.values()), max(parts.values())
+    group_size, largest = min(buckets.values()), max(buckets.values())
     if largest < group_size * _FEW_PADDING:
         group_size = largest
     # Count the pages of a request of maximum length
-    local_tokens = min(cache.window - 1 + cache.in_flight, cache.context)
-    sink_pages = 1 if cache.sinks else 0
     request_pages = sum(
-        -(-count // group_size)
-        * (
-            -(-local_tokens // page_sizes[part]) + 1 + sink_pages
-            if part.is_local
-            else -(-cache.context // page_sizes[part])
-        )
-        for part, count in parts.items()
+        -(-count // group_size) * _group_pages(cache, part.window, page_sizes[part]) for part, count in buckets.items()
     )
     return CachePlan(group_size * cache.page_size * most_heads * cache.head_bytes, request_pages)
+
+
+def _group_pages(cache: ServedCache, window: int | None, page_size: int) -> int:
+    """Return the pages of a request of maximum length in a group of parts with this window."""
+    if window == _SINK_TOKEN:
+        return 1
+    if window is None:
+        return -(-cache.context // page_size)
+    return -(-min(window - 1 + cache.in_flight, cache.context) // page_size) + 1
 
 
 class Vllm(PlannedEngine):
@@ -144,19 +154,16 @@ class Vllm(PlannedEngine):
 
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
         """Plan the cache of a model in units of one head, or in whole layers."""
-        return plan_parts(cache, unit_parts(cache, num_global))
+        windows = (None,) * num_global + (cache.window,) * (cache.num_heads - num_global)
+        return plan_parts(cache, count_parts([windows], 1))
 
     def plan_layout(self, cache: ServedCache, windows: Sequence[Sequence[int | None]]) -> CachePlan:
         """Plan the cache of a layout, split by kind or into the largest units, whichever takes less memory."""
-        layer_counts = [sum(window is None for window in row) for row in windows]
-        if {*layer_counts} <= {0, cache.grid[1]}:
-            return self.plan(cache, sum(layer_counts))
-        size = gcd(cache.grid[1], *layer_counts)
-        by_kind = plan_parts(cache, kind_parts(cache, layer_counts))
-        units = plan_parts(cache, unit_parts(cache, sum(layer_counts), size))
-        if by_kind.request_bytes <= units.request_bytes:
-            return replace(by_kind, form="split by kind")
-        return replace(units, form=f"units of {size} head{'s' if size > 1 else ''}")
+        unit = choose_unit(cache, windows)
+        plan = plan_parts(cache, count_parts(windows, unit))
+        if all(len({*row}) == 1 for row in windows):
+            return plan
+        return replace(plan, form=f"units of {unit} head{'s' if unit > 1 else ''}" if unit else "split by kind")
 
 
 VLLM = Vllm()

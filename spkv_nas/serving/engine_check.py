@@ -1,7 +1,7 @@
 """Check that an inference engine computes what the model does, by running the engine on the exported folder.
 
 The engine runs as a program (``engines/programs/``) in its own environment, whose Python may be another one. It
-gets random tokens that reach beyond the window, generates greedily, and gives the log-probability of every token, in
+gets random tokens that reach beyond all windows, generates greedily, and gives the log-probability of every token, in
 float32. This package then runs the model once over the same tokens, with the layout, and once without, which must fail
 the comparison: otherwise the tokens do not show the windows, and the check proves nothing.
 If the engine differs, layers are tried one by one to say which one it runs with other windows.
@@ -47,7 +47,7 @@ class EngineCheck:
     """Comparison of an engine with the model."""
 
     engine: str  # name and version of the engine
-    window: int  # keys that a local head sees
+    reach: str  # what local heads see, such as "windows L 128, M 512", whose letters ``findings`` uses
     num_prompt: int  # tokens of the prompt
     num_new: int  # tokens that were generated
     num_equal: int  # how many of them, from the first, are those that the model prefers
@@ -78,7 +78,7 @@ class EngineCheck:
             verdict = "computes what the model does" if self.passed else "computes something else"
         lines = [
             f"{self.engine}: {verdict}",
-            f"{self.num_prompt} prompt tokens, window {self.window}: {self.num_equal} of {self.num_new} greedy tokens "
+            f"{self.num_prompt} prompt tokens, {self.reach}: {self.num_equal} of {self.num_new} greedy tokens "
             f"equal, log-probabilities within {self.difference:.2g} nats",
             _would_show("the layout", self.dense_difference),
             *([] if self.sink_difference is None else [_would_show("sink tokens", self.sink_difference)]),
@@ -118,7 +118,7 @@ def compare_with_engine(
         folder: exported model folder.
         engine: name of an engine that has a program.
         layout: the layout that the engine must run; None: that of the folder.
-        num_prompt: tokens of the prompt, more than the window; None: 128 more than any window of the model.
+        num_prompt: tokens of the prompt, more than the widest window; None: 128 more than any window of the model.
         python: Python of the engine's environment; None: this one.
 
     Raises:
@@ -135,7 +135,7 @@ def compare_with_engine(
     if saved is None or saved.content_hash != expected.content_hash:
         apply_layout(model, expected)
     # Ask the engine
-    prompt = _prompt(model, expected.window, num_prompt)
+    prompt = _prompt(model, max(expected.legend.values()), num_prompt)
     answer = _ask(folder, engine, prompt, python)
     # Compare it with the model, and with the model without the layout
     tokens = torch.tensor([[*prompt, *answer.tokens]])
@@ -152,7 +152,7 @@ def compare_with_engine(
         findings = [] if agrees else _findings(reference, answer.logprobs, folder_layout)
     return EngineCheck(
         answer.version,
-        expected.window,
+        expected.reach,
         len(prompt),
         len(answer.tokens),
         int(is_equal.cumprod(0).sum()),
@@ -188,8 +188,7 @@ class _Reference:
         self.learned = [state.learned_sinks for state in self.states]
         self.windows: Windows = tuple(state.head_windows(gated=False) for state in self.states)
         if is_native:
-            by_letter = {GLOBAL: GLOBAL_WINDOW, LOCAL: layout.window}
-            self.windows = tuple(tuple(by_letter[letter] for letter in row) for row in layout.heads)
+            self.windows = tuple(tuple(w or GLOBAL_WINDOW for w in row) for row in layout.head_windows)
             for state in self.states:
                 state.native_window, state.is_always_local = None, False
         rows = zip(self.states, self.windows, strict=True)
@@ -215,9 +214,12 @@ class _Reference:
 
     def describe(self, changed: Windows) -> list[str]:
         """Describe each layer whose windows differ from the layout's, by the letters of its heads."""
+        local = {window: letter for letter, window in self.layout.legend.items()}
 
         def letters(layer: int, row: tuple[int, ...]) -> str:
-            return "".join(GLOBAL if window >= self.whole(layer) else LOCAL for window in row)
+            return "".join(
+                GLOBAL if window >= self.whole(layer) else local.get(window, f"[{window}]") for window in row
+            )
 
         return [
             f"layer {layer}: the engine runs {letters(layer, new)} instead of {letters(layer, old)}"
@@ -256,12 +258,11 @@ def _findings(reference: _Reference, logprobs: torch.Tensor, folder_layout: Layo
             return [f"the engine runs {name} in every layer"]
     if reference.has_sinks and explains(windows, sinks=0):
         return ["the engine runs local heads without the sink tokens"]
-    # One layer with equal windows, or with one head of the other kind
+    # One layer with equal windows, or with one head of another kind
     for layer, row in enumerate(windows):
-        local, whole = reference.layout.window, reference.whole(layer)
-        flipped = [whole if window < whole else local for window in row]
-        alternatives = {(*row[:head], flipped[head], *row[head + 1 :]) for head in range(len(row))}
-        for other in sorted(alternatives | {(local,) * len(row), (whole,) * len(row)}):
+        kinds = [*reference.layout.legend.values(), reference.whole(layer)]
+        alternatives = {(*row[:head], kind, *row[head + 1 :]) for head in range(len(row)) for kind in kinds}
+        for other in sorted(alternatives | {(kind,) * len(row) for kind in kinds}):
             changed = (*windows[:layer], other, *windows[layer + 1 :])
             if explains(changed):
                 return reference.describe(changed)

@@ -101,9 +101,10 @@ def _served(
     engine, cache = served.engine, served.cache
     plans = [engine.plan_layout(cache, [(None,) * shape.num_kv_heads] * shape.num_layers)]
     for title, layout in zip(titles[1:], layouts, strict=True):
-        engine.check_sinks(layout.sinks, f"leave out {title}, or use another engine")
-        sizes = replace(cache, window=layout.window, sinks=layout.sinks)
-        plans.append(engine.plan_layout(sizes, layout.head_windows))
+        advice = f"leave out {title}, or use another engine"
+        engine.check_sinks(layout.sinks, advice)
+        engine.check_windows(len(layout.windows), advice)
+        plans.append(engine.plan_layout(replace(cache, sinks=layout.sinks), layout.head_windows))
     named = zip(titles, plans, strict=True)
     return replace(served, rows=tuple(({"name": name, "form": plan.form}, plan) for name, plan in named))
 

@@ -12,7 +12,9 @@ from spkv_nas.stages import flags, result
 Folder = Annotated[Path, Flag("Exported model folder.", argument=True)]
 Engine = Annotated[str, Flag("Inference engine to run.", values=checked_engines)]
 Intended = Annotated[Path | None, Flag("Layout (YAML) that the engine must run.")]
-PromptTokens = Annotated[int | None, Flag("Tokens of the prompt, more than the window.", low=2, high=limits.MAX_WHOLE)]
+PromptTokens = Annotated[
+    int | None, Flag("Tokens of the prompt, more than the widest window.", low=2, high=limits.MAX_WHOLE)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class ServeCheckOptions:
     folder: Folder
     engine: Engine
     layout: Intended = default(None, "the folder's")
-    prompt_tokens: PromptTokens = default(None, "128 more than the window")
+    prompt_tokens: PromptTokens = default(None, "128 more than the widest window")
     python: flags.EnginePython = default(None, "this one")
 
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from vllm_server import PYTHON, needs_vllm
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.engines.cache import ServedCache, Serving
-from spkv_nas.engines.vllm import VLLM, Part, kind_parts, plan_parts, unit_parts
+from spkv_nas.engines.vllm import VLLM, Part, count_parts, plan_parts
 
 GIB = 2**30
 
@@ -38,32 +39,35 @@ class TestVllm:
     @pytest.mark.parametrize("grid", GRIDS)
     def test_units_of_any_size_take_the_same_memory(self, grid: tuple[int, int]) -> None:
         cache = replace(LAYERS, grid=grid)
-        for number in range(0, cache.num_heads + 1, grid[1]):
-            plans = {plan_parts(cache, unit_parts(cache, number, size)) for size in (1, grid[1])}
-            assert len(plans) == 1
+        for number in range(grid[0] + 1):
+            rows = [(None,) * grid[1]] * number + [(128,) * grid[1]] * (grid[0] - number)
+            plans = {plan_parts(cache, count_parts(rows, size)) for size in (1, grid[1])}
+            assert plans == {VLLM.plan(cache, number * grid[1])}
 
     def test_parts_by_kind(self) -> None:
-        cache = replace(LAYERS, grid=(3, 4))
-        assert kind_parts(cache, [0, 4, 1]) == {
-            Part(4, True): 1,
-            Part(4, False): 1,
-            Part(1, False): 1,
-            Part(3, True): 1,
+        layers = [(128,) * 4, (None,) * 4, (128, None, 512, 128)]
+        assert count_parts(layers, 0) == {
+            Part(4, 128): 1,
+            Part(4, None): 1,
+            Part(1, None): 1,
+            Part(2, 128): 1,
+            Part(1, 512): 1,
         }
+        assert count_parts(layers, 1) == {Part(1, None): 5, Part(1, 128): 6, Part(1, 512): 1}
 
     def test_a_smaller_part_has_longer_pages_or_padding(self) -> None:
         """Beside a part of 4 heads, one of 2 heads has pages of 256 tokens; one of 3 heads pads its own to 4."""
         cache = replace(LAYERS, grid=(1, 4), in_flight=1)
         page = 4 * 128 * cache.head_bytes
         for heads, pages in ((2, 128), (3, 256)):
-            plan = plan_parts(cache, {Part(4, is_local=False): 1, Part(heads, is_local=False): 1})
+            plan = plan_parts(cache, {Part(4, None): 1, Part(heads, None): 1})
             assert (plan.page_bytes, plan.request_pages) == (page, 256 + pages)
 
     def test_a_local_layer_reserves_window_and_chunk(self) -> None:
-        plan = plan_parts(LAYERS, {Part(1, is_local=True): 1})
+        plan = plan_parts(LAYERS, {Part(1, 128): 1})
         assert plan.request_pages == -(-(127 + 2048) // 128) + 1
         whole = replace(LAYERS, in_flight=LAYERS.context)
-        assert plan_parts(whole, {Part(1, is_local=True): 1}).request_pages == 256 + 1
+        assert plan_parts(whole, {Part(1, 128): 1}).request_pages == 256 + 1
 
     @pytest.mark.parametrize("num_global", [0, 7, 9, 21])
     def test_a_sink_token_takes_a_page_in_every_group_of_local_layers(self, num_global: int) -> None:
@@ -74,6 +78,37 @@ class TestVllm:
     def test_short_contexts_favour_full_attention(self) -> None:
         cache = replace(LAYERS, grid=(7, 1), context=512)
         assert VLLM.plan(cache, 2).tokens(cache, GIB) < VLLM.plan(cache, 7).tokens(cache, GIB)
+
+
+class TestSeveralWindows:
+    """6 heads with window 128, 6 with 1,024, 3 with 4,096 and 6 global ones; 256 pages of 128 tokens a request."""
+
+    windows = ((128, 1024, None), (128, 1024, None), (128, 1024, 4096)) * 2
+    windows = (*windows, (None, None, 4096))
+    cache = replace(LAYERS, grid=(7, 3))
+    local_pages = 2 * (17 + 1) + 2 * (24 + 1) + (48 + 1)  # of 2,175, 3,071 and 6,143 tokens, and one a group
+
+    def test_every_window_has_groups_of_its_own(self) -> None:
+        """Units of one head: groups of 3, as many as there are heads with the rarest window."""
+        plan = VLLM.plan_layout(self.cache, self.windows)
+        assert plan.form == "units of 1 head"
+        assert plan.page_bytes == 3 * 128 * self.cache.head_bytes
+        assert plan.request_pages == 2 * 256 + self.local_pages
+
+    def test_first_tokens_of_all_windows_share_groups(self) -> None:
+        """The caches of 15 heads make five groups."""
+        plan = VLLM.plan_layout(replace(self.cache, sinks=1), self.windows)
+        assert plan.request_pages == 2 * 256 + self.local_pages + 5
+
+    def test_whole_layers(self) -> None:
+        windows = ((128,) * 3, (1024,) * 3, (4096,) * 3, (None,) * 3)
+        plan = VLLM.plan_layout(replace(self.cache, grid=(4, 3)), windows)
+        assert (plan.form, plan.request_pages) == ("whole layers", 256 + 18 + 25 + 49)
+
+    def test_four_are_refused(self) -> None:
+        layout = Layout.from_windows(((128, 1024, None), (256, 512, None)))
+        with pytest.raises(UserError, match=r"vLLM 0\.32 .* at most 3 are served, but the layout has 4\nleave out"):
+            COST.layout_plan(layout)
 
 
 def rows(counts: list[int]) -> list[tuple[int | None, ...]]:
@@ -92,7 +127,7 @@ class TestLayouts:
         """A single layer of another kind than the others sets groups of one module, so units take less."""
         counts = [2] * 20 + [4]
         layout = VLLM.plan_layout(self.cache, rows(counts))
-        by_kind = plan_parts(self.cache, kind_parts(self.cache, counts))
+        by_kind = plan_parts(self.cache, count_parts(rows(counts), 0))
         assert (layout.form, layout) == ("units of 2 heads", VLLM.plan(self.cache, 44))
         assert layout.request_bytes < by_kind.request_bytes
 
@@ -143,13 +178,13 @@ class Case:
 
     def document(self) -> dict[str, object]:
         """Return the case as ``vllm_capacity.py`` reads it; layers of one kind alternate with others."""
-        layers = [[part.num_heads, part.is_local] for part in Counter(self.parts).elements()]
+        layers = [[part.num_heads, part.window] for part in Counter(self.parts).elements()]
         np.random.default_rng(len(layers)).shuffle(layers)
         cache = self.cache
         return {
-            "layers": layers, "head_dim": cache.head_dim, "dtype": cache.dtype, "window": cache.window,
-            "context": cache.context, "page_size": cache.page_size, "batched_tokens": cache.in_flight,
-            "memory": self.memory, "sinks": cache.sinks,
+            "layers": layers, "head_dim": cache.head_dim, "dtype": cache.dtype, "context": cache.context,
+            "page_size": cache.page_size, "batched_tokens": cache.in_flight, "memory": self.memory,
+            "sinks": cache.sinks,
         }  # fmt: skip
 
 
@@ -159,23 +194,24 @@ def cases() -> Iterator[Case]:
     for num_layers, num_kv_heads in GRIDS:
         cache = ServedCache((num_layers, num_kv_heads), 128, "bfloat16", 128, 32768, 16, 8192)
         for layers in range(num_layers + 1):
-            parts = unit_parts(cache, layers * num_kv_heads, num_kv_heads)
             for context, page_size, in_flight in ((32768, 16, 8192), (32768, 128, 2048), (512, 16, 512), (1000, 48, 7)):
                 settings = replace(cache, context=context, page_size=page_size, in_flight=in_flight)
-                yield Case(settings, parts, 4 * GIB)
-                yield Case(replace(settings, head_dim=80, dtype="float32", window=1024), parts, 10**9 + 7)
-        for heads in range(cache.num_heads + 1):
-            yield Case(cache, unit_parts(cache, heads), 40 * GIB + 12345)
-            scattered = np.zeros(cache.num_heads, dtype=bool)
-            scattered[rng.permutation(cache.num_heads)[:heads]] = True
-            layer_counts = scattered.reshape(cache.grid).sum(1).tolist()
-            yield Case(cache, kind_parts(cache, layer_counts), 40 * GIB + 12345)
-            yield Case(replace(cache, sinks=1), kind_parts(cache, layer_counts), 40 * GIB)
-            yield Case(replace(cache, sinks=1, page_size=128), unit_parts(cache, heads), 40 * GIB)
+                wide = replace(settings, head_dim=80, dtype="float32")
+                for window, served, memory in ((128, settings, 4 * GIB), (1024, wide, 10**9 + 7)):
+                    whole = [(None,) * num_kv_heads] * layers + [(window,) * num_kv_heads] * (num_layers - layers)
+                    yield Case(served, count_parts(whole, num_kv_heads), memory)
+        for heads in range(cache.num_heads + 1):  # with one window, or three
+            local = rng.choice([64, 512, 4096] if heads % 2 else [128], cache.num_heads)
+            layout = np.where(rng.permutation(cache.num_heads) < heads, None, local).reshape(cache.grid).tolist()
+            by_kind, units = count_parts(layout, 0), count_parts(layout, 1)
+            yield Case(cache, units, 40 * GIB + 12345)
+            yield Case(cache, by_kind, 40 * GIB + 12345)
+            yield Case(replace(cache, sinks=1), by_kind, 40 * GIB)
+            yield Case(replace(cache, sinks=1, page_size=128), units, 40 * GIB)
         for heads in range(num_kv_heads + 1):  # the same number in every layer, and in every other one
-            yield Case(cache, kind_parts(cache, [heads] * num_layers), 40 * GIB)
-            alternating = [heads if layer % 2 else 0 for layer in range(num_layers)]
-            yield Case(cache, kind_parts(cache, alternating), 40 * GIB)
+            row, local = (None,) * heads + (128,) * (num_kv_heads - heads), (128,) * num_kv_heads
+            yield Case(cache, count_parts([row] * num_layers, 0), 40 * GIB)
+            yield Case(cache, count_parts([row if layer % 2 else local for layer in range(num_layers)], 0), 40 * GIB)
 
 
 @needs_vllm

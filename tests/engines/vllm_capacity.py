@@ -1,6 +1,6 @@
 """Print what vLLM reports for KV caches; runs in vLLM's environment, without a model's weights.
 
-Reads a JSON list of cases from standard input: layers (a list of [heads, whether local]), head_dim, dtype, window,
+Reads a JSON list of cases from standard input: layers (a list of [heads, window or null]), head_dim, dtype,
 context, page_size, batched_tokens, memory and sinks (sink tokens of local layers). Prints for each case the capacity in
 tokens, the concurrency, the bytes of a block in all layers of a group, the bytes that one request needs, and whether
 vLLM starts with that memory.
@@ -65,16 +65,16 @@ def specs(case: dict[str, Any]) -> dict[str, KVCacheSpec]:
         "dtype": getattr(torch, case["dtype"]),
     }
     layers: dict[str, KVCacheSpec] = {
-        f"layers.{number}": SlidingWindowSpec(num_kv_heads=heads, sliding_window=case["window"], **sizes)
-        if is_local
-        else FullAttentionSpec(num_kv_heads=heads, **sizes)
-        for number, (heads, is_local) in enumerate(case["layers"])
+        f"layers.{number}": FullAttentionSpec(num_kv_heads=heads, **sizes)
+        if window is None
+        else SlidingWindowSpec(num_kv_heads=heads, sliding_window=window, **sizes)
+        for number, (heads, window) in enumerate(case["layers"])
     }
     if case["sinks"]:
         layers |= {
             f"sinks.{number}": SinkTokenSpec(num_kv_heads=heads, **sizes)
-            for number, (heads, is_local) in enumerate(case["layers"])
-            if is_local
+            for number, (heads, window) in enumerate(case["layers"])
+            if window is not None
         }
     return layers
 

@@ -13,8 +13,9 @@ from vllm.v1.attention.backend import AttentionType
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.engines.cache import ServedCache
+from spkv_nas.engines.vllm import choose_unit
 from spkv_nas.serving.vllm import config, sink_tokens
-from spkv_nas.serving.vllm.heads import Part, choose_unit, parts
+from spkv_nas.serving.vllm.heads import Part, parts
 
 _CACHE_DTYPES = ("auto", "float16", "bfloat16")  # those that are not quantized
 _DEFAULT_BLOCK = 16  # tokens, where the platform chooses after the model is built
@@ -150,7 +151,7 @@ def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
         for layer in layers.values()
         for start in _starts(layer, ranks)
     ]
-    unit = choose_unit(shards, _served_cache(layers, vllm_config))
+    unit = choose_unit(_served_cache(layers, vllm_config), shards)
     # Replace each by the parts of its heads on this rank
     for index, (module, name, stock) in stock_layers.items():
         layer = layers[index]
@@ -165,13 +166,12 @@ def _starts(layer: config.ServedLayer, ranks: int) -> range:
 
 
 def _served_cache(layers: dict[int, config.ServedLayer], vllm_config: Any) -> ServedCache:
-    """Return the sizes of the engine's cache; those of heads do not matter to the choice of parts."""
-    windows = [window for layer in layers.values() for window in layer.windows]
+    """Return the sizes of the engine's cache; grid, window and head size do not matter to the choice."""
     return ServedCache(
-        grid=(len(layers), len(windows) // len(layers)),
+        grid=(1, 1),
         head_dim=1,
         dtype="bfloat16",
-        window=max((window for window in windows if window is not None), default=1),
+        window=1,
         context=vllm_config.model_config.max_model_len,
         page_size=vllm_config.cache_config.block_size or _DEFAULT_BLOCK,
         in_flight=vllm_config.max_in_flight_tokens,

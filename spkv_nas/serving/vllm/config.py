@@ -23,6 +23,7 @@ NATIVE = {  # architecture: module below vllm.model_executor.models; each has on
     "GraniteForCausalLM": "granite",
 }
 MAX_SINKS = 1  # first tokens that a local head may see (sink_tokens.py)
+MAX_WINDOWS = 3  # windows of local heads, because the heads of each take pages of their own (engines/cache.py)
 _ALL_KEYS = 1 << 62  # longer than any window
 BACKEND = "TransformersForCausalLM"  # serves every other architecture with the code of transformers
 _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's classes refuse layers of several kinds, which mean windows alone here
@@ -65,8 +66,9 @@ def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     layers = dict(sorted(by_index.items()))
     # Choose windows and sinks as the model does
     mark_local_layers(list(layers.values()))
+    legend = layout.get("windows") or {"L": layout["window"]}
     for layer, row in zip(layers.values(), layout["heads"], strict=True):
-        windows = [layout_window(layer, int(layout["window"]), is_global=head == "G") for head in row]
+        windows = [layout_window(layer, int(legend.get(head, 0)), is_global=head == "G") for head in row]
         layer.windows = tuple(None if window == _ALL_KEYS else window for window in windows)
         if any(map(layer.takes_sinks, layer.windows)):
             layer.learned_sinks, layer.sinks = bool(layout.get("learned_sinks")), int(layout.get("sinks", 0))
@@ -136,6 +138,17 @@ def _check_section(section: Mapping[str, Any]) -> None:
         raise UserError(
             f"the layout's local heads see the first {layout['sinks']} tokens besides their window, but vLLM serves at "
             f"most {MAX_SINKS} sink token\nconvert the layout to --sinks {MAX_SINKS}, and export that"
+        )
+    windows = layout.get("windows") or "L"
+    if unknown := set("".join(layout["heads"])) - {"G", *windows}:
+        raise UserError(
+            f"section 'spkv' of the config has no window for heads {min(unknown)}\n"
+            "the config is damaged: export the checkpoint again"
+        )
+    if len(windows) > MAX_WINDOWS:
+        raise UserError(
+            f"the layout's local heads have {len(windows)} windows, but vLLM serves at most {MAX_WINDOWS}, because "
+            "each takes pages of its own\nchoose a layout with fewer windows, and export that"
         )
     if layout.get("sinks") and layout.get("learned_sinks"):
         raise UserError(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_cases import HEADS
 from helpers import fails, save_with_tokenizer, tiny_model
 from paths import ROOT
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -133,14 +134,26 @@ def test_the_command_prints_what_engines_do(
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_several_sink_tokens_are_not_for_vllm(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize(
+    ("refused", "served", "form"),
+    [
+        (replace(HEADS, sinks=2), replace(HEADS, sinks=1), "several sink tokens"),
+        (
+            Layout.from_windows(((None, 4), (5, 6), (7, 7), (None, None))),
+            Layout.from_windows(((None, 4), (5, 6), (6, 6), (None, None))),
+            "more than 3 windows",
+        ),
+    ],
+)
+def test_several_sink_tokens_and_four_windows_are_not_for_vllm(
+    refused: Layout, served: Layout, form: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """The plug-in refuses them, so ``--for`` must not promise otherwise."""
     model = dense("llama", tmp_path / "dense", tiny_tokenizer)
-    layout = Layout(("GL", "LL", "LL", "GG"), 6, sinks=2)
-    with pytest.raises(UserError, match=r"vLLM 0\.32 refuses the form spkv with several sink tokens"):
-        export(layout, model, tmp_path / "several", engine="vllm")
-    assert export(replace(layout, sinks=1), model, tmp_path / "one", engine="vllm").target == "spkv"
-    assert export(layout, model, tmp_path / "any").engines["vLLM 0.32"] == "refused"
+    with pytest.raises(UserError, match=rf"vLLM 0\.32 refuses the form spkv with {form}"):
+        export(refused, model, tmp_path / "refused", engine="vllm")
+    assert export(served, model, tmp_path / "served", engine="vllm").target == "spkv"
+    assert export(refused, model, tmp_path / "any").engines["vLLM 0.32"] == "refused"
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -22,6 +22,8 @@ from spkv_nas.serving.vllm import config as served
 from spkv_nas.serving.vllm.config import ServedLayer, prepare, served_layers
 
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5)
+SEVERAL = {"heads": ("GN", "LM", "LG", "NN"), "window": 0, "windows": {"L": 3, "M": 5, "N": 9}}
+FOUR = {"heads": ("GO", "LM", "LG", "NN"), "window": 0, "windows": {"L": 3, "M": 5, "N": 9, "O": 16}}
 HEAVY = ("pandas", "scipy", "typer", "rich", "pydantic", "transformers", "torch", "vllm", "numpy")
 
 
@@ -38,29 +40,31 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def saved(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama", **layout: Any) -> Path:
     model = tiny_model(family, vocab_size=300)
-    apply_layout(model, Layout(LAYOUT.heads, **{"window": LAYOUT.window, **layout}))
+    apply_layout(model, Layout(**{"heads": LAYOUT.heads, "window": LAYOUT.window, **layout}))
     save_with_tokenizer(model, tokenizer, folder)
     return folder
 
 
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
-    ("family", "architecture"),
+    ("family", "architecture", "layout"),
     [
-        ("llama", "SPKVLlamaForCausalLM"),
-        ("qwen2", "SPKVQwen2ForCausalLM"),
-        ("gemma3_text", "SPKVGemma3ForCausalLM"),
-        ("olmo2", "SPKVTransformersForCausalLM"),
+        ("llama", "SPKVLlamaForCausalLM", {}),
+        ("qwen2", "SPKVQwen2ForCausalLM", SEVERAL),
+        ("gemma3_text", "SPKVGemma3ForCausalLM", {}),
+        ("gemma3_text", "SPKVGemma3ForCausalLM", SEVERAL),
+        ("olmo2", "SPKVTransformersForCausalLM", {}),
     ],
 )
 def test_an_export_is_read_as_its_original_class(
     family: str,
     architecture: str,
+    layout: dict[str, Any],
     tmp_path: Path,
     tiny_tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = saved(tmp_path / "hybrid", tiny_tokenizer, family)
+    folder = saved(tmp_path / "hybrid", tiny_tokenizer, family, **layout)
     config = AutoConfig.from_pretrained(folder)
     assert type(config).__module__.startswith("transformers.")
     assert config.num_hidden_layers == 4
@@ -129,9 +133,18 @@ def test_heads_with_the_native_window_of_all_layers_take_no_sinks() -> None:
 
 
 @pytest.mark.usefixtures("engine")
-def test_several_sink_tokens_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(UserError, match=r"see the first 2 tokens[^\n]*at most 1 sink token\nconvert .* --sinks 1"):
-        AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, sinks=2))
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"sinks": 2}, r"see the first 2 tokens[^\n]*at most 1 sink token\nconvert .* --sinks 1"),
+        (FOUR, r"have 4 windows, but vLLM serves at most 3[^\n]*\nchoose a layout with fewer windows"),
+    ],
+)
+def test_what_vllm_does_not_keep_is_refused(
+    layout: dict[str, Any], message: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(UserError, match=message):
+        AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, **layout))
 
 
 @pytest.mark.usefixtures("engine")
@@ -173,6 +186,7 @@ def test_versions_that_were_not_tested_are_refused(
             "1 rows",
         ),
         ({"layout": {"heads": ["G"], "window": 4}, "layers": {"model.attention": {}}}, "one number"),
+        ({"layout": {"heads": ["M"], "window": 4}, "layers": {"model.layers.0.a": {}}}, "no window for heads M"),
     ],
 )
 def test_damaged_sections_are_refused(section: dict[str, Any], message: str) -> None:

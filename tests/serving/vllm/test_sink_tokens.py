@@ -16,7 +16,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 
-LAYOUT = Layout(("GL", "LL", "LG", "LL"), window=16, sinks=1)
+LAYOUT = Layout(("GL", "NM", "LG", "LM"), windows={"L": 16, "M": 32, "N": 80}, sinks=1)
 STEPS = 24
 CHUNKS = {"max_num_batched_tokens": 48, "block_size": 32, "max_num_seqs": 8, "max_model_len": 256}
 SMALL_POOL = {**CHUNKS, "num_gpu_blocks_override": 60}
