@@ -79,7 +79,7 @@ class PlannedEngine(Engine, ABC):
     page_size: int  # default tokens per page
     in_flight: int  # default tokens in flight
     max_sinks: int = 0  # most sink tokens that a local head may see
-    max_windows: int = 3  # most windows of local heads, because the heads of each take pages of their own
+    max_windows: int = 3  # most windows of local heads; each has groups of pages of its own
 
     @abstractmethod
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
@@ -96,10 +96,10 @@ class PlannedEngine(Engine, ABC):
             raise errors.UserError(f"{self.title} keeps {limit} for local heads, but the layout has {sinks}\n{advice}")
 
     def check_windows(self, num_windows: int, advice: str) -> None:
-        """Raise ``UserError``, with ``advice``, if local heads have more windows than the engine is planned for."""
+        """Raise ``UserError``, with ``advice``, if local heads have more windows than the engine serves."""
         if num_windows > self.max_windows:
             raise errors.UserError(
-                f"{self.title} takes pages for every window of local heads: at most {self.max_windows} are served, but "
+                f"{self.title} serves at most {self.max_windows} windows of local heads, each in pages of its own, but "
                 f"the layout has {num_windows}\n{advice}"
             )
 

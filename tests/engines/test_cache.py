@@ -107,7 +107,7 @@ class TestSeveralWindows:
 
     def test_four_are_refused(self) -> None:
         layout = Layout.from_windows(((128, 1024, None), (256, 512, None)))
-        with pytest.raises(UserError, match=r"vLLM 0\.32 .* at most 3 are served, but the layout has 4\nleave out"):
+        with pytest.raises(UserError, match=r"at most 3 windows of local heads, .* but the layout has 4\nleave out"):
             COST.layout_plan(layout)
 
 

@@ -23,7 +23,7 @@ NATIVE = {  # architecture: module below vllm.model_executor.models; each has on
     "GraniteForCausalLM": "granite",
 }
 MAX_SINKS = 1  # first tokens that a local head may see (sink_tokens.py)
-MAX_WINDOWS = 3  # windows of local heads, because the heads of each take pages of their own (engines/cache.py)
+MAX_WINDOWS = 3  # windows of local heads; each has groups of pages of its own (engines/vllm.py)
 _ALL_KEYS = 1 << 62  # longer than any window
 BACKEND = "TransformersForCausalLM"  # serves every other architecture with the code of transformers
 _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's classes refuse layers of several kinds, which mean windows alone here
@@ -147,8 +147,8 @@ def _check_section(section: Mapping[str, Any]) -> None:
         )
     if len(windows) > MAX_WINDOWS:
         raise UserError(
-            f"the layout's local heads have {len(windows)} windows, but vLLM serves at most {MAX_WINDOWS}, because "
-            "each takes pages of its own\nchoose a layout with fewer windows, and export that"
+            f"the layout's local heads have {len(windows)} windows, but vLLM serves at most {MAX_WINDOWS}, each in "
+            "pages of its own\nchoose a layout with fewer windows, and export that"
         )
     if layout.get("sinks") and layout.get("learned_sinks"):
         raise UserError(
