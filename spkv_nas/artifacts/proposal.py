@@ -18,6 +18,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 
 Value = TypeVar("Value", int, str)
+EQUAL_MEMORY = 1.05  # ratio of two KV caches up to which layouts are compared as of the same memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +45,18 @@ class Proposal:
         sinks = {name: layout.sinks for name, layout in self.layouts.items()}
         return sinks if any(sinks.values()) else {}
 
-    def warn_of_windows(self, others: Mapping[str, int] | None = None) -> None:
+    def warn_of_windows(self, others: Mapping[str, int] | None = None, memory: Iterable[float] = ()) -> None:
         """Warn if layouts are compared, with each other or with ``others``, that have different windows or sink tokens.
 
         ``others`` are windows of other members of the comparison, by name; their gates decide about the first tokens.
+        Layouts of different windows can be compared if their KV caches, ``memory``, are known to be equal.
         """
         names = {name: f"{name} ({self.files[name]})" if name in self.files else name for name in self.layouts}
         windows = {names[name]: window for name, window in self.windows.items()}
+        if len({*windows.values()}) > 1 and is_equal_memory(memory):
+            windows, others = {}, None
         sinks = {names[name]: number for name, number in self.sinks.items()}
-        remedy = "propose all at one {}, or compare them apart"
+        remedy = "propose all at one {}, or at one --memory"
         warn_of_windows({**windows, **(others or {})}, sinks, remedy=remedy)
 
     def table(self, table: head_scores.HeadScores) -> head_scores.HeadScores:
@@ -143,6 +147,12 @@ def _additions(file: Path, layout: Layout) -> tuple[str, ...]:
     heads, folder = layout.num_global, file.resolve().parent.name
     windows = "-".join(map(str, layout.legend.values()))
     return str(heads), f"window-{windows}", folder, f"{heads}-{folder}", file.stem, f"{folder}-{file.stem}"
+
+
+def is_equal_memory(memory: Iterable[float]) -> bool:
+    """Return whether KV caches, in any unit, are known and nearly equal."""
+    sizes = [*memory]
+    return bool(sizes) and max(sizes) <= EQUAL_MEMORY * min(sizes)
 
 
 def distinct(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:

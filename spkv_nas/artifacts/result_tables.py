@@ -265,6 +265,7 @@ SCORES = ResultTable(
         Column("hash"),  # of the layout; empty for full attention
         Column("num_global", "whole"),
         _number("density_percent"),
+        _number("kv_cache_percent"),  # memory, as a share of full attention's for one block
         _number("coverage_percent"),
         _number("nll"),  # nats per token
         _number("delta_nll_percent", -100.0),  # against full attention, paired by document

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.local_layers import cache_facts, candidate_layers, config_layers
 from spkv_nas.base import errors, limits
 from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes
 from spkv_nas.cost.formulas import head_bytes, visible_keys
@@ -212,6 +213,22 @@ def cache_share(table: HeadScores, density: float, context: int = CONTEXT) -> fl
     num_local = max(0.0, (1.0 - density) * table.num_heads - len(table.native_heads))
     keys = density * table.num_heads * context + num_local * min(local_keys, context) + _native_keys(table, context)
     return keys / _full_keys(table, context)
+
+
+def layout_share(layout: Layout, context: int, native_windows: Sequence[int | None] = ()) -> float:
+    """Return the cache of one sequence of ``context`` tokens under a layout as a share of full attention's.
+
+    ``native_windows`` are the sliding windows of the model's layers, None for full attention; empty: none has one.
+    Raises ``UserError`` if the model has another number of layers.
+    """
+    layers = config_layers(native_windows or [None] * layout.num_layers)
+    if len(layers) != layout.num_layers:
+        raise errors.UserError(f"layout '{layout.strategy}' has {layout.num_layers} layers, the model {len(layers)}")
+    # Count single numbers: a share depends neither on the head dimension nor on the dtype
+    facts = cache_facts(layers, layout.num_kv_heads)
+    cost = CacheCost(context, 1, layout.window, 1, "float32", layout.sinks, **facts)
+    heads = [window for layer in candidate_layers(layers) for window in layout.head_windows[layer]]
+    return cost.of_heads(heads) / cost.full(layout.num_heads)
 
 
 def full_bytes(table: HeadScores, context: int = CONTEXT) -> float | None:

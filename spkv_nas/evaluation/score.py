@@ -9,7 +9,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.zero_shot import score_table, zero_shot
+from spkv_nas.evaluation.zero_shot import cache_shares, score_table, zero_shot
 
 
 def score(
@@ -31,14 +31,16 @@ def score(
 
     Returns:
         One row for full attention and one per layout, lowest NLL first: strategy, hash, num_global, density_percent,
-        nll (nats per token), and its change from full attention in percent with the standard error.
+        kv_cache_percent (memory for one block, of full attention's), nll (nats per token), and its change from full
+        attention in percent with the standard error.
 
     Raises:
         UserError: if there is no text or no layout, a layout does not fit the model, or two have the same name.
     """
     named, reporter = by_name(layouts), Reporter.of(progress)
     full, *scores = zero_shot(model, [None, *named.values()], blocks, batch_size=batch_size, reporter=reporter)
-    rows = score_table(named, dict(zip(named, scores, strict=True)), full, {})
+    memory = cache_shares(model, named, blocks.block_size)
+    rows = score_table(named, dict(zip(named, scores, strict=True)), full, memory, {})
     return rows.drop(columns="coverage_percent")
 
 

@@ -28,6 +28,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import SCORES
 from spkv_nas.base import distributed, errors
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.data.batches import block_tokens, num_own_blocks, run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import check_blocks
@@ -138,21 +139,38 @@ def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blo
     return root / key.hexdigest()[:16]
 
 
+def cache_shares(model: PreTrainedModel, layouts: Mapping[str, Layout], context: int) -> dict[str, float]:
+    """Return the KV cache of each layout for ``context`` tokens, as a share of full attention's, by name.
+
+    Raises ``UserError`` if a layout does not fit the model.
+    """
+    with full_attention(model) as states:
+        native = [state.native_window for state in states]
+    return {name: layout_share(layout, context, native) for name, layout in layouts.items()}
+
+
 def score_table(
-    layouts: Mapping[str, Layout], scores: Mapping[str, DocumentNLL], full: DocumentNLL, covered: Mapping[str, float]
+    layouts: Mapping[str, Layout],
+    scores: Mapping[str, DocumentNLL],
+    full: DocumentNLL,
+    memory: Mapping[str, float],
+    covered: Mapping[str, float],
 ) -> pd.DataFrame:
     """Return one row per layout, lowest NLL first, below a row for full attention; columns of ``SCORES``.
 
     NLL is in nats per token; its change is in percent of full attention's, with the standard error of the difference
-    paired by document. ``covered`` is coverage in [0, 1] by name, NaN in the table for a layout that has none.
+    paired by document. ``memory`` is that of ``cache_shares``; ``covered`` is coverage in [0, 1] by name, NaN in the
+    table for a layout that has none.
     """
     num_heads = next(iter(layouts.values())).num_heads
-    rows = [(FULL_ATTENTION, "", num_heads, 100.0, 100.0 if covered else np.nan, full.mean, np.nan, np.nan, "")]
+    full_coverage = 100.0 if covered else np.nan
+    rows = [(FULL_ATTENTION, "", num_heads, 100.0, 100.0, full_coverage, full.mean, np.nan, np.nan, "")]
     for name in sorted(layouts, key=lambda name: scores[name].mean):
         layout, change = layouts[name], paired_difference(scores[name], full)
         share, coverage = 100.0 * layout.num_global / num_heads, 100.0 * covered.get(name, np.nan)
         nll = (scores[name].mean, change.percent, change.standard_error)
-        rows.append((name, layout.hash, layout.num_global, share, coverage, *nll, layout.words))
+        sizes = (layout.num_global, share, 100.0 * memory[name], coverage)
+        rows.append((name, layout.hash, *sizes, *nll, layout.words))
     return pd.DataFrame(rows, columns=SCORES.header)
 
 

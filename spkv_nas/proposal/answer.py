@@ -147,7 +147,9 @@ def coverage_table(
     rows, first_names = [], dict[str, str]()
     for name, layout in layouts.items():
         same_heads = first_names.setdefault(layout.content, name)
-        low, high = (math.nan, math.nan) if resampled is None else resampled.coverage(layout.global_mask)
+        low = high = math.nan
+        if resampled is not None and not layout.windows:
+            low, high = resampled.coverage(layout.global_mask)
         rows.append(
             {
                 "strategy": name,

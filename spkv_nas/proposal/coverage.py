@@ -20,14 +20,15 @@ from spkv_nas.proposal.strategy import densest_first
 def coverage(table: head_scores.HeadScores, layout: Layout) -> float:
     """Return a layout's coverage: sum of density over its global heads / sum over all heads, in [0, 1].
 
-    Densities are those at the table's threshold; the layout's provenance is ignored. For layouts in files,
-    ``Proposal.table`` gives the table at the threshold they were chosen at.
+    It is NaN for a layout of several windows, which also decide what its local heads lose. Densities are those at the
+    table's threshold; the layout's provenance is ignored. For layouts in files, ``Proposal.table`` gives the table at
+    the threshold they were chosen at.
 
     Raises:
         UserError: the layout's grid differs from the table's, or every density is 0.
     """
     grid.check_grid(f"layout '{layout.strategy}'", layout.grid, f"the density table '{table.name}'", table.grid)
-    return _covered(table, layout.global_mask)
+    return math.nan if layout.windows else _covered(table, layout.global_mask)
 
 
 def densest_candidates(table: head_scores.HeadScores) -> NDArray[np.intp]:
@@ -47,12 +48,12 @@ def densest_coverage(table: head_scores.HeadScores) -> list[float]:
 
 
 def domain_coverage(table: head_scores.HeadScores, layout: Layout) -> dict[str, float]:
-    """Return a layout's coverage by domain; NaN for a domain whose densities are all 0."""
+    """Return a layout's coverage by domain; NaN for a domain whose densities are all 0, or for several windows."""
     covered = {}
     for domain in table.domains:
         density = table.domain_density(domain)
         total = float(density.sum())
-        covered[domain] = float(density[layout.global_mask].sum()) / total if total else math.nan
+        covered[domain] = float(density[layout.global_mask].sum()) / total if total and not layout.windows else math.nan
     return covered
 
 
@@ -87,11 +88,12 @@ def _total(table: head_scores.HeadScores) -> float:
 
 def provenance(table: head_scores.HeadScores, layout: Layout, budget: float, seed: int | None = None) -> dict[str, Any]:
     """Return the provenance to record in a layout file: probe, budget, coverage, threshold, seed, version."""
+    covered = coverage(table, layout)
     origin = {
         "probe": table.name,
         "probe_hash": table.content_hash,
         "budget": budget,
-        "coverage": round(coverage(table, layout), 4),
+        **({} if math.isnan(covered) else {"coverage": round(covered, 4)}),
         "tau": histogram.rounded_tau(table.tau) if table.is_density else None,
         "seed": seed,
         "created_by": f"spkv-nas {version.__version__}",

@@ -194,7 +194,7 @@ class Certainty:
     Attributes:
         budget: number of global heads.
         probability: probability [L, Hkv] that a head is chosen, by density-based strategy such as "densest".
-        intervals: 95 % interval of coverage by layout name.
+        intervals: 95 % interval of coverage by layout name, without layouts of several windows.
         curve: the table of ``Bootstrap.curve``.
         knee: the budget from ``knee``; ``knee_interval`` is its 95 % interval.
     """
@@ -225,7 +225,7 @@ class Certainty:
         return cls(
             budget,
             {"densest": resampled.probability(budget), **(solved or {})},
-            {name: resampled.coverage(layout.global_mask) for name, layout in layouts.items()},
+            {name: resampled.coverage(each.global_mask) for name, each in layouts.items() if not each.windows},
             resampled.curve(),
             knee(resampled.table),
             resampled.knee_interval(),

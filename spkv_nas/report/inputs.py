@@ -13,7 +13,7 @@ from spkv_nas.artifacts import comparison, head_scores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.cache_cost import CONTEXT, cache_share
+from spkv_nas.cost.cache_cost import CONTEXT, cache_share, layout_share
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
@@ -96,6 +96,10 @@ class ReportInputs:
     def cache_share(self, density: float) -> float:
         """Return the cache of one sequence as a share of the unchanged model's (``cost.cache_share``)."""
         return cache_share(self.table, density, self.context)
+
+    def layout_share(self, layout: Layout) -> float:
+        """Return the cache of one sequence under a layout as a share of the unchanged model's."""
+        return layout_share(layout, self.context, self.table.native_windows)
 
     @property
     def alarm(self) -> str | None:

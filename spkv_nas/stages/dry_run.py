@@ -11,6 +11,7 @@ from rich.table import Table
 from spkv_nas.artifacts import comparison, defaults
 from spkv_nas.artifacts.proposal import distinct
 from spkv_nas.base import console, distributed, errors, progress, units
+from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.signals import DENSITY
 from spkv_nas.stages import commands, forecast, lookup
@@ -75,7 +76,9 @@ def plan_train_hybrid(options: train_hybrid.TrainHybridOptions, reporter: progre
     proposal.table(table)  # warns
     layouts = {name: proposal.layouts[name] for name in distinct(proposal.layouts)}
     planner = planner_of(options, lookup.chosen_recipe(options, table, "demo.yaml"), reporter)
-    proposal.warn_of_windows({comparison.SP_KV: planner.recipe.gates.window})
+    context = planner.recipe.data.block_size
+    memory = [layout_share(layout, context, table.native_windows) for layout in proposal.layouts.values()]
+    proposal.warn_of_windows({comparison.SP_KV: planner.recipe.gates.window}, memory)
     return planner.plan(hybrid_runs(planner, hybrid_variants(layouts, reference=options.reference), options.seeds))
 
 

@@ -68,7 +68,7 @@ def read_layout(file: Path) -> Proposal:
 
 @dataclass(frozen=True)
 class ShownLayout:
-    """Layout file, with its coverage in [0, 1] if there is a density table to compute it from."""
+    """Layout file, with its coverage in [0, 1] if it has one window and there is a density table."""
 
     file: Path
     layout: Layout
@@ -83,7 +83,7 @@ def read_layouts(files: Sequence[Path], probe: str | None, workspace: Workspace)
         proposal = read_layout(file)
         (layout,) = proposal.layouts.values()
         covered = None if table is None else coverage(proposal.table(table), layout)
-        shown.append(ShownLayout(file, layout, covered))
+        shown.append(ShownLayout(file, layout, None if layout.windows else covered))
     return shown
 
 

@@ -44,7 +44,6 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
     """Write the page of a probe and return its path."""
     workspace = options.folders
     proposal = find_proposal(workspace, table.name)
-    proposal.warn_of_windows()
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     # Read probes and results
@@ -63,6 +62,7 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
         commands=commands,
         probes=probes,
     )
+    proposal.warn_of_windows(memory=map(inputs.layout_share, proposal.layouts.values()))
     # Write the page; where measurements make no sense, it recommends nothing
     steps = [] if inputs.alarm is not None else page_steps(workspace, table, conclude(inputs))
     with reporter.bar("drawing") as progress:

@@ -11,13 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts import defaults, result_tables
+from spkv_nas.artifacts.proposal import is_equal_memory
 from spkv_nas.base import console, distributed, errors, units
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import alarms, nll, separators
 from spkv_nas.evaluation.selected import find_selected
-from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
+from spkv_nas.evaluation.zero_shot import cache_folder, cache_shares, score_table, zero_shot
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.proposal.answer import uneven_budgets
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages import lookup, next_steps, printing
 from spkv_nas.stages.options import DENSE
@@ -38,7 +38,6 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)
     proposal = lookup.find_proposal(workspace, options.name or family, options.layouts)
-    proposal.warn_of_windows()
     covered = {}
     if table is not None:
         table_at_tau = proposal.table(table)
@@ -46,6 +45,8 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     # Score full attention and every layout
     workspace.check_writable()
     measured = subject.load(reporter, tokens=defaults.SCORE_TOKENS)
+    memory = cache_shares(measured.model, proposal.layouts, measured.blocks.block_size)
+    proposal.warn_of_windows(memory=memory.values())
     _announce_size(measured, len(proposal.layouts), reporter)
     root = workspace.run_dir(family) / "zero-shot"  # shared with probes and searches
     cache = distributed.on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
@@ -56,7 +57,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     by_name = dict(zip(proposal.layouts, scores, strict=True))
     circumstances = alarms.Circumstances.of(measured.model, measured.blocks, full_attention, measured.separator)
     found_alarm = alarms.alarm(circumstances, full_attention, by_name, proposal.layouts)
-    rows = score_table(proposal.layouts, by_name, full_attention, covered)
+    rows = score_table(proposal.layouts, by_name, full_attention, memory, covered)
     selected = find_selected(workspace, proposal.layouts, near=proposal.files.values(), with_scores=False)
     num_selection, selected_by = selected.count(measured.blocks), selected.among(measured.blocks)
     sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
@@ -110,17 +111,22 @@ def show(result: NLLTable) -> None:
     printing.show_alarm(result.alarm)
     title = f"{escape(result.name)}: without training"
     # Tabulate the layouts; equal ones share a row
-    grid = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=title)
+    grid = Table("layout", "global heads", "KV cache %", "coverage %", "NLL", "ΔNLL %", title=title)
     rows, same = result.rows[result.rows["hash"] != ""], result.rows.groupby("hash", sort=False)["strategy"]
     for row in result.rows.drop_duplicates("hash").itertuples():
         coverage = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
         difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error)
         names = escape(" = ".join(same.get_group(row.hash)))
-        grid.add_row(names, str(row.num_global), coverage, f"{row.nll:.4f}", difference)
+        sizes = (str(row.num_global), f"{row.kv_cache_percent:.1f}")
+        grid.add_row(names, *sizes, coverage, f"{row.nll:.4f}", difference)
     console.out.print(grid)
     # Add remarks
-    if (uneven := uneven_budgets(rows, int(rows["num_global"].mode().max()))) is not None:
-        console.say(uneven)
+    memory = rows["kv_cache_percent"]
+    if not is_equal_memory(memory):
+        console.say(
+            f"these layouts have {memory.min():.1f} to {memory.max():.1f} % of full attention's KV cache for a block; "
+            "more memory loses less, so compare only layouts with nearly the same"
+        )
     printing.about_errors(result.num_documents, result.effective_documents)
     printing.about_selection(result.num_selection, result.selected_by)
     console.print_path("scores", result.folder / "zero-shot.csv")

@@ -1,5 +1,6 @@
 """Retrain layouts from one dense checkpoint and compare them."""
 
+import math
 from typing import Any
 
 from rich.markup import escape
@@ -8,6 +9,7 @@ from rich.table import Table
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV
 from spkv_nas.base.console import out, say
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.evaluation.ranking import format_rank_correlation
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import lookup, next_steps, printing
@@ -28,7 +30,9 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     # Warn before hours of work
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
-    proposal.warn_of_windows({f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None)
+    memory = [layout_share(x, recipe.data.block_size, table.native_windows) for x in proposal.layouts.values()]
+    gates = {f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None
+    proposal.warn_of_windows(gates, memory)
     quiet_transformers(reporter)
     for line in recipe.warnings() if options.reference else ():
         reporter.caution(f"warning: {line}")
@@ -65,7 +69,7 @@ def show(result: hybrids.Comparison) -> None:
         grid.add_row(
             baselines.get(row.strategy, escape(row.strategy)),
             f"{row.density_percent:.1f}",
-            f"{row.coverage_percent:.2f}",
+            "-" if math.isnan(row.coverage_percent) else f"{row.coverage_percent:.2f}",
             printing.change(row.zero_shot_delta_percent),
             f"{row.nll:.4f}",
             printing.change(row.delta_nll_percent, row.delta_nll_standard_error),

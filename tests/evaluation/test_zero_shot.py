@@ -28,7 +28,7 @@ from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.ranking import NUM_RESAMPLES, format_rank_correlation, rank_correlation
-from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
+from spkv_nas.evaluation.zero_shot import cache_folder, cache_shares, score_table, zero_shot
 from spkv_nas.model.attach import detach
 from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.checkpoint import load, save
@@ -242,13 +242,15 @@ def test_table(blocks: TokenBlocks) -> None:
     layouts = dict(zip("abc", LAYOUTS, strict=False))
     full, *some = zero_shot(tiny_model(vocab_size=300), [None, *layouts.values()], blocks)
     scores = dict(zip(layouts, some, strict=True))
-    rows = score_table(layouts, scores, full, {"a": 0.5, "b": 0.75, "c": 0.0}).set_index("strategy")
+    memory = cache_shares(tiny_model(), layouts, 24)
+    covered = {"a": 0.5, "b": 0.75, "c": 0.0}
+    rows = score_table(layouts, scores, full, memory, covered).set_index("strategy")
     assert rows["nll"].tolist() == [full.mean, *sorted(score.mean for score in some)]
     change = paired_difference(scores["b"], full)
-    expected = [LAYOUTS[1].hash, 4, 50.0, 75.0, scores["b"].mean, change.percent, change.standard_error]
+    expected = [LAYOUTS[1].hash, 4, 50.0, 62.5, 75.0, scores["b"].mean, change.percent, change.standard_error]
     assert rows.loc["b"].tolist() == [*expected, "GL LL LG GG"]
     assert rows.loc["full-attention", ["num_global", "coverage_percent"]].tolist() == [8, 100.0]
-    assert score_table(layouts, scores, full, {})["coverage_percent"].isna().all()
+    assert score_table(layouts, scores, full, memory, {})["coverage_percent"].isna().all()
 
 
 class TestCommand:

@@ -18,7 +18,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.search.space import Space
-from spkv_nas.cost.cache_cost import CONTEXT, CacheCost, cache_share, full_bytes
+from spkv_nas.cost.cache_cost import CONTEXT, CacheCost, cache_share, full_bytes, layout_share
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attention import GLOBAL_WINDOW, layer_states
@@ -203,6 +203,11 @@ class TestProposals:
         cost = requirements.cache_cost(table, None)
         assert isinstance(cost, CacheCost)
         assert cost.total(2, 8) == 32 * (2 * 100 + 2 * 10 + 4 * 4)
+        several = Layout(("LL", "GL", "LL", "ML"), windows={"L": 10, "M": 20}, sinks=1)
+        share = (100 + 2 * 11 + 21 + 4 * 4) / (4 * 100 + 4 * 4)
+        assert layout_share(several, 100, table.native_windows) == pytest.approx(share)
+        with pytest.raises(UserError, match="has 4 layers, the model 5"):
+            layout_share(several, 100, [None] * 5)
         assert requirements.limit(table, None, None).budget == 2
         assert Requirements(context=100, kv_bytes="1MB").limit(table, None, None).budget == 4
 

@@ -15,10 +15,10 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram, rounded_tau
 from spkv_nas.artifacts.proposal import Proposal, distinct
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal.answer import propose_for, random_spread, write_proposal
+from spkv_nas.proposal.answer import coverage_table, propose_for, random_spread, write_proposal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.coverage import coverage, coverage_curve
+from spkv_nas.proposal.coverage import coverage, coverage_curve, provenance
 from spkv_nas.proposal.propose import resolve_tau, tau_advice, tie_advice, unmatched
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.strategies import STRATEGIES
@@ -114,10 +114,10 @@ def test_random_coverage_is_the_budget_share_on_average(table: HeadScores) -> No
 
 
 def test_provenance(table: HeadScores) -> None:
-    provenance = dict(propose(table, "28.6%")["densest"].provenance)
-    assert list(provenance) == ["probe", "probe_hash", "budget", "coverage", "tau", "seed", "created_by"]
-    assert (provenance["probe"], provenance["budget"], provenance["tau"]) == ("p", 18, 0.5)
-    assert str(provenance["created_by"]).startswith("spkv-nas ")
+    origin = dict(propose(table, "28.6%")["densest"].provenance)
+    assert list(origin) == ["probe", "probe_hash", "budget", "coverage", "tau", "seed", "created_by"]
+    assert (origin["probe"], origin["budget"], origin["tau"]) == ("p", 18, 0.5)
+    assert str(origin["created_by"]).startswith("spkv-nas ")
 
 
 def test_window_is_that_of_the_table_or_128(table: HeadScores) -> None:
@@ -146,6 +146,13 @@ def test_coverage() -> None:
     assert coverage(table, Layout(("LG", "LG"), 8)) == pytest.approx(0.6)
     assert coverage(table, Layout(("LL", "LL"), 8)) == 0.0
     assert coverage(table, Layout(("GG", "GG"), 8)) == pytest.approx(1.0)
+
+    # Layouts of several windows have none
+    several = Layout(("GL", "LM"), windows={"L": 8, "M": 32})
+    assert math.isnan(coverage(table, several))
+    assert "coverage" not in provenance(table, several, 1)
+    rows = coverage_table(table, {"several": several, **propose(table, 1)}, 1)
+    assert rows.loc[rows["coverage"].isna(), "strategy"].tolist() == ["several"]
 
 
 def test_coverage_needs_one_shape(table: HeadScores) -> None:
