@@ -44,6 +44,7 @@ class JudgedLayout(schema.Recorded):
     window: int  # recent keys that a local head sees
     sinks: int = 0  # sink tokens of local heads
     trained: bool = False  # whether the candidate is a checkpoint of its own, not the dense model's weights
+    kv_cache_percent: float | None = None  # memory at ``ResultRecord.context`` tokens, of full attention's
 
 
 class ResultRecord(schema.Recorded):
@@ -53,6 +54,7 @@ class ResultRecord(schema.Recorded):
     model: str | None = None
     against: str | dict[str, Any] | None = None
     block_size: int | None = None
+    context: int | None = None
     num_tokens: int | None = None
     num_documents: int | None = None
     limit: int | float | None = None
@@ -265,7 +267,7 @@ SCORES = ResultTable(
         Column("hash"),  # of the layout; empty for full attention
         Column("num_global", "whole"),
         _number("density_percent"),
-        _number("kv_cache_percent"),  # memory, as a share of full attention's for one block
+        _number("kv_cache_percent", default=""),  # memory for one block, of full attention's; older files lack it
         _number("coverage_percent"),
         _number("nll"),  # nats per token
         _number("delta_nll_percent", -100.0),  # against full attention, paired by document

@@ -44,6 +44,7 @@ _COLUMNS: dict[str, tuple[str, Cell]] = {  # title and cell of every column that
     "floor": ("Floor", _digits("floor", 3)),
     "global": ("Global KV heads", _digits("num_global", 0)),
     "keys": ("Key tokens", _digits("num_keys", 0)),
+    "kv_cache": ("KV cache, %", _digits("kv_cache_percent", 1)),
     "length": ("Tokens", _digits("length", 0)),
     "longppl": ("LongPPL", _with_error("longppl", "standard_error", measured)),
     "metric": ("Metric", lambda line: str(line["metric"])),
@@ -130,7 +131,7 @@ def _scores(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
         "full attention, ± one standard error, paired by document.",
         layouts.assign(head=layouts["hash"].map(names)),
         "Layout",
-        "delta nll global coverage",
+        "delta nll global kv_cache coverage",
         name=name,
     )
 

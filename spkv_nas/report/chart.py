@@ -105,6 +105,7 @@ class Heatmap:
     words: str = ""  # tooltip of a cell on the page, in which ``%`` stands for its value in percent; "" for none
     chosen: tuple[tuple[int, int], ...] = ()  # (row, column) of the cells that are marked with an outline and a dot
     written: bool = True  # draw large cells with their values in them
+    letters: tuple[str, ...] = ()  # by row: what small cells have in them, a letter or a space; empty for nothing
     scale: Scale = PERCENT  # colour scale, which also formats the values
     legend: str = ""  # title of the colour bar in pictures; "" for none
     same_as: str = ""  # name of a chart on the page with the same values, whose cells are reused; "" for its own

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts.diagnosis import about_small_domains, small_domains
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.layout import GLOBAL, Layout
 from spkv_nas.artifacts.score_kind import PERCENT, Scale
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report import axes, formatting
@@ -31,19 +31,24 @@ def density_chart(table: HeadScores) -> Chart:
 
 
 def layout_chart(table: HeadScores, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
-    """Return a small heatmap of the same values, with a layout's global heads marked; ``number`` names the chart."""
+    """Return a small heatmap of the same values, with a layout's global heads marked; ``number`` names the chart.
+
+    Local heads have the letter of their window if the layout has several.
+    """
     # List the global heads, and mark their cells
     rows = ([str(head) for head, letter in enumerate(row) if letter == "G"] for row in layout.heads)
     heads = "; ".join(f"layer {layer}: {', '.join(row)}" for layer, row in enumerate(rows) if row)
     chosen = tuple((int(head), int(layer)) for head, layer in np.argwhere(layout.global_mask.T))
+    about = layout.reach if layout.windows else f"coverage {100 * covered:.1f} %"
     return _map(
         f"layout-{number}",
         f"Layout {label}",
         f"Global KV heads: {heads or 'none'}.",
         table.values,
-        f"{formatting.short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
+        f"{formatting.short(label, 28)}: {layout.num_global} of {layout.num_heads}, {about}",
         small=True,
         chosen=chosen,
+        letters=_letters(layout),
         scale=table.measure.scale,
         same_as=_DENSITY,
     )
@@ -58,9 +63,17 @@ def thumbnail(title: str, values: NDArray[np.float64], scale: Scale | None, numb
 
 
 def grid_chart(layout: Layout) -> Chart:
-    """Return a layout without scores: global heads light, local heads dark."""
+    """Return a layout without scores: global heads light, local heads darker, the narrowest windows darkest."""
     title = f"{formatting.short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, {layout.reach}"
-    return _map("layout", title, "", layout.global_mask.astype(float), title, small=True)
+    shades = {GLOBAL: 1.0, **{letter: rank / len(layout.legend) for rank, letter in enumerate(layout.legend)}}
+    values = np.array([[shades[letter] for letter in row] for row in layout.heads])
+    return _map("layout", title, "", values, title, small=True, letters=_letters(layout))
+
+
+def _letters(layout: Layout) -> tuple[str, ...]:
+    """Return the letters of local heads by KV head, with a space for each global one; () for a layout of one window."""
+    by_head = zip(*layout.heads, strict=True) if layout.windows else ()
+    return tuple("".join(row).replace(GLOBAL, " ") for row in by_head)
 
 
 def layout_charts(table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float]) -> Panels | None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts import head_scores, search_table
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, counted_from
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.proposal import is_equal_memory
 from spkv_nas.base.statistics import critical_errors
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.report.inputs import ReportInputs
@@ -37,6 +38,8 @@ class Result:
     mask: Mask | None = None  # bool [L, Hkv], the global heads; None if only the layout's name is known
     nll: float = math.nan  # nats per token; NaN: unknown
     verdict: str = ""  # what a verdict says of it, such as "passes 1 % (nll)"; "" without one
+    share: float = math.nan  # KV cache of one sequence, as a share of full attention's; NaN: unknown
+    reach: str = ""  # ``Layout.reach`` of a layout of several windows; "" for others
 
     @property
     def key(self) -> object:
@@ -60,11 +63,17 @@ class Evidence:
 
     @property
     def of_one_budget(self) -> tuple[Result, ...]:
-        """Return the results of one budget: the one that most layouts share."""
+        """Return the results of the number of heads that most layouts share; of its memory, with several windows."""
         budgets = pd.Series([result.num_global for result in self.results]).dropna()
         if budgets.empty:
             return self.results
-        return tuple(result for result in self.results if result.num_global == budgets.mode().max())
+        number = budgets.mode().max()
+        share = next(result.share for result in self.results if result.num_global == number)
+        return tuple(
+            result
+            for result in self.results
+            if (is_equal_memory((result.share, share)) if result.reach else result.num_global == number)
+        )
 
     @property
     def documents(self) -> str:
@@ -114,7 +123,14 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         # Collect the layouts that this fidelity measured
         columns = f"{fidelity}_delta_percent", f"{fidelity}_standard_error"
         results = [
-            Result(str(row["name"]), float(row[columns[0]]), float(row[columns[1]]), float(mask.sum()), mask)
+            Result(
+                str(row["name"]),
+                float(row[columns[0]]),
+                float(row[columns[1]]),
+                float(mask.sum()),
+                mask,
+                share=inputs.cache_share(float(mask.mean())),
+            )
             for row in rows.dropna(subset=columns[0]).to_dict("records")
             if (mask := _mask(row["heads"], inputs.table.grid)) is not None
         ]
@@ -146,10 +162,13 @@ def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
             # Ignore a file that was replaced by a layout of another budget
             if layout is not None and num_global >= 0 and num_global != layout.num_global:
                 layout = None
-            mask = None if layout is None or layout.windows else layout.global_mask  # of a layout of two letters
-            num_global = num_global if layout is None else float(layout.num_global)
             change = row["delta_nll_percent"], row["delta_nll_standard_error"]
-            results.append(Result(name, *change, num_global, mask, row["nll"]))
+            if layout is None:
+                density = min(1.0, num_global / inputs.table.num_heads)
+                share = math.nan if math.isnan(num_global) else inputs.cache_share(density)
+                results.append(Result(name, *change, num_global, nll=row["nll"], share=share))
+            else:
+                results.append(replace(layout_result(inputs, layout, *change, nll=row["nll"]), name=name))
         yield Evidence(_mode(float(steps)), float(steps), COMPARISON, baseline, _distinct(results), "", *documents)
 
 
@@ -161,7 +180,7 @@ def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
             layout = file.layout(str(row["strategy"]), str(row["heads"]))
             if layout is not None and _is_here(inputs, layout):
                 change = row["delta_nll_percent"], row["delta_nll_standard_error"]
-                results.append(_result(inputs, layout, *change, nll=row["nll"]))
+                results.append(layout_result(inputs, layout, *change, nll=row["nll"]))
         if results:
             number, effective = (_number(file.record.get(key)) for key in ("num_documents", "effective_documents"))
             mode = _UNTRAINED + (_BIASED if file.record.get("num_selection") else "")
@@ -182,7 +201,7 @@ def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
             delta, num_documents = (float(nll[column].max()) for column in ("loss", "num_samples"))
             margins = ", ".join(f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples())
             verdict = f"{_VERBS[file.record.get('answers', {}).get(name, 'open')]} {margins}"
-            results.append(_result(inputs, layout, delta, verdict=verdict))
+            results.append(layout_result(inputs, layout, delta, verdict=verdict))
         if results:
             mode = f"{_UNTRAINED}, by a verdict"
             yield Evidence(mode, 0.0, VERDICT, DENSE, _distinct(results), "", num_documents, math.nan, file.name)
@@ -195,14 +214,16 @@ def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
     return layout.grid == inputs.table.grid and (is_seen or bool(layout.windows))
 
 
-def _result(inputs: ReportInputs, layout: Layout, delta: float, error: float = math.nan, **others: Any) -> Result:
+def layout_result(inputs: ReportInputs, layout: Layout, delta: float, error: float = math.nan, **others: Any) -> Result:
     """Return a result under the name that the page's layouts give its layout."""
     names = {each.hash: name for name, each in reversed([*inputs.layouts.items()])}
     name = names.get(layout.hash, layout.strategy)
     if layout.hash not in names and name in inputs.layouts:  # the name stands for other heads by now
         name = f"{name}-{layout.num_global}"
-    mask = None if layout.windows else layout.global_mask
-    return Result(name, delta, error, float(layout.num_global), mask, **others)
+    # Layouts of several windows are known by their names alone, because their heads do not tell them apart
+    windows = {"reach": layout.reach} if layout.windows else {"mask": layout.global_mask}
+    share = inputs.layout_share(layout)
+    return Result(name, delta, error, float(layout.num_global), share=share, **windows, **others)
 
 
 def _distinct(results: Sequence[Result]) -> tuple[Result, ...]:

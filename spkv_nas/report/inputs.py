@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts import comparison, head_scores
@@ -79,7 +80,7 @@ class ReportInputs:
     alarms: Sequence[str] = ()  # sentences of results whose numbers make no sense
     # the command that proposes layouts, by the probe's name; by default for the current folder
     commands: Mapping[str, str] = field(default_factory=dict)
-    covered: Mapping[str, float] = field(init=False)  # each layout's coverage, in [0, 1]; computed
+    covered: Mapping[str, float] = field(init=False)  # each layout's coverage, in [0, 1] or NaN; computed
 
     def __post_init__(self) -> None:
         """Check the layouts' shapes and the comparison, and fill in what is derived."""
@@ -127,4 +128,4 @@ def widest_layout(inputs: ReportInputs) -> str | None:
         return None
     budgets = pd.Series({name: layout.num_global for name, layout in inputs.layouts.items()})
     candidates = budgets[budgets == budgets.mode().max()].index
-    return str(max(candidates, key=lambda name: inputs.covered[name]))
+    return str(max(candidates, key=lambda name: np.nan_to_num(inputs.covered[name])))

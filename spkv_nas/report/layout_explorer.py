@@ -36,7 +36,7 @@ _VARY = ("budget", "coverage", "tau")  # entries of a layout's provenance that d
 
 
 def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | None:
-    """Return the explorer's data as JSON types; None if no head keeps anything."""
+    """Return the explorer's data as JSON types, without layouts of several windows; None if no head keeps anything."""
     signals = [signal for table in inputs.probes if (signal := _signal(table, inputs)) is not None]
     if not signals:
         return None
@@ -45,7 +45,8 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         replace(mode, results=tuple(each for each in mode.results if each.mask is not None and np.isfinite(each.delta)))
         for mode in all_evidence(inputs)
     ]
-    proposed = [Result(name, 0.0, mask=layout.global_mask) for name, layout in inputs.layouts.items()]
+    layouts = {name: layout for name, layout in inputs.layouts.items() if not layout.windows}
+    proposed = [Result(name, 0.0, mask=layout.global_mask) for name, layout in layouts.items()]
     retrained = [result for mode in evidence if mode.steps != 0 for result in mode.results]
     measured = [result for mode in evidence for result in mode.results]
     # Number the distinct layouts; names that share one layout are aliases
@@ -102,7 +103,7 @@ def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
     """Return name, exact coverage in percent, hash, and the text around its rows; [] if it cannot be a file."""
     table, name, record = inputs.table, result.name, inputs.search_record
     layout = inputs.layouts.get(name)
-    if layout is None or layout.global_mask.tobytes() != result.key:
+    if layout is None or layout.windows or layout.global_mask.tobytes() != result.key:
         # Give a layout that was only measured its name, window and sink tokens: those of the search, or of the probe
         assert result.mask is not None
         window = record.get("window") or table.window or DEFAULT_WINDOW

@@ -94,7 +94,7 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
     # Layouts, highest coverage first
     layouts = sorted(
         zip(inputs.layouts, inputs.layouts.values(), charts["layouts"], strict=True),
-        key=lambda layout: -inputs.covered[layout[0]],
+        key=lambda layout: -np.nan_to_num(inputs.covered[layout[0]]),
     )
     # Fill the template
     choices, folder = layout_explorer.explorer_data(inputs, verdict), Path(__file__).parent

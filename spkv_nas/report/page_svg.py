@@ -221,9 +221,10 @@ def draw_map(chart: Chart, cells: Heatmap) -> Element:
     if cells.written:
         root.set("data-map", f"{columns} {px(step)} {px(left)} {px(top)}")
         root.set("height", px(height))
-        _write_values(add(root, "g", class_="values"), cells, step, left, top)
     else:
         _mark_chosen(group, cells)
+    if cells.written or cells.letters:
+        _write_values(add(root, "g", class_="values"), cells, step, left, top)
     # Names of columns and rows
     columns_at = [(left + (value + _FILLED / 2) * step, text) for value, text in chart.x.ticks]
     along(root, columns_at, class_="tick", y=height - 5, text_anchor="middle")
@@ -247,13 +248,14 @@ def _draw_cells(group: Element, cells: Heatmap) -> None:
 
 
 def _write_values(group: Element, cells: Heatmap, step: float, left: float, top: float) -> None:
-    """Write the value of every cell."""
+    """Write the value or the letter of every cell."""
     for row, values in enumerate(cells.values):
         lines: dict[str, list[tuple[float, str]]] = defaultdict(list)
         for column, value in enumerate(values):
             if not math.isnan(value):
                 x = left + round((column + _FILLED / 2) * step)
-                lines[_look(cells, value)[1]].append((x, cells.scale.text(value)))
+                text = cells.letters[row][column] if cells.letters else cells.scale.text(value)
+                lines[_look(cells, value)[1]].append((x, text))
         for ink_class, texts in lines.items():
             along(group, texts, class_=ink_class, y=top + (row + _FILLED / 2) * step + 4)
 

@@ -251,6 +251,10 @@ def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
     for row, column in cells.chosen:
         ax.add_patch(Rectangle((column - 0.44, row - 0.44), 0.88, 0.88, fill=False, edgecolor=CHOSEN, linewidth=1.8))
         ax.plot(column, row, "o", color="white", markeredgecolor="black", markersize=3.2)
+    for row, letters in enumerate(cells.letters):
+        for column, letter in enumerate(letters):
+            ink = cividis(float(cells.scale.fraction(cells.values[row][column])))[1]
+            ax.text(column, row, letter, ha="center", va="center", fontsize=6.5, color=ink)
     ax.set_title(chart.heading, loc="left", fontsize=11 if cells.written else 9.5)
     # Colour bar
     if cells.legend:

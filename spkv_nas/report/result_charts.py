@@ -1,5 +1,6 @@
 """Draw NLL against coverage, density and cache: by layout, by threshold, by pruning rule; and coverage by budget."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -140,28 +141,27 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
     if evidence is None:
         return None
     # Keep the layouts with a loss and a size
-    known = [each for each in evidence.results if np.isfinite((each.delta, each.num_global)).all()]
+    known = [each for each in evidence.results if np.isfinite((each.delta, each.share)).all()]
     if not known:
         return None
     # Rows of layouts and of what they are compared with; sizes in MiB if the size of a head is known
     full = full_bytes(inputs.table, inputs.context)
     scale, unit = (100.0, "%") if full is None else (full / 2**20, "MiB")
-    layouts = [(each, inputs.cache_share(min(1.0, each.num_global / inputs.table.num_heads))) for each in known]
     references = list(_references(inputs, evidence))
     marks: list[Rule | Points] = [Rule(scale, f"full: {scale:,.3g} {unit}", tone="muted", dash="dotted")]
-    for style, group in ((LAYOUT, layouts), *((SHAPES[each.name], [(each, share)]) for each, share in references)):
+    for style, group in ((LAYOUT, known), *((SHAPES[each.name], [each]) for each in references)):
         marks.append(
             Points(
-                numbers((share for _, share in group), scale),
-                numbers(each.delta for each, _ in group),
-                numbers(each.error for each, _ in group),
-                tuple(_cache_tip(*each, scale, unit) for each in group),
-                tuple(short(each.name, 22) for each, _ in group),
+                numbers((each.share for each in group), scale),
+                numbers(each.delta for each in group),
+                numbers(each.error for each in group),
+                tuple(_cache_tip(each, scale, unit) for each in group),
+                tuple(short(each.name, 22) for each in group),
                 **style,
             )
         )
     # Fit the axis to the error bars
-    ends = [each.delta + sign * np.nan_to_num(each.error) for each, _ in (*layouts, *references) for sign in (-1, 1)]
+    ends = [each.delta + sign * np.nan_to_num(each.error) for each in (*known, *references) for sign in (-1, 1)]
     of_full = "% of full attention's" if full is None else unit
     return Chart(
         "cache-nll",
@@ -173,20 +173,21 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
     )
 
 
-def _cache_tip(result: Result, share: float, scale: float, unit: str) -> str:
+def _cache_tip(result: Result, scale: float, unit: str) -> str:
     """Return a point's tooltip."""
-    memory = f"{scale * share:,.3g} MiB, " if unit == "MiB" else ""
-    return f"{result.name}\n{memory}{100 * share:.1f} % of the full cache\n{change(result.delta, result.error)} %"
+    memory = f"{scale * result.share:,.3g} MiB, " if unit == "MiB" else ""
+    cache = f"{memory}{100 * result.share:.1f} % of the full cache"
+    return f"{result.name}\n{cache}\n{change(result.delta, result.error)} %"
 
 
-def _references(inputs: ReportInputs, evidence: Evidence) -> Iterator[tuple[Result, float]]:
+def _references(inputs: ReportInputs, evidence: Evidence) -> Iterator[Result]:
     """Yield SP-KV, the control and the dense model, if they were measured in the same way."""
     if evidence.source != COMPARISON or inputs.comparison is None:
         return
     rows = inputs.comparison[inputs.comparison["strategy"].isin(BASELINES)]
     for row in rows.dropna(subset=["delta_nll_percent", "density_percent"]).to_dict("records"):
-        result = Result(row["strategy"], row["delta_nll_percent"], row["delta_nll_standard_error"])
-        yield result, inputs.cache_share(min(1.0, row["density_percent"] / 100))
+        change = row["delta_nll_percent"], row["delta_nll_standard_error"]
+        yield Result(row["strategy"], *change, share=inputs.cache_share(min(1.0, row["density_percent"] / 100)))
 
 
 def coverage_budget_chart(
@@ -218,10 +219,10 @@ def coverage_budget_chart(
         line = line.iloc[np.unique(np.linspace(0, len(line) - 1, _MAX_VERTICES).round().astype(int))]
         marks.append(Line(numbers(line["budget"]), numbers(line[name], 100), name, tone, dash))
     # A dot per layout
-    if layouts:
-        heads = {name: layout.num_global for name, layout in layouts.items()}
-        tips = tuple(f"{name}\n{heads[name]} heads, coverage {100 * covered[name]:.1f} %" for name in layouts)
-        dots = numbers(heads.values()), numbers((covered[name] for name in layouts), 100)
+    heads = {name: layout.num_global for name, layout in layouts.items() if not math.isnan(covered[name])}
+    if heads:
+        tips = tuple(f"{name}\n{heads[name]} heads, coverage {100 * covered[name]:.1f} %" for name in heads)
+        dots = numbers(heads.values()), numbers((covered[name] for name in heads), 100)
         marks.append(Points(*dots, tips=tips, tone="ink", label="layout"))
         note += " Dots: the layouts of this report."
     return Chart(

@@ -13,7 +13,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.report.evidence import COMPARISON, PASSES, VERDICT, Evidence, Result, all_evidence
+from spkv_nas.report.evidence import COMPARISON, PASSES, VERDICT, Evidence, Result, all_evidence, layout_result
 from spkv_nas.report.formatting import BASELINES, listed, number, signed, standard_errors
 from spkv_nas.report.inputs import ReportInputs, widest_layout
 
@@ -82,7 +82,7 @@ def conclude(inputs: ReportInputs) -> Verdict:
             return _about(inputs, best, deciding, decided, warnings, others)
     # A layout that passes, with its score where there is one
     if decided:
-        best = min(passing or decided.values(), key=lambda result: result.num_global)
+        best = min(passing or decided.values(), key=lambda result: result.share)
         measured = [(each, result) for each in everything for result in each.results if result.key == best.key]
         scores = [pair for pair in measured if pair[0] in rankable and pair[0].steps == 0]
         of_verdict = next(pair for pair in measured if pair[1] is best)
@@ -92,9 +92,7 @@ def conclude(inputs: ReportInputs) -> Verdict:
     name = widest_layout(inputs)
     if name is None:
         return Verdict((_mean(inputs.table), "", ""), warnings)
-    layout = inputs.layouts[name]
-    proposed = Result(name, math.nan, num_global=layout.num_global, mask=layout.global_mask)
-    return _about(inputs, proposed, None, decided, warnings)
+    return _about(inputs, layout_result(inputs, inputs.layouts[name], math.nan), None, decided, warnings)
 
 
 def _about(
@@ -112,8 +110,8 @@ def _about(
     # Compute the saved memory and the coverage
     table, size = inputs.table, ""
     if not math.isnan(layout.num_global):
-        share = 100 * (1 - inputs.cache_share(min(1.0, layout.num_global / table.num_heads)))
-        saving = f"{share:.1f} % less KV cache at {inputs.context:,} tokens"
+        reach = f"{layout.reach}, " if layout.reach else ""
+        saving = f"{reach}{100 * (1 - layout.share):.1f} % less KV cache at {inputs.context:,} tokens"
         size = f"{layout.num_global:.0f} of {table.num_heads} KV heads global, {saving}; "
     covered = None
     if layout.mask is not None:
@@ -121,11 +119,10 @@ def _about(
     # Conclude on a layout that was only proposed
     if evidence is None:
         loss = f"its loss has not been measured{' on enough documents' if warnings else ''}"
-        sentences = (
-            f"It was proposed by {table.measure.noun}: its global heads have {100 * (covered or 0.0):.1f} % of the sum "
-            "over all heads, which says nothing of the loss yet.",
-        )
-        return Verdict(("", layout.name, f": {size}{loss}."), (*warnings, *sentences), layout, covered=covered)
+        if covered is not None:
+            held = f"its global heads have {100 * covered:.1f} % of the sum over all heads"
+            warnings += (f"It was proposed by {table.measure.noun}: {held}, which says nothing of the loss yet.",)
+        return Verdict(("", layout.name, f": {size}{loss}."), warnings, layout, covered=covered)
     # State the loss, and what a verdict says of the layout
     loss = _loss(layout, evidence)
     if evidence.steps == 0 and layout.key in decided:
@@ -152,7 +149,9 @@ def _loss(layout: Result, evidence: Evidence) -> str:
 
 def _competition(evidence: Evidence, num_others: int, close: Sequence[str]) -> str:
     """Return how the layout compares with the others of its budget, of which ``close`` are not clearly behind."""
-    total, margin = f"{1 + num_others} layouts with as many global heads", standard_errors(evidence.critical)
+    has_several = any(result.reach for result in evidence.of_one_budget)
+    total = f"{1 + num_others} layouts with {'as much memory' if has_several else 'as many global heads'}"
+    margin = standard_errors(evidence.critical)
     runs = " None of these errors includes the variation between training runs." if evidence.steps != 0 else ""
     if not close:
         return f"It has the lowest NLL of {total}: the others are behind by more than {margin}.{runs}"

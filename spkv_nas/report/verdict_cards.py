@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.evaluation.verdict import registry, words
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import Axis, Band, Chart, Line, Mark, Points, Row, Rule, Section, Shape, Tone, numbers
@@ -27,10 +28,10 @@ Record = Mapping[str, Any]
 
 def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of ``verdict.csv``."""
-    # Name layouts with their numbers of global heads
-    words = {candidate: each["heads"].split() for candidate, each in record.get("layouts", {}).items()}
-    heads = {candidate: "".join(word for word in each if "=" not in word) for candidate, each in words.items()}
-    names = {each: f"{each} ({text.count('G')} of {len(text)} heads)" for each, text in heads.items()}
+    # Name layouts with their sizes
+    names = {candidate: f"{candidate} ({_size(each)})" for candidate, each in record.get("layouts", {}).items()}
+    context = record.get("context")
+    memory = "" if context is None else f" The KV cache is a share of full attention's at {context:,} tokens."
     answers = record.get("answers", {}).items()
     rows = rows.assign(candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]])
     record = {**record, "answers": {names.get(each, without_folder(each)): answer for each, answer in answers}}
@@ -38,7 +39,7 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
         name,
         "Verdict",
         f"Loss of each candidate against {without_folder(record.get('against', 'the dense model'))}, which it may "
-        f"replace if the loss is below every margin. {_INTERVALS}",
+        f"replace if the loss is below every margin. {_INTERVALS}{memory}",
         ("Candidate", "Criterion", "Loss", "Interval", "Margin", "Samples"),
         tuple(
             tuple(_row(row, record) for row in of_one.to_dict("records"))
@@ -50,6 +51,14 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
             for criterion, group in rows[rows["margin"] > 0.0].groupby("criterion", sort=False)
         ),
     )
+
+
+def _size(recorded: Record) -> str:
+    """Return the global heads of a layout, its KV cache if recorded, and its windows if there are several."""
+    layout, percent = Layout.from_words(recorded["heads"], recorded["window"]), recorded.get("kv_cache_percent")
+    heads = f"{layout.num_global} of {layout.num_heads} heads"
+    memory = "" if percent is None else f", {percent:.1f} % KV cache"
+    return heads + memory + (f", {layout.reach}" if layout.windows else "")
 
 
 def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> Chart:

@@ -8,8 +8,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts import head_scores, result_tables
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.base import console, device, progress
+from spkv_nas.base import console, device, progress, units
+from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.evaluation.selected import probe_of
 from spkv_nas.evaluation.verdict import contenders, words
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
@@ -91,11 +93,16 @@ def critical_budget(options: CriticalBudgetOptions, reporter: progress.Reporter 
     window, table = outcome.layouts[0].window, propose.with_sinks(table, outcome.layouts[0].sinks)
     cost = requirements.cache_cost(table, window)
     assert cost is not None  # there is a default context
-    rows = outcome.rows.assign(kv_bytes=[cost.total(number, table.num_heads) for number in outcome.rows["num_global"]])
+    kv_bytes = {layout.num_global: _kv_bytes(cost, layout, table) for layout in outcome.layouts}
+    rows = outcome.rows.assign(kv_bytes=outcome.rows["num_global"].map(kv_bytes))
     memory = None
-    if outcome.passes is not None:
-        full, used = (cost.total(number, table.num_heads) for number in (table.num_candidates, outcome.passes))
-        memory = Memory(full, used, str(requirements.memory(table, outcome.passes, window)))
+    if outcome.layout is not None:
+        full, used = cost.full(table.num_heads), kv_bytes[outcome.layout.num_global]
+        sentence = str(requirements.memory(table, outcome.layout.num_global, window))
+        if outcome.layout.windows:
+            sentence = f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
+            sentence += f"{units.format_bytes(full)} with all heads global; {outcome.layout.reach}"
+        memory = Memory(full, used, sentence)
     # Collect and write the result
     result = BudgetResult(
         **vars(replace(outcome, rows=rows)),
@@ -111,6 +118,15 @@ def critical_budget(options: CriticalBudgetOptions, reporter: progress.Reporter 
         result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
     )
     return result
+
+
+def _kv_bytes(cost: CacheCost, layout: Layout, table: head_scores.HeadScores) -> int:
+    """Return the bytes of a layout's KV cache."""
+    if not layout.windows:
+        return cost.total(layout.num_global, table.num_heads)
+    if isinstance(cost, EngineCost) and (plan := cost.layout_plan(layout)) is not None:
+        return plan.memory(cost.batch)
+    return cost.of_heads(window for layer in table.layers for window in layout.head_windows[layer])
 
 
 def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requirements:
@@ -141,7 +157,7 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
         "budgets": result.budgets,
         "critical_budget": result.passes,
         "largest_failing": result.fails,
-        "heads": None if result.layout is None else list(result.layout.heads),
+        "heads": None if result.layout is None else result.layout.words.split(),
         "window": result.layouts[0].window,
         "sinks": result.layouts[0].sinks,
         "answers": {result.compared.candidates[look.position].name: look.answer for look in result.critical.looks},

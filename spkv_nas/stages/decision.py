@@ -16,7 +16,9 @@ from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
 from spkv_nas.evaluation.verdict.trial import Outcome, Trial, text_in_random_order
+from spkv_nas.evaluation.zero_shot import cache_shares
 from spkv_nas.model import checkpoint, windows
+from spkv_nas.stages import sized_model
 from spkv_nas.stages.checkpoints import Loaded, load
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.options.margins import DecisionOptions, reads_text
@@ -30,7 +32,8 @@ EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
 class Compared:
     """Candidates to compare with a dense model, on samples without the documents that a candidate was selected on.
 
-    ``num_left_out`` counts these in the text; None: no criterion reads text.
+    ``num_left_out`` counts these in the text; None: no criterion reads text. ``memory`` is each layout's KV cache at
+    ``context`` tokens, as a share of full attention's, by name; without candidates of another size than the model.
     """
 
     name: str
@@ -39,6 +42,8 @@ class Compared:
     trial: Trial
     selected: Selected
     num_left_out: int | None
+    context: int
+    memory: Mapping[str, float]
 
 
 def prepare(
@@ -71,7 +76,11 @@ def prepare(
     setting = Setting(model, tokenizer, text, SEED, checkpoint.checkpoint_hash(options.model), reporter)
     trial = Trial.of(margins, setting, store, circumstances)
     name = options.name or probe_of(options.folders, chosen.values()) or subject.name
-    return Compared(name, options.model, candidates, trial, selected, num_left_out)
+    # Compute the memory of the layouts
+    size = checkpoint.read_size(options.model)
+    context = sized_model.choose_context(None, size.positions) if text is None else text.block_size
+    memory = cache_shares(model, {key: each for key, each in chosen.items() if each.grid == size.heads.grid}, context)
+    return Compared(name, options.model, candidates, trial, selected, num_left_out, context, memory)
 
 
 def _text(
@@ -113,18 +122,25 @@ def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
         "num_samples": compared.trial.num_samples,
         "left_out": {"documents": compared.num_left_out, "selected_by": list(compared.selected.by)},
         "unrecorded": list(compared.selected.unknown),
+        "context": compared.context,
         "layouts": {
             each.name: {
                 "heads": each.chosen.words,
                 "window": each.chosen.window,
                 "sinks": each.chosen.sinks,
                 "trained": each.layout is None,
+                "kv_cache_percent": percent(compared, each.name),
             }
             for each in compared.candidates
             if each.chosen is not None
         },
         "environment": version.environment(),
     }
+
+
+def percent(compared: Compared, name: str) -> float | None:
+    """Return a layout's KV cache in percent of full attention's; None if it is not known."""
+    return round(100.0 * compared.memory[name], 2) if name in compared.memory else None
 
 
 def shared_document(compared: Compared, outcome: Outcome, sentences: Sequence[str]) -> dict[str, Any]:

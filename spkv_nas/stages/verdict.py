@@ -80,14 +80,18 @@ def show(result: VerdictResult) -> None:
     """Print the table, the verdict on each candidate, and what it rests on."""
     printing.show_alarm(result.alarm)
     # Tabulate the criteria of each candidate
-    columns = ("candidate", "global heads", "criterion", "loss", "interval", "margin", "samples", "result")
+    columns = ("criterion", "loss", "interval", "margin", "samples", "result")
     title = f"{escape(result.compared.name)}: loss against {escape(result.compared.against)}"
-    grid = Table(*columns, title=title)
+    grid = Table("candidate", "global heads", "KV cache %", *columns, title=title)
     layouts = {each.name: each.chosen for each in result.compared.candidates}
     for row in result.rows.itertuples():
         layout = layouts[row.candidate]
         heads = "-" if layout is None else f"{layout.num_global} of {layout.num_heads}"
-        grid.add_row(escape(row.candidate), heads, *decision.loss_cells(row, result.nouns), row.answer)
+        if layout is not None and layout.windows:
+            heads += f", {layout.reach}"
+        memory = decision.percent(result.compared, row.candidate)
+        sizes = (heads, "-" if memory is None else f"{memory:.1f}")
+        grid.add_row(escape(row.candidate), *sizes, *decision.loss_cells(row, result.nouns), row.answer)
     console.out.print(grid)
     # Print the conclusions
     for line in _sentences(result):

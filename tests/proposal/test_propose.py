@@ -147,7 +147,6 @@ def test_coverage() -> None:
     assert coverage(table, Layout(("LL", "LL"), 8)) == 0.0
     assert coverage(table, Layout(("GG", "GG"), 8)) == pytest.approx(1.0)
 
-    # Layouts of several windows have none
     several = Layout(("GL", "LM"), windows={"L": 8, "M": 32})
     assert math.isnan(coverage(table, several))
     assert "coverage" not in provenance(table, several, 1)

@@ -33,7 +33,7 @@ from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.errors import UserError
 from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
 from spkv_nas.report.figures import write_study_figures
-from spkv_nas.report.inputs import PairError, ReportInputs, no_pair_error
+from spkv_nas.report.inputs import PairError, ReportInputs, ResultFile, no_pair_error
 from spkv_nas.report.page import page_data, write_report
 from spkv_nas.report.search_charts import front_chart, search_charts
 from spkv_nas.report.tables import findings, search_findings, search_rows
@@ -370,3 +370,26 @@ def test_layout_of_another_shape_is_refused_before_anything_is_written(tmp_path:
     with pytest.raises(UserError, match="1 layers x 2 KV heads"):
         write_report(tmp_path / "out", ReportInputs(make_domain_table(), {"small": Layout(("GL",), 8, "small")}))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_layout_of_several_windows(tmp_path: Path) -> None:
+    """It is compared at equal memory, and stays out of the explorer, whose layouts have two letters."""
+    several = Layout(("GM", "LM", "LM", "LM"), windows={"L": 8, "M": 128}, strategy="several")
+    layouts = {**make_layouts("densest", "last"), "several": several}
+    scores = pd.DataFrame({"strategy": [*layouts], "heads": [each.words for each in layouts.values()], "nll": 2.0})
+    scores = scores.assign(delta_nll_percent=[0.9, 2.0, 0.2], delta_nll_standard_error=0.1)
+    file = ResultFile(tmp_path / "zero-shot.csv", scores, {"num_documents": 60, "windows": {"densest": 8, "last": 8}})
+    inputs = ReportInputs(make_domain_table(metadata={"positions": 512}), layouts, scores=(file,))
+    # The verdict
+    verdict = conclude(inputs)
+    lead = "several: 1 of 8 KV heads global, windows L 8, M 128, 74.4 % less KV cache at 512 tokens; NLL +0.200"
+    assert "".join(verdict.lead).startswith(lead)
+    assert verdict.sentences[0].startswith("It has the lowest NLL of 3 layouts with as much memory: the others")
+    # The page
+    html = write_report(tmp_path, inputs).read_text("utf-8")
+    assert "1 of 8 heads global, windows L 8, M 128, 25.6 % of the KV cache at 512 tokens" in html
+    explorer = json.loads(html.split('id="data">')[1].split("</script>")[0])["explorer"]
+    assert [name for name, _ in explorer["layouts"]] == ["densest", "last"]
+    drawn = html.split('data-chart="layout-3"')[1].split("</svg>")[0]
+    assert sorted(re.findall(r">([GLM])</tspan>", drawn)) == [*"LLLMMMM"]
+    assert not re.search(r"\bnan\b", html)

@@ -88,6 +88,16 @@ def test_a_text_without_more_samples_is_said() -> None:
     )
 
 
+def test_layouts_are_named_by_their_size() -> None:
+    """Of several windows, these are named too; an older record has no memory."""
+    several = {"heads": "GLM LLL L=8 M=64", "window": 8, "kv_cache_percent": 26.94}
+    layouts = {"mine": several, "<other>": {"heads": "GL LL", "window": 8}}
+    section = verdict_section("verdict", rows(), RECORD | {"layouts": layouts, "context": 2048})
+    assert section.findings[0].startswith("mine (1 of 6 heads, 26.9 % KV cache, windows L 8, M 64) is open:")
+    assert section.findings[1].startswith("<other> (1 of 4 heads) fails:")
+    assert section.about.endswith("The KV cache is a share of full attention's at 2,048 tokens.")
+
+
 def test_a_verdict_without_samples() -> None:
     empty = verdict_section("verdict", rows().iloc[:0], RECORD | {"answers": {"mine": "open"}})
     assert "mine is open: its samples are not measured yet." in empty.findings
