@@ -28,12 +28,17 @@ Record = Mapping[str, Any]
 
 def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
     """Return the section of ``verdict.csv``."""
-    # Name layouts with their sizes
-    names = {candidate: f"{candidate} ({_size(each)})" for candidate, each in record.get("layouts", {}).items()}
+    # Name layouts with their sizes, in cards with their numbers of heads
+    sizes = {candidate: _size(each) for candidate, each in record.get("layouts", {}).items()}
+    names = {candidate: f"{candidate} ({size})" for candidate, size in sizes.items()}
+    labels = {candidate: f"{candidate} ({size.partition(',')[0]})" for candidate, size in sizes.items()}
     context = record.get("context")
     memory = "" if context is None else f" The KV cache is a share of full attention's at {context:,} tokens."
     answers = record.get("answers", {}).items()
-    rows = rows.assign(candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]])
+    rows = rows.assign(
+        label=[labels.get(each, without_folder(each)) for each in rows["candidate"]],
+        candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]],
+    )
     record = {**record, "answers": {names.get(each, without_folder(each)): answer for each, answer in answers}}
     return Section(
         name,
@@ -68,7 +73,7 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> Cha
     ends = group[["low", "high", "loss"]].clip(-_REACH * margin, _REACH * margin)
     axis = round_axis(f"Loss, {unit}", min(0.0, ends.min(axis=None)), max(margin, ends.max(axis=None)), padded=True)
     # Name the candidates, and summarise their answers
-    names = [f"{short(candidate, 28)} " for candidate in group["candidate"]]
+    names = [f"{short(label, 28)} " for label in group["label"]]
     pairs = zip(group["candidate"], group["answer"], strict=True)
     summary = listed([f"{candidate} {answer}" for candidate, answer in pairs], _MAX_NAMED)
     return Chart(

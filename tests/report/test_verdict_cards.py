@@ -95,6 +95,7 @@ def test_layouts_are_named_by_their_size() -> None:
     section = verdict_section("verdict", rows(), RECORD | {"layouts": layouts, "context": 2048})
     assert section.findings[0].startswith("mine (1 of 6 heads, 26.9 % KV cache, windows L 8, M 64) is open:")
     assert section.findings[1].startswith("<other> (1 of 4 heads) fails:")
+    assert [text for _, text in section.charts[0].y.ticks] == ["mine (1 of 6 heads) ", "<other> (1 of 4 heads) "]
     assert section.about.endswith("The KV cache is a share of full attention's at 2,048 tokens.")
 
 

@@ -140,8 +140,9 @@ def _check_given(space: Space, strategies: Mapping[str, Layout], given: Mapping[
             raise errors.UserError(f"two layouts are called '{key}': rename one of them (key 'strategy')")
         coverage(space.table, layout)  # raises for another grid
         if layout.windows or (layout.window, layout.sinks) != (space.window, space.sinks):
+            reach = "several windows" if layout.windows else f"a window of {layout.window} tokens"
             raise errors.UserError(
-                f"layout '{key}' has {layout.reach} and {layout.sinks} sink tokens, the search "
+                f"layout '{key}' has {reach} and {layout.sinks} sink tokens, the search "
                 f"{space.window} and {space.sinks}, as its probe '{space.table.name}'\n"
                 f"use layouts of that probe, or convert them (layout convert, with --window {space.window} "
                 f"--sinks {space.sinks})"
