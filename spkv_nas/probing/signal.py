@@ -78,7 +78,6 @@ class Signal(entry.Entry, ABC):
         takes_sinks: whether ``measure`` takes ``sinks``, the number of first tokens that a local head sees besides its
             window (sink tokens). Without it, the tables of a signal still record the number for layouts.
         caches_scores: whether ``measure`` takes ``cache``, a folder of layout scores shared with searches.
-        costs_windows: whether its table has ``window_costs``, so that ``probe`` need not compare windows.
         cached_layers: share of the layers whose hidden states stay in memory between passes.
         is_bounded: whether ``work`` is an upper bound.
     """
@@ -91,7 +90,6 @@ class Signal(entry.Entry, ABC):
     needs_gates: ClassVar[bool] = False
     takes_sinks: ClassVar[bool] = False
     caches_scores: ClassVar[bool] = False
-    costs_windows: ClassVar[bool] = False
     cached_layers: ClassVar[float] = 0.0
     is_bounded: ClassVar[bool] = False
 

@@ -169,7 +169,7 @@ class WindowCosts(Signal):
 
     name, help = "window-costs", "what each window costs each head, for layouts within a memory"
     kind, unit = kinds.GAIN, kinds.NATS
-    takes_sinks, costs_windows = True, True
+    takes_sinks = True
 
     seed: Seed = 0
 

@@ -1,9 +1,10 @@
 """Choose the window of local heads together with the number of global heads, within a share of the KV cache.
 
-At equal memory a wider window leaves fewer global heads. Which trade loses least depends on the model. The signal of
-window costs says it for every window. With any other signal it is measured: the heads are ranked once, and layouts
-without training are compared on documents that the ranking has not seen, by successive halving, which spends most of
-the text on the best.
+At equal memory a wider window leaves fewer global heads. Which trade loses least depends on the model, so it is
+measured: the heads are ranked once, and layouts without training are compared on documents that the ranking has not
+seen. For each number of global heads only the widest window that fits is tried, because it loses least, and of those
+only the best by their costs where the signal measures costs of windows. Successive halving spends most of the text on
+the best candidates.
 """
 
 import hashlib
@@ -39,6 +40,7 @@ from spkv_nas.proposal.windows import (
 
 HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
 _LOCAL_PART = 0.6  # of the memory for the window that heads are ranked at; the best took 42 to 62 % (reports/LOG.md)
+_MOST_COMPARED = 4  # of the windows that cost least
 _FIRST_ROUND = 4  # blocks of the first round of successive halving; each round doubles them
 
 
@@ -58,12 +60,9 @@ class WindowChoice:
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for ``probe.yaml``."""
-        return {"windows_tried": _rows(self.tried), "window_passes": round(self.passes, 2)}
-
-
-def _rows(tried: Sequence[TriedWindow]) -> list[dict[str, Any]]:
-    """Return what is known of windows that were tried, as plain values."""
-    return [{key: round(v, 6) for key, v in asdict(row).items() if not math.isnan(v)} for row in tried]
+        tried = sorted(self.tried, key=lambda row: row.window)
+        rows = [{key: round(v, 6) for key, v in asdict(row).items() if not math.isnan(v)} for row in tried]
+        return {"windows_tried": rows, "window_passes": round(self.passes, 2)}
 
 
 def context_length(model: PreTrainedModel, blocks: TokenBlocks) -> int:
@@ -117,19 +116,16 @@ def measure_within(
     if "budget" in signal.options():
         signal = signal.with_options({"budget": str(first.num_global)})
     record: dict[str, Any] = {"memory": round(limit / full, 6), "context": context, "budget": first.num_global}
-    if len(candidates) == 1 or signal.costs_windows:
+    if len(candidates) == 1:
         table = measure(signal, blocks, first.window)
-    if len(candidates) > 1 and signal.costs_windows:
-        tried = windows_by_costs(table, cost, limit)
-        best = min(tried, key=lambda row: row.cost)
-        table = at_window(table, best.window)
-        record |= {"budget": best.num_global, "windows_tried": _rows(tried)}
-    elif len(candidates) > 1:
+    else:
         # Choose the window on documents that the ranking has not seen
         ranking, held_out = hold_out(blocks)
         table, size = measure(signal, ranking, first.window), fitting_batch(model, held_out)
+        if table.window_costs is not None:
+            candidates = sorted(windows_by_costs(table, cost, limit), key=lambda row: row.cost)[:_MOST_COMPARED]
         choice = choose_window(model, held_out, table, candidates, batch_size=size, progress=progress)
-        table = replace(table, window=choice.best.window)
+        table = at_window(table, choice.best.window)
         record |= {"budget": choice.best.num_global, "ranked_at": first.window, **choice.as_mapping()}
     return replace(table, metadata={**table.metadata, **record})
 
@@ -189,6 +185,7 @@ def choose_window(
 
 def highest_scores(table: HeadScores, row: TriedWindow) -> Layout:
     """Return the layout whose global heads are the ``row.num_global`` of highest score that can be global."""
+    table = at_window(table, row.window)
     scores = np.full(table.grid, -np.inf)
     scores[table.layers] = table.values[table.layers]
     mask = np.zeros(table.grid, dtype=bool)

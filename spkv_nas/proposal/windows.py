@@ -95,8 +95,9 @@ def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int =
 
 
 def at_window(table: HeadScores, window: int) -> HeadScores:
-    """Return a table with ``window_costs`` whose scores are the costs of a window, and whose layouts have it."""
-    assert table.window_costs is not None
+    """Return a table whose layouts have a window, and whose scores are the costs of it if they were measured."""
+    if table.window_costs is None:
+        return replace(table, window=window)
     costs = dict(zip(table.window_costs.domains, table.window_costs.at(window), strict=True))
     rows = table.rows.copy()
     rows["score"] = [

@@ -276,13 +276,11 @@ def show(table: HeadScores) -> None:
 
 def _windows(tried: list[dict[str, Any]], chosen: int | None) -> Table:
     """Return the windows that were tried for a limit of memory, with what their layouts lose without training."""
-    by_costs = "cost" in tried[0]
-    title = f"windows tried, {'by their costs' if by_costs else 'on documents that the ranking has not seen'}"
-    measured = ("loss, nats per token",) if by_costs else ("ΔNLL %", "blocks")
-    printed = Table("window", "global heads", "KV cache %", *measured, box=None, title=title)
+    title = "windows tried, on documents that the ranking has not seen"
+    printed = Table("window", "global heads", "KV cache %", "ΔNLL %", "blocks", box=None, title=title)
     for row in tried:
-        losses = (f"{row['cost']:.4f}",) if by_costs else (change(row["change"], row["standard_error"]), row["blocks"])
-        cells = (row["window"], row["num_global"], f"{100 * row['memory']:.1f}", *losses)
+        loss = change(row["change"], row["standard_error"])
+        cells = (row["window"], row["num_global"], f"{100 * row['memory']:.1f}", loss, row["blocks"])
         printed.add_row(*map(str, cells), style="bold" if row["window"] == chosen else None)
     return printed
 

@@ -102,9 +102,10 @@ def test_halving_measures_the_better_half_on_more_text() -> None:
 
 
 class TestProbe:
-    def test_the_window_is_chosen_with_the_heads(self) -> None:
+    @pytest.mark.parametrize("options", [{"signal": "head-gates", "steps": 2}, {"signal": "window-costs"}])
+    def test_the_window_is_chosen_with_the_heads(self, options: dict[str, Any]) -> None:
         model = tiny_model(vocab_size=300)
-        table = spkv_nas.probe(model, text(24), signal="head-gates", memory="60%", context=128, steps=2)
+        table = spkv_nas.probe(model, text(24), memory="60%", context=128, **options)
         tried = {row["window"]: row for row in table.metadata["windows_tried"]}
         assert table.window in tried
         assert table.metadata["budget"] == table.memory_budget == tried[table.window]["num_global"]
