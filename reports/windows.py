@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -111,6 +112,24 @@ class Comparison:
         return rows
 
 
+def draw(table: pd.DataFrame, path: Path) -> None:
+    """Draw loss against memory, a line for each kind of layout."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    marks = {"rule": "x:", "one window": "o-", "two windows": "s-", "a window per head": "D-"}
+    labels = {"rule": "head gates, window 128"}
+    for name, mark in marks.items():
+        rows = table[table["windows"] == name].sort_values("memory")
+        share, loss, error = 100 * rows["share_of_cache"], rows["delta_nll_percent"], rows["standard_error"]
+        axes.errorbar(share, loss, error, fmt=mark, capsize=3, markersize=5, label=labels.get(name, name))
+    axes.set_yscale("symlog", linthresh=0.3, linscale=1.5)
+    axes.set_yticks([0, 0.1, 0.2, 0.3, 1, 3], ["0", "0.1", "0.2", "0.3", "1", "3"])
+    axes.set_xlabel("KV cache, % of full attention's")
+    axes.set_ylabel("ΔNLL, %, without training")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     """Measure all rows, and write the table after every memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -123,6 +142,7 @@ def main() -> None:
         "--blocks", nargs=2, type=int, default=[17, 6], help="blocks per file to choose and to evaluate on"
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--figure", type=Path, help="picture (PNG)")
     options = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     parts = read_parts(options.text, AutoTokenizer.from_pretrained(options.model), options.length, options.blocks)
@@ -132,6 +152,8 @@ def main() -> None:
         table = pd.DataFrame(rows)
         table.to_csv(options.out, index=False)
         print(table.drop(columns="heads").to_string(index=False), flush=True)
+    if options.figure is not None:
+        draw(table, options.figure)
 
 
 if __name__ == "__main__":

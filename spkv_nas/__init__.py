@@ -34,8 +34,7 @@ _attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 def __getattr__(name: str) -> Any:
     """Import a public name on first access; functions check and convert their arguments (``stages.python_api``).
 
-    Raises:
-        UserError: the name needs a package that is not installed.
+    Raises ``UserError``: the name needs a package that is not installed.
     """
     try:
         value = _attribute(name)

@@ -69,9 +69,8 @@ class Layout(OnGrid):
         sinks: first tokens of its sequence that a local head sees besides its window (sink tokens).
         windows: windows of local heads by their letter, narrowest first, if there are several; empty with one window.
 
-    Raises:
-        UserError: the grid is empty or ragged or has another letter, a window is below 1 or has no head, two letters
-            have the same window, the sinks are negative, or the strategy cannot name a file.
+    Raises ``UserError``: the grid is empty or ragged or has another letter, a window is below 1 or has no head, two
+    letters have the same window, the sinks are negative, or the strategy cannot name a file.
     """
 
     heads: tuple[str, ...]

@@ -40,9 +40,8 @@ class Array:
 def read_arrays(path: Path, arrays: Sequence[Array], remedy: str) -> dict[str, NDArray[Any]]:
     """Read the arrays of an ``.npz`` file by name: numbers as float64, integers as stored, text as str.
 
-    Raises:
-        UserError: the file is damaged or an array is not as declared; names the file and the array, and says on a line
-            of its own what to do (``remedy``).
+    Raises ``UserError``: the file is damaged or an array is not as declared; names the file and the array, and says on
+    a line of its own what to do (``remedy``).
     """
     values_by_name = read_npz(path, tuple(array.name for array in arrays), remedy)
     lengths: dict[str, int] = {}

@@ -11,9 +11,8 @@ MAX_CHARACTERS, MAX_BYTES = 100, 180  # file systems allow 255 bytes; a run's fo
 def check_name(name: str, what: str) -> str:
     """Return ``name`` if it is valid as the name of one file or folder; ``what`` says whose it is, for the error.
 
-    Raises:
-        UserError: the name is empty or too long, contains a separator or a control character, starts or ends with a
-            blank, or starts with a dot, like ``..`` and hidden files.
+    Raises ``UserError``: the name is empty or too long, contains a separator or a control character, starts or ends
+    with a blank, or starts with a dot, like ``..`` and hidden files.
     """
     invalid = [character for character in name if character in "/\\" or not character.isprintable()]
     reason = None

@@ -39,9 +39,8 @@ def merged(base: Any, overrides: Mapping[str, Any]) -> Any:
 def validate(schema: type[Schema], data: dict[str, Any], where: str) -> Schema:
     """Validate the content ``data`` of a file as an object of class ``schema``; ``where`` names the file in errors.
 
-    Raises:
-        UserError: a value is invalid; names the key, what was expected and what was found, and suggests the nearest
-            known key for an unknown one.
+    Raises ``UserError``: a value is invalid; names the key, what was expected and what was found, and suggests the
+    nearest known key for an unknown one.
     """
     try:
         return schema.model_validate(data)

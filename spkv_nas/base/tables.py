@@ -77,9 +77,8 @@ def read_table(
     Returns:
         Text as str, integers as int64 unless they may be missing, other numbers as float64.
 
-    Raises:
-        UserError: a column is missing, unknown or repeated, a cell is invalid, a line has another length than the
-            header, or there are no rows; names file, line and column.
+    Raises ``UserError``: a column is missing, unknown or repeated, a cell is invalid, a line has another length than
+    the header, or there are no rows; names file, line and column.
     """
     where = f"{what} {file}"
     cells = _read_cells(files.read_text(file, what, max_bytes=MAX_BYTES), columns, where, others=others, empty=empty)

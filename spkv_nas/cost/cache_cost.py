@@ -108,8 +108,7 @@ def parse_memory(memory: str | float) -> float:
     Args:
         memory: share such as ``"20%"`` or 0.2, or bytes such as ``"2GiB"``.
 
-    Raises:
-        UserError: it is neither, or a share that is not between 0 and 100 %.
+    Raises ``UserError``: it is neither, or a share that is not between 0 and 100 %.
     """
     text = str(memory).strip()
     try:

@@ -82,8 +82,7 @@ class Learns(Enum):
 def visible_keys(context: int, *, density: float = 1.0, window: int = 0) -> float:
     """Return the keys that a KV head holds at ``context`` tokens: all in the window, and a share of those before it.
 
-    Raises:
-        UserError: a context below 1, a density outside [0, 1] or a negative window.
+    Raises ``UserError``: a context below 1, a density outside [0, 1] or a negative window.
     """
     if context < 1:
         raise UserError(f"a context must have at least 1 token; found {context}")

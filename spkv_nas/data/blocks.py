@@ -242,8 +242,7 @@ def build_blocks(
         separator: "none", "eos", "bos", "eos+bos" or another token of the vocabulary. "auto" is a convention
             (``tokenizer.default_separator``): ``measure_separator`` finds the one that a model was trained with.
 
-    Raises:
-        UserError: if there is no document, or fewer tokens than one block.
+    Raises ``UserError``: if there is no document, or fewer tokens than one block.
     """
     limits = boundaries(tokenizer, separator, bos, block_size)
     pieces: list[tuple[NDArray[np.int32], int]] = []

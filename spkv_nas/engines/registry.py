@@ -49,8 +49,7 @@ def planned_engine(name: str) -> cache.PlannedEngine:
 def read_serving(text: str) -> cache.Serving:
     """Return the engine and the settings of a text such as "vllm:page-size=32:kv-dtype=float8".
 
-    Raises:
-        UserError: as ``planned_engine``; a setting is unknown, or its value is no such number or data type.
+    Raises ``UserError``: as ``planned_engine``; a setting is unknown, or its value is no such number or data type.
     """
     name, *words = text.split(":")
     engine = planned_engine(name)

@@ -34,8 +34,7 @@ def score(
         kv_cache_percent (memory for one block, of full attention's), nll (nats per token), and its change from full
         attention in percent with the standard error.
 
-    Raises:
-        UserError: if there is no text or no layout, a layout does not fit the model, or two have the same name.
+    Raises ``UserError``: if there is no text or no layout, a layout does not fit the model, or two have the same name.
     """
     named, reporter = by_name(layouts), Reporter.of(progress)
     full, *scores = zero_shot(model, [None, *named.values()], blocks, batch_size=batch_size, reporter=reporter)

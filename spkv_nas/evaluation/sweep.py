@@ -53,8 +53,7 @@ def evaluate(
         batch_size: blocks per forward pass.
         progress: called with (blocks done, in all) of this process.
 
-    Raises:
-        UserError: if ``tau`` is outside [0, 1], or given for a model without gates.
+    Raises ``UserError``: if ``tau`` is outside [0, 1], or given for a model without gates.
     """
     gates = config_section.gate_config(model)
     if gates is None:

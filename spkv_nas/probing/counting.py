@@ -218,8 +218,7 @@ class GateCounter:
     def finish(self) -> Counts:
         """Return the counts of all ranks; must be called on all ranks.
 
-        Raises:
-            UserError: a utility was NaN, which would look like a density of 0.
+        Raises ``UserError``: a utility was NaN, which would look like a density of 0.
         """
         # Sum over ranks and reject NaN utilities
         outer = [part._replace(kept=part.kept.cpu()) for part in (self._first, self._open) if part is not None]

@@ -49,9 +49,8 @@ def critical_budget(
         seed: random seed of the samples and their order.
         progress: called with what is done and the total.
 
-    Raises:
-        UserError: the budgets, the margin or the risk are invalid, the scores do not fit the model, or no document is
-            left.
+    Raises ``UserError``: the budgets, the margin or the risk are invalid, the scores do not fit the model, or no
+    document is left.
     """
     layouts = [
         propose.densest_layout(scores, number, window=window)

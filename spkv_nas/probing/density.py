@@ -52,8 +52,7 @@ def probe(
         metadata: provenance of the model and the text.
         progress: called with (blocks done, total) of this rank.
 
-    Raises:
-        UserError: the model has no gates, ``tau`` is outside [0, 1], there is no text, or no tokenizer for it.
+    Raises ``UserError``: the model has no gates, ``tau`` is outside [0, 1], there is no text, or no tokenizer for it.
     """
     config = config_section.gate_config(model)
     if config is None:

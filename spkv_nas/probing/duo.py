@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts import defaults, head_scores, local_layers
+from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.kinds import ALPHA_UNIT
 from spkv_nas.base import distributed, memory
 from spkv_nas.base.progress import Progress
@@ -41,9 +41,10 @@ from spkv_nas.probing.mixture import Mixture
 
 
 class AlphaMixture(Mixture):
-    """Mixture whose global attention is that of a recorded pass of the unchanged model; alpha is its ``share``.
+    """Mixture whose global attention is that of a recorded pass of the unchanged model.
 
     Attributes:
+        share: alpha [Hkv], the share of global attention.
         records: True during the forward pass of the unchanged model, whose output is stored.
     """
 
@@ -52,20 +53,21 @@ class AlphaMixture(Mixture):
 
         Alpha stays 0 in layers that are always local.
         """
-        alpha = torch.full((state.num_kv_heads,), float(not state.is_always_local), device=device, requires_grad=True)
-        window = local_layers.layout_window(state, window, is_global=False)
-        sinks = sinks if local_layers.takes_sinks(state, window) else 0
-        super().__init__(alpha, window=window, sinks=sinks, global_window=state.checkpoint_window)
+        self.share = torch.full(
+            (state.num_kv_heads,), float(not state.is_always_local), device=device, requires_grad=True
+        )
+        super().__init__(state, self.share, [window], sinks)
         self.records = False
         self._recorded: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """Record global attention or mix it with local attention; shapes as in ``Mixture``."""
         if self.records:
-            self._recorded = self.global_attention(q, k, v, scale, sink_logits)
+            self._recorded = self.attend(-1, q, k, v, scale, sink_logits)
             return self._recorded
         assert self._recorded is not None
-        return self.mix(self._recorded, self.local_attention(q, k, v, scale, sink_logits))
+        self.shares = torch.stack([1.0 - self.share, self.share], -1)
+        return self.mix([self.attend(0, q, k, v, scale, sink_logits), self._recorded])
 
 
 def duo(
@@ -101,8 +103,7 @@ def duo(
         metadata: provenance of the model and the text.
         progress: called with (steps done, total).
 
-    Raises:
-        UserError: the model cannot be hooked.
+    Raises ``UserError``: the model cannot be hooked.
     """
     with windows.full_attention(model) as states, frozen(model):
         # Train alpha
@@ -161,12 +162,7 @@ def _add_gradients(
 ) -> float:
     """Return the distillation loss of a step and set alphas' gradients; must be called on all ranks.
 
-    Args:
-        model: the frozen model, with the mixtures attached.
-        mixtures: one per layer.
-        step_tokens: int64 [B, T], this rank's tokens of the step; B may be 0.
-        regularisation: lambda.
-        micro_batch: micro-batch size.
+    ``step_tokens`` are this rank's, int64 [B, T]; B may be 0.
     """
     alphas = [mixture.share for mixture in mixtures]
 
@@ -194,15 +190,8 @@ def _add_gradients(
 def sums_of_squares(model: PreTrainedModel, mixtures: list[AlphaMixture], tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the summed squared error of the mixture's last hidden states, and the summed square of the full model's.
 
-    Both sum over the same number of values, so the distillation loss is their ratio.
-
-    Args:
-        model: the frozen model, with the mixtures attached.
-        mixtures: one per layer.
-        tokens: int64 [B, T].
-
-    Returns:
-        (error, differentiable in the alphas; square of the unchanged model's hidden states).
+    Both sum over the same number of values, so the distillation loss is their ratio. The error is differentiable in the
+    alphas of the ``mixtures``, one per layer, which are attached to the model; ``tokens`` are int64 [B, T].
     """
     for mixture in mixtures:
         mixture.records = True

@@ -29,8 +29,7 @@ ROOM = 0.5  # share of the free memory that a forward and backward pass may use
 def frozen(model: torch.nn.Module, learning: Collection[torch.nn.Parameter] = ()) -> Iterator[None]:
     """Freeze all parameters of ``model`` except those in ``learning`` inside the ``with`` block.
 
-    Raises:
-        UserError: gradients would have to pass through weights that are on no device.
+    Raises ``UserError``: gradients would have to pass through weights that are on no device.
     """
     device_map.check_placed(model)
     others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in learning]
@@ -72,17 +71,9 @@ def frozen_within_memory(
 def passes(
     model: PreTrainedModel, length: int, step_blocks: int, gates: GateConfig | None = None, *, attentions: int = 1
 ) -> tuple[int, bool]:
-    """Choose the micro-batch size and activation checkpointing that fit the free memory.
+    """Choose the blocks per pass and whether to recompute activations, so that a pass fits the free memory.
 
-    Args:
-        model: the frozen model.
-        length: tokens per block.
-        step_blocks: blocks per step.
-        gates: configuration of the gates being trained, if any (see ``PassMemory``).
-        attentions: kinds of attention that every layer computes and mixes (see ``PassMemory``).
-
-    Returns:
-        (blocks per pass, whether to recompute activations in the backward pass).
+    The arguments are those of ``frozen_within_memory``; ``gates`` and ``attentions`` as in ``PassMemory``.
     """
     item, on_cpu = int(model.dtype.itemsize), model.device.type == "cpu"
     memory = PassMemory(model_shape.model_size(model), item, gates, attentions, on_cpu=on_cpu)
@@ -157,8 +148,7 @@ def learned_table(
         name: name of the table.
         metadata: provenance and options.
 
-    Raises:
-        UserError: a value is not finite.
+    Raises ``UserError``: a value is not finite.
     """
     means, num_tokens = HeadMeans(values, "all", tokens_seen, 0), blocks.tokens.size
     num_passes = defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens

@@ -63,9 +63,8 @@ def gains(
         metadata: provenance of the model and the text.
         options: ``sinks``, ``granularity``, ``max_heads``, ``batch_size`` and ``progress``, as in ``_measure``.
 
-    Raises:
-        UserError: the model cannot be hooked, an NLL is not finite, or the
-            options do not fit the model or each other.
+    Raises ``UserError``: the model cannot be hooked, an NLL is not finite, or the options do not fit the model or each
+    other.
     """
     measured = _measure(model, blocks, window, opens=opens, **options)
     table_metadata = {
@@ -94,8 +93,7 @@ def add_one_head_gains(
     Returns:
         The gains, and the cost of the measurement: passes, tokens and documents.
 
-    Raises:
-        UserError: as in ``gains``.
+    Raises ``UserError``: as in ``gains``.
     """
     check_window(blocks, window, options.get("sinks", 0))
     measured = _measure(model, blocks, window, opens=True, **options)
@@ -143,9 +141,8 @@ def _measure(
         batch_size: blocks per forward pass, of which at most one hidden state per layer is kept.
         progress: called with (blocks done, total) of this rank, over all passes.
 
-    Raises:
-        UserError: the model cannot be hooked, an NLL is not finite, or
-            ``max_heads`` is less than one layer has or is combined with granularity "layer".
+    Raises ``UserError``: the model cannot be hooked, an NLL is not finite, or ``max_heads`` is less than one layer has
+    or is combined with granularity "layer".
     """
     _check_heads(granularity, max_heads)
     with full_attention(model) as states:

@@ -53,8 +53,7 @@ class GateState:
     def write(self, folder: Path) -> None:
         """Write the checkpoint atomically, replacing an earlier one in ``folder``.
 
-        Raises:
-            UserError: the folder cannot be written.
+        Raises ``UserError``: the folder cannot be written.
         """
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
         header = {"step": str(self.step), "numbers": json.dumps(self.numbers)}
@@ -72,8 +71,7 @@ class GateState:
     def read(cls, folder: Path) -> GateState | None:
         """Read the checkpoint in ``folder``, or return None if there is no complete one.
 
-        Raises:
-            UserError: the checkpoint is damaged.
+        Raises ``UserError``: the checkpoint is damaged.
         """
         if not manifest.is_complete(folder):
             return None
@@ -87,8 +85,7 @@ class GateState:
     def restore(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """Copy the state into ``parameters`` and ``optimizer``.
 
-        Raises:
-            UserError: the checkpoint belongs to another model's gates.
+        Raises ``UserError``: the checkpoint belongs to another model's gates.
         """
         if {name for name in self.tensors if "|" not in name} != set(parameters):
             raise errors.UserError(

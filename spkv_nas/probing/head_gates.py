@@ -74,8 +74,7 @@ def head_gates(
         metadata: provenance of the model and the text.
         progress: called with (steps done, total).
 
-    Raises:
-        UserError: the blocks are not longer than the window, or the model cannot be hooked.
+    Raises ``UserError``: the blocks are not longer than the window, or the model cannot be hooked.
     """
     check_blocks(model, blocks)
     window = windows.default_window(model, blocks.block_size) if window is None else window
@@ -91,7 +90,7 @@ def head_gates(
         for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
             gates = learning.of_all_layers(learning.gates).to(model.device).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
-                state.observer = mixture.Mixture.of(state, gate.to(model.dtype), window, sinks)
+                state.observer = mixture.Mixture.of_global(state, gate.to(model.dtype), window, sinks)
             divergence, gradient = _slope(model, states, gates, blocks, np.sort(block_indices), micro_batch)
             frozen.check_finite("head gates: the loss", divergence, step, gradient)
             learning.step(step, gradient[learning.layers])
@@ -113,18 +112,10 @@ def _slope(
     block_indices: NDArray[np.int64],
     micro_batch: memory.AdaptiveBatchSize,
 ) -> tuple[float, torch.Tensor]:
-    """Compute the KL divergence of a step and its gradient with respect to the gates; must be called on all ranks.
+    """Return the KL divergence of a step in nats per token, and its gradient, float64 [layers, KV heads] on the CPU.
 
-    Args:
-        model: the frozen model, with a ``Mixture`` on each layer.
-        states: the model's layers.
-        gates: float [layers, KV heads], the leaf tensor that the observers use.
-        blocks: training text.
-        block_indices: int64 [B], blocks of the step, the same on all ranks.
-        micro_batch: micro-batch size.
-
-    Returns:
-        (divergence in nats per token, gradient float64 [layers, KV heads] on the CPU).
+    The gradient is with respect to the ``gates`` [layers, KV heads], a leaf tensor that the layers' mixtures use. The
+    blocks [B] are the same on all ranks, on each of which it must be called.
     """
 
     def gradients(parts: Iterator[torch.Tensor]) -> torch.Tensor:

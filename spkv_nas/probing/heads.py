@@ -161,8 +161,7 @@ def signal_table(
         kind: kind of the scores, one of ``artifacts.kinds.KINDS``.
         unit: their unit.
 
-    Raises:
-        UserError: a value is not finite.
+    Raises ``UserError``: a value is not finite.
     """
     # Reject NaN and infinity
     low, high = (0.0, 1.0) if kind == kinds.SHARE else (-np.inf, np.inf)

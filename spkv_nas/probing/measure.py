@@ -68,8 +68,7 @@ def probe(
         options: options of the signal, such as ``batch_size`` for "density" or ``budget`` and ``steps`` for
             "head-gates".
 
-    Raises:
-        UserError: the signal is unknown or lacks an option, or it cannot be measured on this model and text.
+    Raises ``UserError``: the signal is unknown or lacks an option, or it cannot be measured on this model and text.
     """
     entry = SIGNALS[signal]
     if window is not None and entry.needs_gates:
@@ -111,8 +110,7 @@ def measure_signal(
         progress: called with (blocks or steps done, total).
         options: options of the signal, and ``batch_size`` and ``cache``, where it takes them; None for the default.
 
-    Raises:
-        UserError: the signal lacks an option or cannot be measured on this model, or the blocks are too short.
+    Raises ``UserError``: the signal lacks an option or cannot be measured on this model, or the blocks are too short.
     """
     # Check options and model
     entry, run = _configured(SIGNALS[signal], options)
@@ -160,8 +158,7 @@ def _with_facts(
 def _configured(entry: Signal, options: Mapping[str, Any]) -> tuple[Signal, dict[str, Any]]:
     """Return a signal with its options, and the options of its run, ``batch_size`` and ``cache``.
 
-    Raises:
-        UserError: the signal lacks an option, or a value does not fit it.
+    Raises ``UserError``: the signal lacks an option, or a value does not fit it.
     """
     set_options = {name: value for name, value in options.items() if value is not None}
     check_options(SIGNALS, entry, set_options)

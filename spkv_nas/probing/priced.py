@@ -95,8 +95,7 @@ def learn_gates(
         state: folder for checkpoints, from which an interrupted run resumes.
         progress: called with (steps done, total, density).
 
-    Raises:
-        UserError: the model has gates or cannot have them, there is no price or text, or a loss is not finite.
+    Raises ``UserError``: the model has gates or cannot have them, there is no price or text, or a loss is not finite.
     """
     # Check the arguments
     if config.target_density is None and not config.price:

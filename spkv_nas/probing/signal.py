@@ -149,8 +149,7 @@ class Signal(entry.Entry, ABC):
 def parse_sinks(text: str | None) -> int | None:
     """Return the number of sink tokens that a user chose; None for "auto" or no choice.
 
-    Raises:
-        UserError: ``text`` is neither "auto" nor a whole number within bounds.
+    Raises ``UserError``: ``text`` is neither "auto" nor a whole number within bounds.
     """
     if text in (None, "auto"):
         return None

@@ -140,8 +140,7 @@ def choose_sinks(model: PreTrainedModel, blocks: TokenBlocks, window: int | None
     Returns:
         (number of sink tokens; entries for ``probe.yaml``, empty if they were not measured).
 
-    Raises:
-        UserError: the model cannot be hooked, or its attention is not finite.
+    Raises ``UserError``: the model cannot be hooked, or its attention is not finite.
     """
     # Use the number of an existing layout or gates
     layout, gates = config_section.checkpoint_layout(model), config_section.gate_config(model)
@@ -171,8 +170,7 @@ def measure_sinks(
         window: number of recent keys a local head sees, including the query's own key; None: ``default_window``.
         tokens: tokens to measure on, at least one block.
 
-    Raises:
-        UserError: the model cannot be hooked, or its attention is not finite.
+    Raises ``UserError``: the model cannot be hooked, or its attention is not finite.
     """
     # Choose the blocks and the queries that count
     blocks = blocks.spread(max(1, tokens // blocks.block_size))

@@ -202,8 +202,7 @@ def hold_out(blocks: TokenBlocks, tokens: int = HELD_OUT_TOKENS) -> tuple[TokenB
         blocks: the text, which is packed again, with its documents in random order.
         tokens: length of the second text, about a quarter of the whole at most.
 
-    Raises:
-        UserError: the documents that can be held out are shorter than a block.
+    Raises ``UserError``: the documents that can be held out are shorter than a block.
     """
     lengths = dict(zip(*np.unique(blocks.document, return_counts=True), strict=True))
     share = min(tokens / blocks.tokens.size, 0.25)

@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from spkv_kernels import attention
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import head_scores, kinds, local_layers
@@ -36,31 +34,11 @@ from spkv_nas.model.attention import LayerState
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.probing import frozen, heads
 from spkv_nas.probing.head_gates import unobserved
+from spkv_nas.probing.mixture import Mixture
 
 WINDOWS = (32, 64, 128, 256, 512, 1024)  # those of at most half a block are measured
 NUM_BLOCKS = 16  # whose gradients are averaged
 Float = NDArray[np.float64]
-
-
-class WindowMixture:
-    """Attention observer of one layer: a mean over kinds of attention, weighted by KV head."""
-
-    def __init__(self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int) -> None:
-        """Mix with ``shares`` [B, Hkv, K] of local attention with each of ``windows``, and last of global attention."""
-        reaches = [local_layers.layout_window(state, window, is_global=False) for window in windows]
-        self._kinds = [(reach, sinks if local_layers.takes_sinks(state, reach) else 0) for reach in reaches]
-        self._kinds.append((state.checkpoint_window, 0))
-        self._shares = shares
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
-        """Compute the attention output [B, Hq, T, D] from q [B, Hq, T, D] and k, v [B, Hkv, T, D]."""
-        q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for all kinds
-        shares = self._shares.repeat_interleave(q.shape[1] // k.shape[1], 1).to(q.device)  # [B, Hq, K]
-        mixed = torch.zeros((), device=q.device)
-        for kind, (window, sinks) in enumerate(self._kinds):
-            output = attention(q, k, v, window=window, sinks=sinks, sink_logits=sink_logits, scale=scale)
-            mixed = mixed + shares[:, :, kind, None, None] * output
-        return mixed
 
 
 def window_costs(
@@ -94,8 +72,7 @@ def window_costs(
         A table whose scores are the costs of ``window`` in nats per token, with standard errors over blocks, and whose
         ``window_costs`` are those of all windows.
 
-    Raises:
-        UserError: the blocks are not longer than the window, or the model cannot be hooked.
+    Raises ``UserError``: the blocks are not longer than the window, or the model cannot be hooked.
     """
     heads.check_window(blocks, window, sinks)
     measured = tuple(sorted({w for w in windows if w <= blocks.block_size // 2} | {window}))
@@ -157,7 +134,7 @@ def _gradients(
         indices = order[part.start : part.stop]
         shares = torch.full((len(layers), len(part), *grid[1:]), 1.0 / grid[2], device=model.device).requires_grad_()
         for layer, share in zip(layers, shares, strict=True):
-            states[layer].observer = WindowMixture(states[layer], share.to(model.dtype), windows, sinks)
+            states[layer].observer = Mixture(states[layer], share.to(model.dtype), windows, sinks)
         tokens = torch.from_numpy(blocks.tokens[indices].astype(np.int64)).to(model.device)
         loss = mean_divergence(model, tokens, partial(unobserved, states)) * len(part)
         (gradient,) = torch.autograd.grad(loss, shares)

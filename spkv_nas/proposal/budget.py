@@ -16,8 +16,7 @@ def parse_budget(budget: int | str | None, num_heads: int) -> int:
         budget: ``18``, ``"18"`` or ``"25%"``, rounded to the nearest head; None for the paper's share, 2 of 7 heads.
         num_heads: number of KV heads in the model that can be global.
 
-    Raises:
-        UserError: not a number, or outside 1..``num_heads``.
+    Raises ``UserError``: not a number, or outside 1..``num_heads``.
     """
     if budget is None:
         return max(1, round(DEFAULT_SHARE * num_heads))
@@ -48,8 +47,7 @@ def parse_budgets(budget: str, num_heads: int) -> list[int]:
             ``"10%..50%"``, or with a step ``"6..40:4"``.
         num_heads: number of KV heads in the model that can be global.
 
-    Raises:
-        UserError: the text is malformed, a number lies outside 1..``num_heads``, or a range is descending.
+    Raises ``UserError``: the text is malformed, a number lies outside 1..``num_heads``, or a range is descending.
     """
     return sorted({number for part in budget.split(",") for number in _parse_part(part, num_heads)})
 

@@ -68,8 +68,7 @@ def curve_for(
         window: local attention window in tokens; defaults to the table's, or 128.
         progress: called with (budgets solved, number of budgets).
 
-    Raises:
-        UserError: as ``parse_budgets``, ``resolve_tau`` and ``budget_curve``.
+    Raises ``UserError``: as ``parse_budgets``, ``resolve_tau`` and ``budget_curve``.
     """
     budgets = parse_budgets(budget, table.num_candidates)
     table = propose.resolve_tau(table, tau, budgets[0])
@@ -97,8 +96,7 @@ def budget_curve(
         window: local attention window in tokens; defaults to the table's, or 128.
         progress: called with (budgets solved, number of budgets).
 
-    Raises:
-        UserError: a budget is not feasible under the requirements.
+    Raises ``UserError``: a budget is not feasible under the requirements.
     """
     cost = requirements.cache_cost(table, window)
     rows, layouts = [], {}

@@ -73,8 +73,7 @@ class Constraints:
     def parse(cls, texts: Sequence[str], granularity: str = "head") -> Constraints:
         """Read constraints from texts such as "max-per-layer=2", "global-layers=0,20" and "uniform".
 
-        Raises:
-            UserError: a text has no such form, or as the constructor.
+        Raises ``UserError``: a text has no such form, or as the constructor.
         """
         settings: dict[str, Any] = {}
         for text in texts:
@@ -108,8 +107,7 @@ class Constraints:
     def on(self, table: HeadScores) -> Constraints:
         """Return the constraints with ``local_layers`` extended by the layers that are local by design.
 
-        Raises:
-            UserError: one of them is in ``global_layers``.
+        Raises ``UserError``: one of them is in ``global_layers``.
         """
         if table.num_candidates == table.num_heads:
             return self
@@ -170,9 +168,8 @@ def parse_layers(text: str, option: str) -> tuple[int, ...]:
 def read_head_costs(path: Path, table: HeadScores) -> Float:
     """Read the costs [L, Hkv] of the heads (bytes, seconds, ...) from a CSV file: layer, kv_head, weight.
 
-    Raises:
-        UserError: the file is invalid (names file and line), a cost is not above 0, or the grid differs from the
-            table's.
+    Raises ``UserError``: the file is invalid (names file and line), a cost is not above 0, or the grid differs from the
+    table's.
     """
     # Check that the file has a row for every head
     rows = read_table(path, "head costs", _WEIGHTS)
@@ -217,9 +214,8 @@ def solve(
         A layout named "constrained" or "robust"; its provenance holds the constraints, and ``gap`` if optimality was
         not proven within the time limit.
 
-    Raises:
-        UserError: no layout meets the constraints (the message names the conflicting ones), the budget is too small for
-            any head, no head of a domain keeps anything, or ``weights`` do not have the table's shape.
+    Raises ``UserError``: no layout meets the constraints (the message names the conflicting ones), the budget is too
+    small for any head, no head of a domain keeps anything, or ``weights`` do not have the table's shape.
     """
     constraints = _checked(table, constraints, weights)
     density = _objective(table, robust=robust)

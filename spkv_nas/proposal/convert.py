@@ -47,8 +47,7 @@ def convert(
     Returns:
         Messages about what was written and what the target format cannot hold.
 
-    Raises:
-        UserError: a format is unknown or damaged, the target exists, or the options do not fit the source.
+    Raises ``UserError``: a format is unknown or damaged, the target exists, or the options do not fit the source.
     """
     # Check target and options
     files = _target_files(target)

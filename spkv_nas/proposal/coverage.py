@@ -24,8 +24,7 @@ def coverage(table: head_scores.HeadScores, layout: Layout) -> float:
     table's threshold; the layout's provenance is ignored. For layouts in files, ``Proposal.table`` gives the table at
     the threshold they were chosen at.
 
-    Raises:
-        UserError: the layout's grid differs from the table's, or every density is 0.
+    Raises ``UserError``: the layout's grid differs from the table's, or every density is 0.
     """
     grid.check_grid(f"layout '{layout.strategy}'", layout.grid, f"the density table '{table.name}'", table.grid)
     return math.nan if layout.windows else _covered(table, layout.global_mask)
@@ -60,8 +59,7 @@ def domain_coverage(table: head_scores.HeadScores, layout: Layout) -> dict[str, 
 def coverage_curve(table: head_scores.HeadScores) -> pd.DataFrame:
     """Return the best possible and the expected random coverage by budget, columns budget, densest, random.
 
-    Raises:
-        UserError: every density is 0.
+    Raises ``UserError``: every density is 0.
     """
     descending = np.sort(table.density.ravel())[::-1]
     budget = np.arange(1, descending.size + 1)

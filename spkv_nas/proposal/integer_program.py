@@ -80,8 +80,7 @@ class Problem:
             density: [P, L, Hkv], per domain; the lowest of their coverages is maximised.
             gap: relative MIP gap at which to stop; above 0, ties are not broken.
 
-        Raises:
-            UserError: no layout was found within ``TIME_LIMIT`` seconds.
+        Raises ``UserError``: no layout was found within ``TIME_LIMIT`` seconds.
         """
         # Scale densities to gains [P, L * Hkv]: contributions to coverage
         gain = _SCALE * density.reshape(len(density), -1) / density.sum((1, 2))[:, None]
@@ -274,8 +273,7 @@ class _Program:
             gap: relative MIP gap at which to stop.
             presolves: settings of HiGHS's presolve, tried in turn until the returned point is really feasible.
 
-        Raises:
-            UserError: no point was found within ``TIME_LIMIT`` seconds.
+        Raises ``UserError``: no point was found within ``TIME_LIMIT`` seconds.
         """
         integrality = np.zeros(self._width) if relax else np.ones(self._width)
         integrality[-1] = 0

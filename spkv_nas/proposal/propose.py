@@ -56,8 +56,7 @@ def propose(
         random-0, ... (C), densest (D), sparsest, and those of strategies that installed packages add; and
         window-per-head, of the same memory, if the table has costs of windows. Their sink tokens are the table's.
 
-    Raises:
-        UserError: the budget is not 1 to the number of heads, or the memory has room for none.
+    Raises ``UserError``: the budget is not 1 to the number of heads, or the memory has room for none.
     """
     # Resolve the budget, or the memory
     requirements = Requirements(kv_bytes=None if memory is None else str(memory), context=context)
@@ -97,8 +96,7 @@ def layout_by(
         window: local attention window in tokens; defaults to the table's, or 128.
         seed: random seed of a random strategy.
 
-    Raises:
-        UserError: the strategy returns no mask of the table's grid.
+    Raises ``UserError``: the strategy returns no mask of the table's grid.
     """
     # Let the strategy choose among the heads that can be global
     candidates = _candidates(table)
@@ -148,8 +146,7 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
             table with a single threshold keeps it); or None for the table as it is.
         budget: number of global heads or share; used by "match-budget" only.
 
-    Raises:
-        UserError: ``tau`` is none of these, the table has no other threshold, or it holds no densities.
+    Raises ``UserError``: ``tau`` is none of these, the table has no other threshold, or it holds no densities.
     """
     if tau is None:
         return table

@@ -43,8 +43,7 @@ class Requirements:
             the engine precedes.
         serving: engine whose allocator counts the memory; requires ``context``. None: keys and values alone.
 
-    Raises:
-        UserError: an engine without a context.
+    Raises ``UserError``: an engine without a context.
     """
 
     constraints: Constraints = field(default_factory=Constraints)
@@ -70,9 +69,8 @@ class Requirements:
     def asks_for_curve(self, budget: int | str | None, tau: str | None) -> bool:
         """Return true if ``budget`` names several budgets, which are answered by ``budget_curve``.
 
-        Raises:
-            UserError: several budgets are combined with head costs, a memory limit or the threshold "match-budget",
-                each of which needs a single budget.
+        Raises ``UserError``: several budgets are combined with head costs, a memory limit or the threshold
+        "match-budget", each of which needs a single budget.
         """
         if not asks_for_several(budget, tau):
             return False
@@ -84,8 +82,7 @@ class Requirements:
     def cache_cost(self, table: HeadScores, window: int | None) -> CacheCost | None:
         """Return the cost model of the KV cache at ``context`` tokens; None without a context.
 
-        Raises:
-            UserError: a number is out of range, or the head dimension or dtype is not known.
+        Raises ``UserError``: a number is out of range, or the head dimension or dtype is not known.
         """
         # Count for the context of a probe that was measured for a memory, or a limit of memory for the model's
         context = self.context or table.metadata.get("context")
@@ -115,8 +112,7 @@ class Requirements:
     def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> Limit:
         """Resolve the budget to a limit in heads, or in the unit of the weights.
 
-        Raises:
-            UserError: the budget is invalid, or options contradict each other.
+        Raises ``UserError``: the budget is invalid, or options contradict each other.
         """
         # Convert the memory limit to a number of heads
         if self.kv_bytes is not None:
@@ -173,8 +169,7 @@ class Requirements:
 
         A solution with fewer global heads than the limit can need more memory than one that reaches it.
 
-        Raises:
-            UserError: no solution fits, or as ``solve``.
+        Raises ``UserError``: no solution fits, or as ``solve``.
         """
         cost = self.cache_cost(table, window)
         if self.kv_bytes is None or not isinstance(cost, EngineCost):

@@ -34,8 +34,7 @@ class SeveralSolutions:
         number: number of layouts, the best included.
         apart: minimum number of KV heads in which any two of them differ.
 
-    Raises:
-        UserError: ``number`` is below 2 or ``apart`` below 1.
+    Raises ``UserError``: ``number`` is below 2 or ``apart`` below 1.
     """
 
     number: int
@@ -104,8 +103,7 @@ def find_solutions(
         request: number and distance of the layouts.
         resampled: bootstrap of the table, for intervals of the loss.
 
-    Raises:
-        UserError: every score is 0, or the integer program found no layout within its time.
+    Raises ``UserError``: every score is 0, or the integer program found no layout within its time.
     """
     # Solve for one layout after the other
     chosen = [first]

@@ -66,8 +66,7 @@ def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int =
         limit: bytes of the KV cache.
         widest: widest window to try.
 
-    Raises:
-        UserError: the memory leaves no global head beside the narrowest window.
+    Raises ``UserError``: the memory leaves no global head beside the narrowest window.
     """
     full = cost.full(num_heads)
     grid = range(_STEP, max(widest, _STEP) + 1, _STEP)
@@ -158,8 +157,7 @@ class WindowProblem:
             limit: bytes of all heads that are not local by design.
             shares: weights of the domains [R, P]; the largest of the R weighted sums of costs is minimised.
 
-        Raises:
-            UserError: no choice meets the constraints, or none was found within ``TIME_LIMIT`` seconds.
+        Raises ``UserError``: no choice meets the constraints, or none was found within ``TIME_LIMIT`` seconds.
         """
         # Weighted costs of all kinds: [R, L * Hkv * K]
         costs = np.tensordot(shares, self.values, 1).reshape(len(shares), -1)
@@ -260,8 +258,7 @@ def window_per_head(
     Returns:
         A layout named "window-per-head"; its provenance has the memory and the cost in nats per token.
 
-    Raises:
-        UserError: the table has no costs, the constraint is ``uniform``, or no layout fits.
+    Raises ``UserError``: the table has no costs, the constraint is ``uniform``, or no layout fits.
     """
     constraints = (constraints or Constraints()).on(table)
     problem = _problem(table, cost, constraints)

@@ -63,8 +63,7 @@ _COLUMNS: dict[str, tuple[str, Cell]] = {  # title and cell of every column that
 def read_benchmarks(folder: Path) -> tuple[chart.Section, ...]:
     """Return the sections of the result tables in a folder.
 
-    Raises:
-        UserError: a table cannot be read.
+    Raises ``UserError``: a table cannot be read.
     """
     tables = {kind: kind.read(folder) for kind in SECTIONS}
     return tuple(SECTIONS[kind](kind.name, *table) for kind, table in tables.items() if table is not None)

@@ -57,8 +57,7 @@ def no_pair_error(_first: str, _second: str) -> float:
 class ReportInputs:
     """Everything a report is made from, checked.
 
-    Raises:
-        UserError: a layout has another shape than the table, or the comparison cannot be read.
+    Raises ``UserError``: a layout has another shape than the table, or the comparison cannot be read.
     """
 
     table: head_scores.HeadScores  # head scores of the reference model

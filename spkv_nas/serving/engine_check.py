@@ -121,9 +121,8 @@ def compare_with_engine(
         num_prompt: tokens of the prompt, more than the widest window; None: 128 more than any window of the model.
         python: Python of the engine's environment; None: this one.
 
-    Raises:
-        UserError: the folder has no layout, the prompt fits in its window or is too long, or the engine is not
-            installed, refuses the folder or does not finish.
+    Raises ``UserError``: the folder has no layout, the prompt fits in its window or is too long, or the engine is not
+    installed, refuses the folder or does not finish.
     """
     # Apply the layout to the model
     model, _ = checkpoint.load(folder)

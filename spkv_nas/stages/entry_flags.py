@@ -20,8 +20,7 @@ def with_options_of(registry: Registry[Any], command: str) -> Callable[[type[Opt
         registry: the entries.
         command: the command that takes the options, such as "probe".
 
-    Raises:
-        UserError: the class has a field with a flag that has the name of an option.
+    Raises ``UserError``: the class has a field with a flag that has the name of an option.
     """
 
     def declare(options_class: type[Options]) -> type[Options]:

@@ -52,8 +52,7 @@ class Forecast:
 def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter = progress.SILENT) -> Forecast:
     """Estimate the cost of ``probe`` without a recipe, on this machine.
 
-    Raises:
-        UserError: as ``probe``.
+    Raises ``UserError``: as ``probe``.
     """
     signal = probe.chosen_signal(options)
     subject = Subject.of(options, REFERENCE, "probe on")

@@ -293,9 +293,8 @@ def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTraine
     checkpoint, so that no state of the failed step remains: gradients, gate counts or prices. Warns of the smaller
     size.
 
-    Raises:
-        UserError: memory runs out on one of several ranks, or as in ``SPKVTrainer.train_or_resume``.
-        torch.OutOfMemoryError: memory is too small for ``least`` blocks.
+    Raises ``UserError``: memory runs out on one of several ranks, or as in ``SPKVTrainer.train_or_resume``.
+    torch.OutOfMemoryError: memory is too small for ``least`` blocks.
     """
     while True:
         trainer = begin(recipe)

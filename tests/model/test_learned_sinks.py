@@ -110,7 +110,7 @@ def test_head_gates_compute_them(model: PreTrainedModel, blocks: TokenBlocks) ->
     expected = logits(model, tokens)
     with full_attention(model) as states:
         for state in states:
-            state.observer = Mixture(torch.ones(2), window=6, global_window=state.checkpoint_window)
+            state.observer = Mixture.of_global(state, torch.ones(2), window=6, sinks=0)
         assert torch.allclose(logits(model, tokens), expected, atol=1e-5)
     table = spkv_nas.head_gates(model, blocks, window=6, budget=2, steps=3)
     assert table.grid == (4, 2)

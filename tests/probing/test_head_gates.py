@@ -53,7 +53,7 @@ def strong_attention_model(dead: bool = False) -> PreTrainedModel:
 def gated_heads(model: PreTrainedModel, gates: Tensor) -> Iterator[None]:
     with full_attention(model) as states:
         for state, gate in zip(states, gates, strict=True):
-            state.observer = Mixture.of(state, gate, WINDOW, 0)
+            state.observer = Mixture.of_global(state, gate, WINDOW, 0)
         yield
 
 

@@ -26,7 +26,7 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
 from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.attention import attention_layers
+from spkv_nas.model.attention import LayerState, attention_layers
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.heads import attention_weights
@@ -248,7 +248,7 @@ class TestSignals:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(1, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
         learned = torch.randn(4, generator=generator)
-        mixture = Mixture(torch.tensor([0.0, 1.0]), window=3, sinks=2)
+        mixture = Mixture.of_global(LayerState(2, None), torch.tensor([0.0, 1.0]), window=3, sinks=2)
         local, whole = (attention(q, k, v, window=w, sinks=2, scale=0.3, sink_logits=learned) for w in (3, 20))
         expected = torch.cat([local[:, :2], whole[:, 2:]], 1)
         assert torch.allclose(mixture(q, k, v, 0.3, sink_logits=learned), expected, atol=1e-6)

@@ -17,7 +17,8 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.head_gates import unobserved
-from spkv_nas.probing.window_costs import WindowMixture, window_costs
+from spkv_nas.probing.mixture import Mixture
+from spkv_nas.probing.window_costs import window_costs
 
 WINDOWS = (4, 16)
 
@@ -41,7 +42,7 @@ def test_costs_are_slopes_of_the_divergence() -> None:
             for layer, state in enumerate(states):
                 shares = torch.full((1, state.num_kv_heads, 3), 1 / 3, dtype=torch.float64)
                 shares[0, 1, kind] += change if layer == 1 else 0.0
-                state.observer = WindowMixture(state, shares, WINDOWS, sinks=1)
+                state.observer = Mixture(state, shares, WINDOWS, sinks=1)
             return float(mean_divergence(model, tokens, lambda: unobserved(states)))
 
         slopes = [(loss(kind, step) - loss(kind, -step)) / (2 * step) for kind in range(3)]

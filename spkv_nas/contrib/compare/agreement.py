@@ -30,9 +30,8 @@ def parse_probe(
         find: loads the table of a name or file.
         split_by: "domain" for a table per domain, "half" for one of the even and one of the odd documents.
 
-    Raises:
-        UserError: ``split_by`` is unknown, the table does not have the threshold, there is a single domain, or no
-            per-document counts to halve.
+    Raises ``UserError``: ``split_by`` is unknown, the table does not have the threshold, there is a single domain, or
+    no per-document counts to halve.
     """
     if split_by is not None and split_by not in PARTS:
         raise errors.UserError(f"--split-by must be {' or '.join(PARTS)}; found '{split_by}'")
@@ -69,8 +68,7 @@ def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.D
         other, relative to the best possible; the worse of both directions); mean_difference (mean absolute
         difference of the densities).
 
-    Raises:
-        UserError: the tables have different grids, or every density of one is 0.
+    Raises ``UserError``: the tables have different grids, or every density of one is 0.
     """
     # Check that the tables are comparable
     (name, first), *remaining = tables.items()
@@ -164,8 +162,7 @@ def _domains(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.H
 def _halves(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:
     """Yield ("even", table) and ("odd", table) of the documents; domains with a single document are left out.
 
-    Raises:
-        UserError: the table has no per-document counts, or no domain with two documents.
+    Raises ``UserError``: the table has no per-document counts, or no domain with two documents.
     """
     documents = table.documents
     if documents is None:

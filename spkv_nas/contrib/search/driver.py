@@ -46,8 +46,7 @@ class Search:
         name: name prefix of the studies in the storage.
         storage: storage URL; SQLite in ``folder`` by default.
 
-    Raises:
-        UserError: the space is for another model than the evaluator's, or there is too little held-out text.
+    Raises ``UserError``: the space is for another model than the evaluator's, or there is too little held-out text.
     """
 
     def __init__(

@@ -66,8 +66,7 @@ def open_study(storage: RDBStorage, name: str, settings: Mapping[str, Any], metr
 
     ``settings`` are all that results depend on.
 
-    Raises:
-        UserError: the study exists with other settings.
+    Raises ``UserError``: the study exists with other settings.
     """
     study = optuna.create_study(
         storage=storage,

@@ -49,8 +49,7 @@ class Study:
         starts: layouts of the space to try first, by name.
         cost: a second objective to minimise; ``front`` then trades off both.
 
-    Raises:
-        UserError: the sampler is unknown.
+    Raises ``UserError``: the sampler is unknown.
     """
 
     def __init__(

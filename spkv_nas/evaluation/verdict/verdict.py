@@ -49,8 +49,7 @@ def verdict(
         seed: random seed of the samples and their order.
         progress: called with what is done and the total.
 
-    Raises:
-        UserError: a layout does not fit the model, the margin or the risk is invalid, or no document is left.
+    Raises ``UserError``: a layout does not fit the model, the margin or the risk is invalid, or no document is left.
     """
     trial = trial_in_memory(model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed)
     candidates = [Contender(name, layout=layout) for name, layout in score.by_name(layouts).items()]

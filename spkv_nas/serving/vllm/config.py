@@ -52,8 +52,7 @@ class ServedLayer:
 def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     """Return the attention layers in a section by their index in the model.
 
-    Raises:
-        UserError: the section's rows of heads do not match its layers.
+    Raises ``UserError``: the section's rows of heads do not match its layers.
     """
     # Match rows and layers
     layout = section["layout"]
@@ -85,8 +84,7 @@ def prepare(config: Any) -> None:
 
     ``layer_types`` stays, because it may choose the position encoding, but no longer means windows.
 
-    Raises:
-        UserError: the version of vLLM was not tested, or it cannot serve the checkpoint.
+    Raises ``UserError``: the version of vLLM was not tested, or it cannot serve the checkpoint.
     """
     # Check the version
     installed = _vllm_version()
