@@ -24,19 +24,19 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 49_882,
-    "lines without contrib": 41_531,
-    "files": 351,
-    "files without contrib": 293,
-    "lines of commands": 7_093,
+    "lines": 50_290,
+    "lines without contrib": 42_000,
+    "files": 355,
+    "files without contrib": 297,
+    "lines of commands": 7_070,
     "files of commands": 64,
     "option slots": 222,
     "option slots of one command": 20,
-    "imports in 100 lines": 8.8,
+    "imports in 100 lines": 8.4,
     "comments in 1,000 lines": 24.0,  # lines that hold nothing else; at least, not at most
-    "tracked files": 825,
-    "lines of tests": 39_407,
-    "quick test items": 3_957,
+    "tracked files": 833,
+    "lines of tests": 39_940,
+    "quick test items": 4_000,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 
