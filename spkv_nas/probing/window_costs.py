@@ -86,7 +86,6 @@ def window_costs(
     costs[:, layers] = gradients
     costs = costs[..., :-1] - costs[..., -1:]
     means, by_window = _means(blocks, order, costs, measured, window)
-    # Build the table
     facts = {**(metadata or {}), "blocks": len(order), "seed": seed, **native, **({"sinks": sinks} if sinks else {})}
     record: dict[str, Any] = {"name": name, "metadata": facts, "kind": kinds.GAIN, "unit": kinds.NATS}
     num_passes = passes(len(measured)) * len(order) / blocks.num_blocks

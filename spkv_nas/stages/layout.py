@@ -131,11 +131,12 @@ def _show_difference(files: Sequence[Path], compared: ComparedLayouts) -> None:
         out.print(f"the same layout: {describe(first)}", soft_wrap=True)
         return
     out.print(Text(f"- {files[0]}: {describe(first)}\n+ {files[1]}: {describe(second)}"), soft_wrap=True)
-    out.print(f"{delta.num_heads} heads differ, Jaccard index of the global heads {delta.jaccard:.3f}")
-    if delta.num_heads or "~" in "".join(delta.marks):
-        windows = "; ~: local in both, with another window" if first.windows or second.windows else ""
+    windows = "".join(delta.marks).count("~")
+    others = f", {windows} only in their window" if windows else ""
+    out.print(f"{delta.num_heads} heads differ{others}, Jaccard index of the global heads {delta.jaccard:.3f}")
+    if delta.num_heads or windows:
         meaning = "G: global in both; .: local in both; -: global only in the first; +: global only in the second"
-        out.print(f"{meaning}{windows}")
+        out.print(meaning + ("; ~: local in both, with another window" if windows else ""))
         print_grid(delta.marks, ["" for _ in delta.marks])
 
 

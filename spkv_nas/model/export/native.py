@@ -174,7 +174,8 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
         )
     if mixed := [layer for layer, row in enumerate(windows) if len(row) > 1]:
         named = f"layer {mixed[0]} mixes" if len(mixed) == 1 else f"layers {_numbers(mixed)} mix"
-        raise TargetError(f"{named} global and local heads, which layer_types cannot express")
+        kinds = "heads of several windows" if layout.windows else "global and local heads"
+        raise TargetError(f"{named} {kinds}, which layer_types cannot express")
     # Find the one window of the local layers
     local = sorted(set().union(*windows) - {MAX_WINDOW})
     if len(local) > 1:
