@@ -42,12 +42,12 @@ def no_progress(done: int, total: int, note: str = "") -> None:
 def log_lines(title: str) -> Bar:
     """Return a bar that logs one line every ``EVERY`` seconds, with the time left."""
     last = time.monotonic()
-    start: tuple[float, int] | None = None  # (time, steps done) of the first call
+    start: tuple[float, int, int] | None = None  # (time, steps done, total) of the first call with this total
 
     def tell(done: int, total: int, note: str = "") -> None:
         nonlocal start, last
         now = time.monotonic()
-        since, first = start = start or (now, done)
+        since, first, _ = start = start if start is not None and start[2] == total else (now, done, total)
         # Estimate the time left from the steps since the first call
         if now - last >= EVERY and done > first:
             last = now
