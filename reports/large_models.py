@@ -97,7 +97,7 @@ def measure_head_gates(stages: Stages, level: str, vocabulary: int, length: int,
     learn(1)
     seconds, peak = measured(lambda: learn(steps))
     step_tokens = max(1, LEARNING_TOKENS // length) * length
-    planned = stages.learn_gates("head-gates", steps, LEARNING_TOKENS, ROOM, of_keys=False)
+    planned = stages.learn_gates("head-gates", steps, LEARNING_TOKENS, ROOM, mixes=2)
     return report(level, planned, seconds, peak, steps * step_tokens) | {"steps": steps}
 
 

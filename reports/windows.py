@@ -75,18 +75,18 @@ class Comparison:
 
     def layouts(self, memory: float, *, gates: bool) -> dict[str, tuple[Layout, float]]:
         """Return the layout of each row, and the CPU seconds that choosing it took."""
-        found: dict[str, tuple[Layout, float]] = {}
+        layouts: dict[str, tuple[Layout, float]] = {}
         options: dict[str, Any] = {"memory": memory, "context": self.length, "sinks": self.costs.sinks}
         rule = default_window(self.model, self.length)
         for name, window in (("rule", rule), ("one window, head gates", None)) if gates else ():
             started = time.process_time()
             table = spkv_nas.probe(self.model, self.selection, signal="head-gates", window=window, **options)
-            found[name] = spkv_nas.propose(table)["densest"], time.process_time() - started
+            layouts[name] = spkv_nas.propose(table)["densest"], time.process_time() - started
         one = spkv_nas.propose(self.costs, memory=memory, context=self.length)["densest"]
-        found["one window"] = one, self.seconds
-        found["two windows"] = by_costs(self.costs, memory, self.length, "max-windows=2"), self.seconds
-        found["a window per head"] = by_costs(self.costs, memory, self.length), self.seconds
-        return found
+        layouts["one window"] = one, self.seconds
+        layouts["two windows"] = by_costs(self.costs, memory, self.length, "max-windows=2"), self.seconds
+        layouts["a window per head"] = by_costs(self.costs, memory, self.length), self.seconds
+        return layouts
 
     def rows(self, memory: float, *, gates: bool) -> list[dict[str, Any]]:
         """Evaluate the layouts of a memory."""

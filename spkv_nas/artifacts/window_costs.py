@@ -25,7 +25,7 @@ _ORDER = ["domain", "layer", "kv_head", "window"]
 
 @dataclass(frozen=True, eq=False)
 class WindowCosts:
-    """What each window costs each KV head against global attention, in nats per token, to first order.
+    """Cost of each window to each KV head against global attention, in nats per token, to first order.
 
     Attributes:
         windows: the windows, ascending, in keys.
@@ -63,7 +63,7 @@ class WindowCosts:
         if len(rows) != np.prod(shape) or not (pd.MultiIndex.from_frame(rows[_ORDER]) == expected).all():
             raise UserError(
                 f"window costs {path}: expected every head of {grid_words(grid)}, domain and window once\nprobe again, "
-                "or remove the file: only layouts of several windows need it"
+                "or remove the file: only layouts of several windows, and those for another memory, need it"
             )
         return cls(windows, rows["cost"].to_numpy().reshape(shape), domains)
 

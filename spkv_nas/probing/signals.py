@@ -130,7 +130,7 @@ class Duo(Signal):
         from spkv_nas.probing.frozen import ROOM
 
         tokens = defaults.DUO_STEP_BLOCKS * stages.block_size
-        return stages.learn_gates(self.stage_name, self.steps, tokens, ROOM, of_keys=False)
+        return stages.learn_gates(self.stage_name, self.steps, tokens, ROOM, mixes=2)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class HeadGates(Signal):
         """Return the cost of training gates of heads on a frozen model."""
         from spkv_nas.probing.frozen import ROOM
 
-        return stages.learn_gates(self.stage_name, self.steps, defaults.LEARNING_TOKENS, ROOM, of_keys=False)
+        return stages.learn_gates(self.stage_name, self.steps, defaults.LEARNING_TOKENS, ROOM, mixes=2)
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ class WindowCosts(Signal):
     def cost(self, stages: Stages, tokens: int) -> StageCost:
         """Return the cost of gradients of a frozen model with respect to its heads."""
         from spkv_nas.probing.frozen import ROOM
-        from spkv_nas.probing.window_costs import NUM_BLOCKS
+        from spkv_nas.probing.window_costs import NUM_BLOCKS, WINDOWS
 
-        return stages.learn_gates(self.stage_name, NUM_BLOCKS, stages.block_size, ROOM, of_keys=False)
+        return stages.learn_gates(self.stage_name, NUM_BLOCKS, stages.block_size, ROOM, mixes=len(WINDOWS) + 1)
 
 
 DENSITY = Density()

@@ -29,14 +29,7 @@ from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
 from spkv_nas.model import model_shape, windows
 from spkv_nas.probing.signal import LAYER, Signal
-from spkv_nas.proposal.windows import (
-    NARROWEST,
-    WIDEST,
-    TriedWindow,
-    at_window,
-    candidate_windows,
-    windows_by_costs,
-)
+from spkv_nas.proposal.windows import NARROWEST, WIDEST, TriedWindow, at_window, candidate_windows, windows_by_costs
 
 HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
 _LOCAL_PART = 0.6  # of the memory for the window that heads are ranked at; the best took 42 to 62 % (reports/LOG.md)
@@ -125,7 +118,7 @@ def measure_within(
         if table.window_costs is not None:
             candidates = sorted(windows_by_costs(table, cost, limit), key=lambda row: row.cost)[:_MOST_COMPARED]
         choice = choose_window(model, held_out, table, candidates, batch_size=size, progress=progress)
-        table = at_window(table, choice.best.window)
+        table = replace(at_window(table, choice.best.window), probe_hash=None)  # this is the probe
         record |= {"budget": choice.best.num_global, "ranked_at": first.window, **choice.as_mapping()}
     return replace(table, metadata={**table.metadata, **record})
 

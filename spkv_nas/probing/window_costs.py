@@ -141,14 +141,14 @@ def _gradients(
         return list(gradient.double().cpu().numpy().swapaxes(0, 1))
 
     # Each rank computes its share of the blocks
-    mine = distributed.own_share(len(order))
-    found = np.zeros((len(order), *grid))
+    rank_share = distributed.own_share(len(order))
+    by_block = np.zeros((len(order), *grid))
     on_cpu = model.device.type == "cpu"  # where larger passes are no faster
-    per_pass = max(1, LEARNING_TOKENS // blocks.block_size if on_cpu else len(mine))
+    per_pass = max(1, LEARNING_TOKENS // blocks.block_size if on_cpu else len(rank_share))
     with frozen.frozen_within_memory(model, blocks.block_size, per_pass, attentions=grid[2]) as micro_batch:
-        for index, block in zip(mine, micro_batch.run_all(gradients, mine, progress), strict=True):
-            found[index] = block
-    return distributed.sum_over_processes(found)
+        for index, gradient in zip(rank_share, micro_batch.run_all(gradients, rank_share, progress), strict=True):
+            by_block[index] = gradient
+    return distributed.sum_over_processes(by_block)
 
 
 def _main_domain(blocks: TokenBlocks, index: int) -> str:

@@ -60,10 +60,10 @@ def propose(
     """
     # Resolve the budget, or the memory
     requirements = Requirements(kv_bytes=None if memory is None else str(memory), context=context)
+    table = requirements.at_best_window(table, window)
     if memory is None:
         limit = Limit(parse_budget(table.learned_budget if budget is None else budget, table.num_candidates))
     else:
-        table = requirements.at_best_window(table, window)
         limit = requirements.limit(table, budget, window)
     heads = limit.heads(table)
     # Choose heads by every strategy; the layouts of a random one take consecutive seeds

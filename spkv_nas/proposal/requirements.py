@@ -134,14 +134,13 @@ class Requirements:
         return solve(table, limit.budget, self.constraints, limit.weights, robust=self.robust, window=window)
 
     def at_best_window(self, table: HeadScores, window: int | None) -> HeadScores:
-        """Return a table with costs of windows at the window that loses least in the memory, unless one is given."""
-        if table.window_costs is None or window is not None or self.kv_bytes is None:
+        """Return a table with costs of windows at ``window``, or at the one that loses least in a limit of memory."""
+        if table.window_costs is None:
             return table
-        cost = self.cache_cost(table, None)
-        if cost is None:
-            return table
-        tried = windows.windows_by_costs(table, cost, memory_bytes(self.kv_bytes, cost, table.num_heads))
-        return windows.at_window(table, min(tried, key=lambda row: row.cost).window)
+        if window is None and self.kv_bytes is not None and (cost := self.cache_cost(table, None)) is not None:
+            tried = windows.windows_by_costs(table, cost, memory_bytes(self.kv_bytes, cost, table.num_heads))
+            window = min(tried, key=lambda row: row.cost).window
+        return table if window is None else windows.at_window(table, window)
 
     def window_per_head(self, table: HeadScores, limit: Limit, window: int | None) -> dict[str, Layout]:
         """Return the layout with a window per head in the memory that the limit takes, or that is given or recorded.

@@ -180,9 +180,8 @@ class WindowProblem:
     def _rows(self) -> list[Row]:
         """Return the rows of the constraints."""
         (num_layers, heads, kinds), sparse = self._shape, scipy.sparse
-        rows: list[Row] = [
-            (self._wide(sparse.kron(sparse.eye_array(num_layers * heads), np.ones((1, kinds)))), 1.0, 1.0)
-        ]
+        one_kind = sparse.kron(sparse.eye_array(num_layers * heads), np.ones((1, kinds)))
+        rows: list[Row] = [(self._wide(one_kind), 1.0, 1.0)]
         # Number of global heads of every layer
         low = np.full(num_layers, float(self.constraints.get("min_per_layer", 0)))
         high = np.full(num_layers, float(self.constraints.get("max_per_layer", heads)))
@@ -194,9 +193,8 @@ class WindowProblem:
         # Whole layers: the heads of a layer take the kind of its first one
         if self.constraints.get("granularity") == "layer":
             of_first = np.kron(np.repeat(np.eye(heads)[:1], heads, 0), np.eye(kinds))
-            rows.append(
-                (self._wide(sparse.kron(sparse.eye_array(num_layers), np.eye(heads * kinds) - of_first)), 0.0, 0.0)
-            )
+            as_first = self._wide(sparse.kron(sparse.eye_array(num_layers), np.eye(heads * kinds) - of_first))
+            rows.append((as_first, 0.0, 0.0))
         # Windows that are used, without those of layers that are local by design
         if self.max_windows is not None:
             of_layer, _, kind = np.indices(self._shape).reshape(3, -1)
@@ -238,6 +236,7 @@ def _minimise(objective: Float, rows: list[Row], num_integers: int) -> Float:
             reason = f"was found within {TIME_LIMIT:g} s" if result.status == 1 else "meets the constraints"
             raise UserError(f"no choice of windows {reason} in this memory: give more memory, or loosen them")
         point = np.where(integrality > 0, np.rint(result.x), result.x)
+        # Check the rows, but not the last one, by which the largest sum of costs is defined
         if all(((low - _SLACK <= a @ point) & (a @ point <= high + _SLACK)).all() for a, low, high in matrices[:-1]):
             return np.asarray(point)
     raise AssertionError("HiGHS returned a point that is not feasible")
@@ -265,8 +264,8 @@ def window_per_head(
     shares = np.eye(len(problem.costs.domains)) if robust else table.domain_shares[None]
     kinds: list[int | None] = [*problem.costs.windows, None]
     # Lower the limit until the layout fits, because pages of an engine take more than their tokens
-    own = 0 if isinstance(cost, EngineCost) else cost.of_heads(())  # of layers that are local by design
-    limit = float(memory - own)
+    native_bytes = 0 if isinstance(cost, EngineCost) else cost.of_heads(())  # of layers that are local by design
+    limit = float(memory - native_bytes)
     for _ in range(_MOST_TRIES):
         chosen = problem.solve(limit, shares)
         rows = [[kinds[kind] for kind in row] for row in chosen]
@@ -276,9 +275,7 @@ def window_per_head(
             break
         limit *= _LOWERED * memory / used
     else:
-        raise UserError(
-            f"no layout with a window per head fits in {format_bytes(memory)}{cost.where}: give more memory"
-        )
+        raise UserError(f"no window per head fits in {format_bytes(memory)}{cost.where}: give more memory")
     # Record what it was made for
     index = np.broadcast_to(chosen, problem.values.shape[:-1])[..., None]
     losses = shares @ np.take_along_axis(problem.values, index, -1).sum((1, 2, 3))

@@ -148,9 +148,9 @@ EngineName = Annotated[
 Constraint = Annotated[
     list[str] | None,
     Flag(
-        "Constraint on global heads; repeat for several. min-per-layer=N, max-per-layer=N: heads of each layer that is "
-        "not fixed; global-layers=0,20, local-layers=3-5: layers that are fixed; uniform: as many in every layer that "
-        "has both kinds.",
+        "Constraint; repeat for several. On global heads: min-per-layer=N, max-per-layer=N: in layers that are not "
+        "fixed; global-layers=0,20, local-layers=3-5: layers that are fixed; uniform: as many in every layer that has "
+        "both kinds. On a window per head: max-windows=3, windows=128,512.",
         metavar="NAME[=VALUE]",
         panel=MEMORY,
     ),

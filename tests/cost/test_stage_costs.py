@@ -183,7 +183,7 @@ class TestStages:
         gates = 6.0 * stages.num_predictor_parameters * 8192
         assert stages.train("", replace(training, learns=Learns.GATES), gated=True).flops == 2 * forward + gates
         assert stages.learn_gates("", 4, 2048, 0.5).flops == 2 * forward + gates
-        of_heads = stages.learn_gates("", 4, 2048, 0.5, of_keys=False)  # the unchanged model runs too
+        of_heads = stages.learn_gates("", 4, 2048, 0.5, mixes=2)  # the unchanged model runs too
         assert of_heads.flops == 3 * forward
         adapted = replace(training, learns=Learns.ADAPTERS, adapters=1000)
         assert stages.train("", adapted, gated=False).flops == 2 * forward + 6.0 * 1000 * 8192

@@ -103,13 +103,15 @@ def test_halving_measures_the_better_half_on_more_text() -> None:
 
 class TestProbe:
     @pytest.mark.parametrize("options", [{"signal": "head-gates", "steps": 2}, {"signal": "window-costs"}])
-    def test_the_window_is_chosen_with_the_heads(self, options: dict[str, Any]) -> None:
+    def test_the_window_is_chosen_with_the_heads(self, options: dict[str, Any], tmp_path: Path) -> None:
         model = tiny_model(vocab_size=300)
         table = spkv_nas.probe(model, text(24), memory="60%", context=128, **options)
         tried = {row["window"]: row for row in table.metadata["windows_tried"]}
         assert table.window in tried
         assert table.metadata["budget"] == table.memory_budget == tried[table.window]["num_global"]
         assert table.selected_on == text(24).text_ids
+        table.write(tmp_path)
+        assert HeadScores.read(tmp_path).content_hash == table.content_hash
         layout = spkv_nas.propose(table)["densest"]
         assert (layout.num_global, layout.window) == (table.memory_budget, table.window)
         cost = replace(COST, context=128, window=layout.window, sinks=layout.sinks)

@@ -92,11 +92,11 @@ class TestFile:
     def test_round_trip_and_damage(self, tmp_path: Path) -> None:
         table = window_costs(tiny_model(), text(), 4, windows=WINDOWS, name="x")
         table.write(tmp_path)
-        found = spkv_nas.HeadScores.read(tmp_path)
-        assert found.window_costs is not None
+        reread = spkv_nas.HeadScores.read(tmp_path)
+        assert reread.window_costs is not None
         assert table.window_costs is not None
-        assert (found.window_costs.windows, found.window_costs.domains) == (WINDOWS, ("a", "b"))
-        np.testing.assert_allclose(found.window_costs.values, table.window_costs.values, rtol=1e-4, atol=1e-7)
+        assert (reread.window_costs.windows, reread.window_costs.domains) == (WINDOWS, ("a", "b"))
+        np.testing.assert_allclose(reread.window_costs.values, table.window_costs.values, rtol=1e-4, atol=1e-7)
         lines = (tmp_path / "windows.csv").read_text().splitlines()
         (tmp_path / "windows.csv").write_text("\n".join(lines[:-1]) + "\n")
         with pytest.raises(UserError, match=r"windows.csv: expected every head"), pytest.warns(match="damaged"):

@@ -31,15 +31,15 @@ def least(problem: WindowProblem, limit: float, shares: np.ndarray) -> float | N
     named, best = problem.constraints, None
     for choice in product(range(4), repeat=4):
         kinds = np.array(choice).reshape(2, 2)
-        own = np.delete(kinds, list(problem.native_layers), 0)
+        counted = np.delete(kinds, list(problem.native_layers), 0)
         counts = (kinds == 3).sum(1)
         fixed = {**dict.fromkeys(named.get("global_layers", ()), 2), **dict.fromkeys(named.get("local_layers", ()), 0)}
         most = named.get("max_per_layer", 2)
         is_allowed = (
-            SIZES[own].sum() <= limit
+            SIZES[counted].sum() <= limit
             and all(counts[i] == fixed[i] if i in fixed else counts[i] <= most for i in range(2))
             and (named.get("granularity") != "layer" or (kinds[:, 0] == kinds[:, 1]).all())
-            and (problem.max_windows is None or len({*own[own < 3].tolist()}) <= problem.max_windows)
+            and (problem.max_windows is None or len({*counted[counted < 3].tolist()}) <= problem.max_windows)
         )
         if is_allowed:
             cost = value(problem, kinds, shares)
@@ -112,7 +112,10 @@ class TestProposal:
             loss[row.window] = costs.sum() - np.sort(costs, axis=None)[-row.num_global :].sum()
         assert densest.window == min(loss, key=loss.__getitem__)
         assert len(loss) > 4
-        assert spkv_nas.propose(probed, memory="20%", window=64)["densest"].window == 64
+        given = spkv_nas.propose(probed, memory="20%", window=64)["densest"]
+        assert given.window == 64
+        costs = at_window(probed, 64).values
+        assert costs[given.global_mask].min() > costs[~given.global_mask].max()
 
     def test_a_budget_of_heads_is_the_memory_of_its_densest_layout(self) -> None:
         answer = propose_for(table(), budget=12)

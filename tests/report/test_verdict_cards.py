@@ -89,7 +89,7 @@ def test_a_text_without_more_samples_is_said() -> None:
 
 
 def test_layouts_are_named_by_their_size() -> None:
-    """Of several windows, these are named too; an older record has no memory."""
+    """Name the windows too if there are several; an older record has no memory."""
     several = {"heads": "GLM LLL L=8 M=64", "window": 8, "kv_cache_percent": 26.94}
     layouts = {"mine": several, "<other>": {"heads": "GL LL", "window": 8}}
     section = verdict_section("verdict", rows(), RECORD | {"layouts": layouts, "context": 2048})

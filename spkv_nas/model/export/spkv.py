@@ -26,10 +26,11 @@ class SpkvTarget(ExportTarget):
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
         """Return the name, and what local heads have that vLLM may refuse: sinks, and more than three windows."""
+        from spkv_nas.engines.vllm import VLLM
         from spkv_nas.model.config_section import has_learned_sinks
 
-        if len(layout.windows) > 3:
-            return f"{self.name} with more than 3 windows"
+        if len(layout.windows) > VLLM.max_windows:
+            return f"{self.name} with more than {VLLM.max_windows} windows"
         if layout.sinks and has_learned_sinks(config):
             return f"{self.name} with both kinds of sinks"
         return self.name + {0: "", 1: " with a sink token"}.get(layout.sinks, " with several sink tokens")

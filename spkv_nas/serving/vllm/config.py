@@ -145,8 +145,8 @@ def _check_section(section: Mapping[str, Any]) -> None:
         )
     if len(windows) > MAX_WINDOWS:
         raise UserError(
-            f"the layout's local heads have {len(windows)} windows, but vLLM serves at most {MAX_WINDOWS}, each in "
-            "pages of its own\nchoose a layout with fewer windows, and export that"
+            f"the layout's local heads have {len(windows)} windows, but vLLM serves at most {MAX_WINDOWS}\nchoose "
+            f"a layout with fewer (propose --constraint max-windows={MAX_WINDOWS}), and export that"
         )
     if layout.get("sinks") and layout.get("learned_sinks"):
         raise UserError(

@@ -38,8 +38,8 @@ SeveralSolutions = Annotated[
 class ProposeOptions(LayerOptions, EngineOptions, ChoosesProbe):
     """Propose layouts for a budget of global heads, with every strategy. Writes layouts/NAME/.
 
-    A constraint, --robust or --head-costs adds the best layout that satisfies it. Several budgets give the best layout
-    at each of them, and the curve of coverage against budget in layouts/NAME/budgets.csv.
+    A constraint, --robust or --head-costs adds the best layout that satisfies it, and costs of windows add one with a
+    window per head. Several budgets give the best layout at each, and their curve in layouts/NAME/budgets.csv.
     """
 
     context: flags.OptionalContext = None

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 import spkv_nas
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.engines.vllm import VLLM
 from spkv_nas.model import custom_model_type
 from spkv_nas.model.attention import GLOBAL_WINDOW, layer_states
 from spkv_nas.model.checkpoint import load, save
@@ -21,6 +22,7 @@ from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.serving.vllm import config as served
 from spkv_nas.serving.vllm.config import ServedLayer, prepare, served_layers
 
+assert (served.MAX_SINKS, served.MAX_WINDOWS) == (VLLM.max_sinks, VLLM.max_windows)  # the plug-in imports no plans
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5)
 SEVERAL = {"heads": ("GN", "LM", "LG", "NN"), "window": 0, "windows": {"L": 3, "M": 5, "N": 9}}
 FOUR = {"heads": ("GO", "LM", "LG", "NN"), "window": 0, "windows": {"L": 3, "M": 5, "N": 9, "O": 16}}
@@ -137,7 +139,7 @@ def test_heads_with_the_native_window_of_all_layers_take_no_sinks() -> None:
     ("layout", "message"),
     [
         ({"sinks": 2}, r"see the first 2 tokens[^\n]*at most 1 sink token\nconvert .* --sinks 1"),
-        (FOUR, r"have 4 windows, but vLLM serves at most 3[^\n]*\nchoose a layout with fewer windows"),
+        (FOUR, r"have 4 windows, but vLLM serves at most 3[^\n]*\nchoose a layout with fewer"),
     ],
 )
 def test_what_vllm_does_not_keep_is_refused(
