@@ -60,7 +60,8 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
 
 def _size(recorded: Record) -> str:
     """Return the global heads of a layout, its KV cache if recorded, and its windows if there are several."""
-    layout, percent = Layout.from_words(recorded["heads"], recorded["window"]), recorded.get("kv_cache_percent")
+    layout = Layout.from_words(recorded["heads"], recorded["window"], sinks=recorded.get("sinks", 0))
+    percent = recorded.get("kv_cache_percent")
     heads = f"{layout.num_global} of {layout.num_heads} heads"
     memory = "" if percent is None else f", {percent:.1f} % KV cache"
     return heads + memory + (f", {layout.reach}" if layout.windows else "")
