@@ -155,10 +155,6 @@ class TestDryRun:
                 "full, layouts (at most), 3",
                 "scores (at most)",
             ),
-            ("reproduce", "palindrome", "--steps", "3", "--batch-size", "1"): (
-                "sliding-window",
-                "total: 1,728 tokens",
-            ),
         }
         for command, words in outputs.items():
             main([*map(str, command), "--workspace", str(workspace), "--dry-run"])
