@@ -20,6 +20,7 @@ from .model.generation_cache import SPKVCache as SPKVCache
 from .model.modes import set_gate_mode as set_gate_mode
 from .model.windows import apply_layout as apply_layout
 from .model.windows import layout_applied as layout_applied
+from .probing.critical_budget import auto as auto
 from .probing.critical_budget import critical_budget as critical_budget
 from .probing.head_gates import head_gates as head_gates
 from .probing.measure import probe as probe

@@ -295,7 +295,9 @@ VERDICT = ResultTable(
 CRITICAL_BUDGET = ResultTable(
     "critical-budget",
     (
-        Column("num_global", "whole"),  # budget that was looked at
+        Column("candidate", default=""),  # name of the layout that was looked at
+        Column("num_global", "whole"),
+        _number("memory", high=100.0, default=""),  # the budget, if it is one of memory, in percent of full attention's
         Column("look", "whole"),  # from 1, in order
         _number("level", high=1.0),  # largest p-value at which it passes
         Column("result"),  # passes, fails or open, in all criteria

@@ -19,6 +19,7 @@ from spkv_nas.base.distributed import is_lost_process, leave, num_processes, pro
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import evaluate, options
+from spkv_nas.cli.auto import auto
 from spkv_nas.cli.demo import demo
 from spkv_nas.stages.command_group import ADDED_COMMANDS, COMMAND_GROUPS, runner
 from spkv_nas.stages.generate import generate
@@ -91,6 +92,7 @@ for _function in LAYOUT_COMMANDS:
     options.command(layout)(_function)
 
 COMMANDS: dict[str, Callable[[Any, Reporter], Results | None] | typer.Typer] = {  # and groups, in the order of --help
+    "auto": auto,
     "init": runner(InitOptions),
     "probe": runner(probe.ProbeOptions),
     "propose": runner(propose.ProposeOptions),

@@ -1,16 +1,23 @@
 """Find from Python how many of the heads with the highest scores have to be global."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.progress import Progress, Reporter
+from spkv_nas.cost.cache_cost import CONTEXT
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation import separators
 from spkv_nas.evaluation.verdict import contenders, margins
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.verdict import trial_in_memory
-from spkv_nas.proposal import budget, propose
+from spkv_nas.probing import window_choice
+from spkv_nas.probing.measure import measure_signal
+from spkv_nas.probing.window_costs import NUM_BLOCKS
+from spkv_nas.proposal import budget, propose, windows
+from spkv_nas.proposal.requirements import Requirements
 
 
 def critical_budget(
@@ -27,7 +34,7 @@ def critical_budget(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> CriticalBudget:
-    """Find the smallest number of global heads whose layout loses less than a margin on the weights of ``model``.
+    """Find the smallest budget of heads or memory whose layout loses less than a margin on the weights of ``model``.
 
     It bisects the budgets. That any budget passes wrongly, and that any fails wrongly, has a probability of at most
     ``risk`` each, for all of them together::
@@ -40,7 +47,9 @@ def critical_budget(
         model: any supported decoder; it is left unchanged.
         scores: head scores, whose highest heads are global; their documents are left out of the text.
         blocks: text on which the heads were not scored, as token blocks or as strings.
-        budgets: numbers or shares of global heads: a range such as "4..40" or "5%..50%", or a list.
+        budgets: numbers or shares of global heads: a range such as "4..40" or "5%..50%", or a list; or for scores with
+            costs of windows "memory", "memory=5%..50%" or "memory=10%,20%", shares of full attention's KV cache at the
+            model's context.
         window: tokens visible to local heads, the query's own included; by default the table's.
         margin: largest loss allowed by criterion, as in ``verdict``.
         risk: largest probability of a wrong pass, and of a wrong failure: 0.05 or "5%".
@@ -52,10 +61,55 @@ def critical_budget(
     Raises ``UserError``: the budgets, the margin or the risk are invalid, the scores do not fit the model, or no
     document is left.
     """
-    layouts = [
-        propose.densest_layout(scores, number, window=window)
-        for number in budget.parse_budgets(budgets, scores.num_candidates)
-    ]
+    memories = None
+    if budgets.startswith(budget.MEMORY):
+        cost = Requirements(context=scores.metadata.get("positions") or CONTEXT).cache_cost(scores, window)
+        assert cost is not None  # there is a context
+        by_memory = windows.layouts_by_memory(scores, cost, budget.parse_memories(budgets))
+        layouts, memories = list(by_memory.values()), list(by_memory)
+    else:
+        numbers = budget.parse_budgets(budgets, scores.num_candidates)
+        layouts = [propose.densest_layout(scores, number, window=window) for number in numbers]
     trial = trial_in_memory(model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed)
-    candidates = [contenders.Contender(str(layout.num_global), layout=layout) for layout in layouts]
-    return find_critical_budget(trial, candidates, margins.parse_risk(risk), Reporter.of(progress))
+    candidates = [contenders.Contender(str(number), layout=layout) for number, layout in enumerate(layouts)]
+    nll = scores.metadata.get("nll") if memories is not None else None
+    return find_critical_budget(trial, candidates, margins.parse_risk(risk), Reporter.of(progress), memories, nll)
+
+
+def auto(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: TokenBlocks | Iterable[str],
+    *,
+    margin: str = "nll=1%",
+    risk: float | str = 0.05,
+    memory: str | None = None,
+    max_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> CriticalBudget:
+    """Find the smallest KV cache with which ``model`` loses less than a margin, with a window for every head.
+
+    It measures costs of windows on half of the text at most, and bisects layouts for several memories on the other
+    documents, as the command ``auto`` does::
+
+        found = spkv_nas.auto(model, tokenizer, texts, margin="nll=1%")
+        found.passes, found.layout  # 12.0 (% of full attention's KV cache) and its layout; None if no memory passes
+
+    Args:
+        model: any supported decoder; it is left unchanged.
+        tokenizer: the model's tokenizer.
+        texts: documents, as strings or as token blocks.
+        margin: largest loss allowed by criterion, as in ``verdict``.
+        risk: largest probability of a wrong pass, and of a wrong failure: 0.05 or "5%".
+        memory: shares of full attention's KV cache to try: "20%", "10%..40%" or a list; by default 4 % to 75 %.
+        max_tokens: tokens to compare on; None: one block per document, at least 128 blocks.
+        progress: called with what is done and the total.
+
+    Raises ``UserError``: the margin or a memory is invalid, or the text has too few documents.
+    """
+    blocks = texts if isinstance(texts, TokenBlocks) else separators.text_blocks(model, texts, tokenizer)
+    part = window_choice.half_of(blocks, NUM_BLOCKS)
+    scores = measure_signal("window-costs", model, part, progress=progress)
+    budgets = budget.MEMORY if memory is None else f"{budget.MEMORY}={memory}"
+    comparing: dict[str, Any] = {"margin": margin, "risk": risk, "tokenizer": tokenizer, "max_tokens": max_tokens}
+    return critical_budget(model, scores, blocks, budgets, **comparing, progress=progress)

@@ -34,6 +34,7 @@ from spkv_nas.proposal.windows import NARROWEST, WIDEST, TriedWindow, at_window,
 HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
 _LOCAL_PART = 0.6  # of the memory for the window that heads are ranked at; the best took 42 to 62 % (reports/LOG.md)
 _MOST_COMPARED = 4  # of the windows that cost least
+_LARGEST = 4096  # blocks of a text of which half is taken
 _FIRST_ROUND = 4  # blocks of the first round of successive halving; each round doubles them
 
 
@@ -186,19 +187,36 @@ def highest_scores(table: HeadScores, row: TriedWindow) -> Layout:
     return Layout.from_mask(mask, window=row.window, sinks=table.sinks)
 
 
-def hold_out(blocks: TokenBlocks, tokens: int = HELD_OUT_TOKENS) -> tuple[TokenBlocks, TokenBlocks]:
+def half_of(blocks: TokenBlocks, num_blocks: int | None = None) -> TokenBlocks:
+    """Return half of a text by documents, or a sample of it, so that a verdict can use the others.
+
+    Args:
+        blocks: the text, of which at most ``_LARGEST`` blocks are looked at.
+        num_blocks: blocks of the sample; None: all.
+
+    Raises ``UserError``: half of the documents are shorter than a block.
+    """
+    looked_at = blocks.spread(_LARGEST)
+    _, half = hold_out(looked_at, looked_at.tokens.size, 0.5)
+    return half if num_blocks is None else half.nested([min(num_blocks, half.num_blocks)])[0]
+
+
+def hold_out(
+    blocks: TokenBlocks, tokens: int = HELD_OUT_TOKENS, share: float | None = None
+) -> tuple[TokenBlocks, TokenBlocks]:
     """Divide a text by documents into one to rank heads on and one to choose the window on.
 
     Every domain with a document of at most half its text gives a part.
 
     Args:
         blocks: the text, which is packed again, with its documents in random order.
-        tokens: length of the second text, about a quarter of the whole at most.
+        tokens: length of the second text.
+        share: share of the text whose documents it is taken from; None: as many as it needs, up to about a quarter.
 
     Raises ``UserError``: the documents that can be held out are shorter than a block.
     """
     lengths = dict(zip(*np.unique(blocks.document, return_counts=True), strict=True))
-    share = min(tokens / blocks.tokens.size, 0.25)
+    share = min(tokens / blocks.tokens.size, 0.25) if share is None else share
     held: dict[str, int] = {}  # tokens by text
     # Hold out documents of each domain, in an order that does not depend on the rest of the text
     infos = sorted(enumerate(blocks.documents), key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest())

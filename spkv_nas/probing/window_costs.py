@@ -29,6 +29,7 @@ from spkv_nas.artifacts.window_costs import WindowCosts
 from spkv_nas.base import distributed, statistics
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation import nll
 from spkv_nas.model import windows as model_windows
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.loss import mean_divergence
@@ -38,6 +39,7 @@ from spkv_nas.probing.mixture import Mixture
 
 WINDOWS = (32, 64, 128, 256, 512, 1024)  # those of at most half a block are measured
 NUM_BLOCKS = 16  # whose gradients are averaged
+NLL_BLOCKS = 4  # for the NLL of the unchanged model, which costs are compared with
 Float = NDArray[np.float64]
 
 
@@ -81,12 +83,20 @@ def window_costs(
         layers = local_layers.candidate_layers(states)
         gradients = _gradients(model, states, layers, blocks, order, measured, sinks, progress)
         native = local_layers.native_windows(states)
+    unchanged = nll.document_nll(model, blocks.nested([min(NLL_BLOCKS, blocks.num_blocks)])[0], batch_size=1).mean
     # Costs against global attention, by block: [N, L, Hkv, W]
     costs = np.zeros((len(order), len(states), *gradients.shape[2:]))
     costs[:, layers] = gradients
     costs = costs[..., :-1] - costs[..., -1:]
     means, by_window = _means(blocks, order, costs, measured, window)
-    facts = {**(metadata or {}), "blocks": len(order), "seed": seed, **native, **({"sinks": sinks} if sinks else {})}
+    facts = {
+        **(metadata or {}),
+        "nll": round(unchanged, 4),
+        "blocks": len(order),
+        "seed": seed,
+        **native,
+        **({"sinks": sinks} if sinks else {}),
+    }
     record: dict[str, Any] = {"name": name, "metadata": facts, "kind": kinds.GAIN, "unit": kinds.NATS}
     num_passes = passes(len(measured)) * len(order) / blocks.num_blocks
     table = heads.signal_table("window-costs", means, window, passes=num_passes, tokens=blocks.tokens.size, **record)

@@ -1,11 +1,14 @@
-"""Parse budgets: the number of global KV heads as a count, a share of all heads, or several of these."""
+"""Parse budgets: the number of global KV heads as a count, a share of all heads, or several of these; or memories."""
 
 from fractions import Fraction
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.cost.cache_cost import parse_memory
 
 MATCH_BUDGET = "match-budget"  # value of --tau: the threshold whose mean density equals the budget's share of heads
 DEFAULT_SHARE = Fraction(18, 63)  # share of global heads in the paper: 18 of 21 x 3
+MEMORY = "memory"  # begins budgets in shares of full attention's KV cache
+MEMORIES = (4, 5, 6, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 60, 75)  # in percent: those of a range
 PAPER_BUDGET = f"{DEFAULT_SHARE.numerator} of {DEFAULT_SHARE.denominator}"
 
 
@@ -71,3 +74,33 @@ def _parse_part(text: str, num_heads: int) -> list[int]:
     if stride < 1:
         raise UserError(f"budget '{text}': the step after the colon must be a whole number of at least 1")
     return [*range(first, last, stride), last]
+
+
+def parse_memories(text: str) -> list[float]:
+    """Parse several shares of full attention's KV cache to distinct percentages, ascending.
+
+    Args:
+        text: ``"memory"`` for all of ``MEMORIES``, ``"memory=5%..50%"`` for these ends and what is between them, or a
+            list such as ``"memory=10%,15%,20%"``.
+
+    Raises ``UserError``: the text is malformed, or a share is not between 0 and 100 %.
+    """
+    name, _, shares = text.partition("=")
+    if name != MEMORY:
+        raise UserError(f"budget '{text}': give numbers of heads, or {MEMORY}, {MEMORY}=5%..50% or {MEMORY}=10%,20%")
+    if not shares:
+        return [float(percent) for percent in MEMORIES]
+    ends = [round(100.0 * _share(part), 6) for part in shares.replace("..", ",").split(",")]
+    if ".." not in shares:
+        return sorted({*ends})
+    if len(ends) != 2 or ends[0] > ends[1]:
+        raise UserError(f"budget '{text}': give a range from the smaller share to the larger one, such as 5%..50%")
+    return sorted({*ends, *(float(percent) for percent in MEMORIES if ends[0] < percent < ends[1])})
+
+
+def _share(text: str) -> float:
+    """Parse a share such as ``20%``."""
+    memory = parse_memory(text)
+    if memory >= 1.0:
+        raise UserError(f"budget {text[:40]}: several memories are shares of full attention's KV cache, such as 20%")
+    return memory

@@ -35,7 +35,7 @@ class Constraints:
         local_layers: layers in which every head is local.
         granularity: "head", or "layer" for whole layers only.
         uniform: same number of global heads in every layer that mixes global and local heads.
-        max_windows: most windows of local heads, for layouts with a window per head.
+        max_windows: most windows of local heads, for layouts with a window per head; None: three.
         windows: windows of local heads to choose from, for such layouts; empty: those that were measured.
 
     Raises:

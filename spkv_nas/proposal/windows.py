@@ -6,6 +6,7 @@ head takes one kind of attention, a window or global, and the sum of the costs i
 largest of the sums over domains.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from spkv_nas.proposal.integer_program import TIME_LIMIT, silenced
 NARROWEST, WIDEST = 32, 1024  # windows that are tried
 _STEP = 16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
 _MOST_TRIED = 12  # windows
+MOST_WINDOWS = 3  # of a layout, unless a constraint allows more: as many as vLLM serves
 WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
 Float = NDArray[np.float64]
 Row = tuple[Any, Any, Any]  # low <= A v <= high: A, low, high
@@ -284,6 +286,24 @@ def window_per_head(
     return replace(layout, provenance={**origin, "constraints": constraints.named} if constraints.named else origin)
 
 
+def layouts_by_memory(
+    table: HeadScores, cost: CacheCost, percents: Sequence[float], constraints: Constraints | None = None
+) -> dict[float, Layout]:
+    """Return the layout with a window per head for each memory, in percent of full attention's KV cache.
+
+    Memories that are too small for any layout are left out; errors as ``window_per_head`` if all are.
+    """
+    layouts: dict[float, Layout] = {}
+    for percent in sorted(percents):
+        try:
+            memory = int(percent / 100.0 * cost.full(table.num_heads))
+            layouts[percent] = window_per_head(table, cost, memory, constraints)
+        except UserError:
+            if percent == max(percents) and not layouts:
+                raise
+    return layouts
+
+
 def _problem(table: HeadScores, cost: CacheCost, constraints: Constraints) -> WindowProblem:
     """Return the knapsack of ``window_per_head``; errors as there."""
     costs = table.window_costs
@@ -293,7 +313,9 @@ def _problem(table: HeadScores, cost: CacheCost, constraints: Constraints) -> Wi
         raise UserError("uniform counts global heads: leave it out for a window per head")
     constraints.check(table.grid)
     # Restrict the windows
-    limits = [constraints.max_windows, cost.serving.engine.max_windows if isinstance(cost, EngineCost) else None]
+    limits = [constraints.max_windows or MOST_WINDOWS]
+    if isinstance(cost, EngineCost):
+        limits.append(cost.serving.engine.max_windows)
     costs = costs.only(constraints.windows) if constraints.windows else costs
     sizes = [replace(cost, window=window).local_head for window in costs.windows]
     return WindowProblem(
@@ -301,5 +323,5 @@ def _problem(table: HeadScores, cost: CacheCost, constraints: Constraints) -> Wi
         np.array([*sizes, cost.global_head], dtype=np.float64),
         constraints.named,
         tuple(sorted({*range(table.num_layers)} - {*table.layers})),
-        min((limit for limit in limits if limit is not None), default=None),
+        min(limits),
     )

@@ -249,6 +249,7 @@ def _text_size(record: Record) -> str:
 # Table of results, and the function that makes its section of (name, rows, record)
 SECTIONS: dict[result_tables.ResultTable, Callable[[str, pd.DataFrame, Record], chart.Section]] = {
     result_tables.VERDICT: verdict_cards.verdict_section,
+    result_tables.CRITICAL_BUDGET: verdict_cards.budget_section,
     result_tables.SCORES: _scores,
     result_tables.EVALUATION: _evaluated,
     result_tables.BASELINES: _baselines,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,18 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
             for criterion, group in rows[rows["margin"] > 0.0].groupby("criterion", sort=False)
         ),
     )
+
+
+def budget_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
+    """Return the section of ``critical-budget.csv``."""
+    number, risk = len(record.get("layouts", {})), 100 * record.get("risk", math.nan)
+    about = (
+        f"The smallest of {number} budgets was looked for by bisection, on the same samples in random order. A wrong "
+        f"pass, and a wrong failure, has a probability of at most {risk:g} % each for all of them together; ends that "
+        "the bisection did not ask for are not known."
+    )
+    section = verdict_section(name, rows.sort_values("kv_bytes"), {**record, "risk": None})
+    return replace(section, title="Critical budget", about=about)
 
 
 def _size(recorded: Record) -> str:

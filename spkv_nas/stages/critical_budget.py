@@ -1,5 +1,6 @@
-"""Find the smallest budget of global heads whose layout passes, to ``reports/<name>/critical-budget.csv``."""
+"""Find the smallest budget, of heads or memory, whose layout passes, to ``reports/<name>/critical-budget.csv``."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,19 @@ from rich.table import Table
 from spkv_nas.artifacts import head_scores, result_tables
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.base import console, device, progress, units
+from spkv_nas.base import console, device, errors, progress, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
+from spkv_nas.engines.registry import read_serving
 from spkv_nas.evaluation.selected import probe_of
 from spkv_nas.evaluation.verdict import contenders, words
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.margins import parse_risk
 from spkv_nas.model import checkpoint, transformers_logging
 from spkv_nas.proposal import constraints, propose
-from spkv_nas.proposal.budget import parse_budgets
+from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.proposal.budget_curve import budget_curve
 from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.windows import layouts_by_memory
 from spkv_nas.stages import checks, commands, decision, engines, lookup, sized_model
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.margins import is_layout
@@ -34,6 +37,10 @@ class Memory:
 
     full: int  # bytes with full attention
     used: int  # bytes at the critical budget
+    context: int  # tokens that both are counted for
+    requests: (
+        float | None
+    )  # times as many requests in vLLM as with full attention; None if it does not serve the layout
     sentence: str  # both for people, with the sizes and the engine that they are counted for
 
 
@@ -45,7 +52,7 @@ class BudgetResult(CriticalBudget):
     probe: str  # name of the head scores that the layouts are selected by
     num_heads: int  # KV heads that can be global
     memory: Memory | None  # cache at the critical budget; None if no budget passes
-    file: Path | None  # layout file of the critical budget; None if no budget passes, or if layouts are not from files
+    file: Path | None  # layout file of the critical budget; None if no budget passes, or if there is none
     folder: Path  # folder of the table
     next: tuple[commands.Suggestion, ...]  # commands to run next
 
@@ -62,7 +69,7 @@ def run(options: CriticalBudgetOptions, reporter: progress.Reporter) -> Result:
 
 
 def critical_budget(options: CriticalBudgetOptions, reporter: progress.Reporter = progress.SILENT) -> BudgetResult:
-    """Bisect budgets of global heads for the smallest whose layout passes against the dense model.
+    """Bisect budgets of global heads, or of memory, for the smallest whose layout passes against the dense model.
 
     Raises:
         UserError: all documents were used to select a layout, the budgets are invalid, or something cannot be read.
@@ -75,34 +82,29 @@ def critical_budget(options: CriticalBudgetOptions, reporter: progress.Reporter 
     probe = options.probe or probe_of(options.folders, files.layouts.values())
     table = lookup.chosen_table(replace(options, probe=probe), reporter)
     requirements = _requirements(options, files)
-    layouts = files.layouts
-    if not layouts:
-        budgets = parse_budgets(",".join(options.budgets), table.num_candidates)
-        layouts = budget_curve(table, requirements, budgets).layouts
-    # One layout for each number of heads: constraints may not use a budget up
-    by_size = {layout.num_global: name for name, layout in reversed(layouts.items())}
-    names = [by_size[number] for number in sorted(by_size)]
-    candidates = [contenders.Contender(name, options.model, layouts[name], layouts[name]) for name in names]
+    layouts, memories = _layouts(options, files, table, requirements)
+    names = list(layouts)
+    candidates = [contenders.Contender(name, options.model, layout, layout) for name, layout in layouts.items()]
     # Look at budgets, on documents that the heads were not scored on
     compared = decision.prepare(options, candidates, list(files.files.values()), reporter)
-    outcome = find_critical_budget(compared.trial, candidates, parse_risk(options.risk), reporter)
+    nll = table.metadata.get("nll") if memories is not None else None
+    outcome = find_critical_budget(compared.trial, candidates, parse_risk(options.risk), reporter, memories, nll)
     smallest = outcome.critical.passes
-    if outcome.passes is not None and (reason := propose.price_advice(table, outcome.passes)) is not None:
+    if outcome.layout is not None and (reason := propose.price_advice(table, outcome.layout.num_global)) is not None:
         reporter.caution(reason)
     # Compute the cache of every budget, and what the smallest that passes saves
-    window, table = outcome.layouts[0].window, propose.with_sinks(table, outcome.layouts[0].sinks)
+    window, table = outcome.layouts[0].window or None, propose.with_sinks(table, outcome.layouts[0].sinks)
     cost = requirements.cache_cost(table, window)
     assert cost is not None  # there is a default context
-    kv_bytes = {layout.num_global: _kv_bytes(cost, layout, table) for layout in outcome.layouts}
-    rows = outcome.rows.assign(kv_bytes=outcome.rows["num_global"].map(kv_bytes))
-    memory = None
-    if outcome.layout is not None:
-        full, used = cost.full(table.num_heads), kv_bytes[outcome.layout.num_global]
-        sentence = str(requirements.memory(table, outcome.layout.num_global, window))
-        if outcome.layout.windows:
-            sentence = f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
-            sentence += f"{units.format_bytes(full)} with all heads global; {outcome.layout.reach}"
-        memory = Memory(full, used, sentence)
+    kv_bytes = dict(zip(outcome.budgets, (_kv_bytes(cost, layout, table) for layout in outcome.layouts), strict=True))
+    rows = outcome.rows.assign(kv_bytes=outcome.rows[_column(outcome)].map(kv_bytes))
+    # Write the layout of the smallest, unless it is from a file
+    file, memory = None if smallest is None else files.files.get(names[smallest]), None
+    if outcome.layout is not None and outcome.passes is not None:
+        memory = _memory(requirements, table, cost, outcome.layout, kv_bytes[outcome.passes])
+        if memories is not None and file is None:
+            file = options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
+            outcome.layout.write(file)
     # Collect and write the result
     result = BudgetResult(
         **vars(replace(outcome, rows=rows)),
@@ -110,9 +112,9 @@ def critical_budget(options: CriticalBudgetOptions, reporter: progress.Reporter 
         probe=table.name,
         num_heads=table.num_candidates,
         memory=memory,
-        file=None if smallest is None else files.files.get(names[smallest]),
+        file=file,
         folder=options.folders.report_dir(compared.name),
-        next=() if outcome.passes is None or files.layouts else (_proposal(options, table.name, outcome.passes),),
+        next=() if outcome.layout is None or file else (_proposal(options, table.name, outcome.layout.num_global),),
     )
     result_tables.CRITICAL_BUDGET.write(
         result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
@@ -120,10 +122,57 @@ def critical_budget(options: CriticalBudgetOptions, reporter: progress.Reporter 
     return result
 
 
+def _layouts(
+    options: CriticalBudgetOptions, files: Proposal, table: head_scores.HeadScores, requirements: Requirements
+) -> tuple[dict[str, Layout], list[float] | None]:
+    """Return the layouts by ascending budget, and their memories in percent if these are the budgets."""
+    cost = requirements.cache_cost(table, None)
+    assert cost is not None  # there is a default context
+    text = ",".join(options.budgets)
+    # A layout for each memory
+    if not files.layouts and text.startswith(MEMORY):
+        found = layouts_by_memory(table, cost, parse_memories(text), requirements.constraints)
+        return {f"{percent:g}%": layout for percent, layout in found.items()}, list(found)
+    # Files of which some have several windows, so that numbers of heads do not order them
+    layouts = files.layouts or budget_curve(table, requirements, parse_budgets(text, table.num_candidates)).layouts
+    if any(layout.windows for layout in layouts.values()):
+        full = cost.full(table.num_heads)
+        shares = {name: round(100.0 * _kv_bytes(cost, layout, table) / full, 2) for name, layout in layouts.items()}
+        by_memory = {share: name for name, share in reversed(shares.items())}
+        return {by_memory[share]: layouts[by_memory[share]] for share in sorted(by_memory)}, sorted(by_memory)
+    # One for each number of heads: constraints may not use a budget up
+    by_size = {layout.num_global: name for name, layout in reversed(layouts.items())}
+    return {by_size[number]: layouts[by_size[number]] for number in sorted(by_size)}, None
+
+
+def _column(outcome: CriticalBudget) -> str:
+    """Return the column of the budgets."""
+    return "num_global" if outcome.memories is None else "memory"
+
+
+def _memory(
+    requirements: Requirements, table: head_scores.HeadScores, cost: CacheCost, layout: Layout, used: int
+) -> Memory:
+    """Return the KV cache of a layout, ``used`` bytes, beside full attention's."""
+    full = cost.full(table.num_heads)
+    sentence = f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
+    sentence += f"{units.format_bytes(full)} with all heads global; {layout.reach}"
+    if not layout.windows:
+        sentence = str(requirements.memory(table, layout.num_global, layout.window))
+    # Plan the cache in vLLM
+    requests = None
+    with suppress(errors.UserError):
+        served = replace(requirements, serving=read_serving("vllm")).cache_cost(table, layout.window or None)
+        if isinstance(served, EngineCost) and (plan := served.layout_plan(layout)) is not None:
+            whole = served.serving.engine.plan(served.cache(layout.num_heads), layout.num_heads)
+            requests = whole.request_bytes / plan.request_bytes
+    return Memory(full, used, cost.context, requests, sentence)
+
+
 def _kv_bytes(cost: CacheCost, layout: Layout, table: head_scores.HeadScores) -> int:
     """Return the bytes of a layout's KV cache."""
     if not layout.windows:
-        return cost.total(layout.num_global, table.num_heads)
+        return replace(cost, window=layout.window).total(layout.num_global, table.num_heads)
     if isinstance(cost, EngineCost) and (plan := cost.layout_plan(layout)) is not None:
         return plan.memory(cost.batch)
     return cost.of_heads(window for layer in table.layers for window in layout.head_windows[layer])
@@ -158,7 +207,7 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
         "critical_budget": result.passes,
         "largest_failing": result.fails,
         "heads": None if result.layout is None else result.layout.words.split(),
-        "window": result.layouts[0].window,
+        "window": None if result.layout is None else result.layout.window,
         "sinks": result.layouts[0].sinks,
         "answers": {result.compared.candidates[look.position].name: look.answer for look in result.critical.looks},
         "unrecorded": result.unrecorded,
@@ -168,9 +217,11 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
 def show(result: BudgetResult) -> None:
     """Print the budgets that were looked at, the critical budget, what it saves, and what the answer rests on."""
     title = f"{escape(result.probe)}: loss against {escape(result.compared.against)}"
-    grid = Table("global heads", "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
-    for row in result.rows.sort_values("num_global", kind="stable").itertuples():
-        grid.add_row(str(row.num_global), str(row.look), *decision.loss_cells(row, result.nouns), row.result)
+    sizes = ["global heads"] if result.memories is None else ["KV cache %", "global heads"]
+    grid = Table(*sizes, "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
+    for row in result.rows.sort_values(_column(result), kind="stable").itertuples():
+        cells = [str(row.num_global)] if result.memories is None else [f"{row.memory:g}", str(row.num_global)]
+        grid.add_row(*cells, str(row.look), *decision.loss_cells(row, result.nouns), row.result)
     console.out.print(grid)
     for line in _sentences(result):
         console.out.print(line)
@@ -191,6 +242,7 @@ def document(result: BudgetResult) -> dict[str, Any]:
         "num_heads": result.num_heads,
         "budgets": list(result.budgets),
         "answers": {str(budget): answer for budget, answer in result.answers.items()},
+        "memories": result.memories,
         "memory": result.memory,
         "layout": result.layout,
         "unrecorded": result.unrecorded,
@@ -198,7 +250,7 @@ def document(result: BudgetResult) -> dict[str, Any]:
     }
 
 
-def open_budgets(result: BudgetResult) -> list[int]:
+def open_budgets(result: BudgetResult) -> list[float]:
     """Return the budgets between the largest that fails and the smallest that passes: open, or not looked at."""
     low = -1 if result.critical.fails is None else result.critical.fails
     high = len(result.budgets) if result.critical.passes is None else result.critical.passes
@@ -221,23 +273,25 @@ def _answer(result: BudgetResult) -> str:
     margins, any_margin = (word.join(map(escape, result.margins)) for word in (" and ", " or "))
     # State the answer
     if passes is not None:
-        answer = f"[bold]{passes} of {result.num_heads} KV heads pass[/bold]: the loss is below {margins}"
+        answer = f"[bold]{_named(result, passes, 'pass')}[/bold]: the loss is below {margins}"
     elif result.answer == "fails":
         smaller = [budget for budget in result.budgets if budget not in result.answers]
-        others = f"; {', '.join(map(str, smaller))} not looked at, so they may pass" if smaller else ""
-        return f"[bold]{fails} of {result.num_heads} KV heads fail[/bold]: the loss is above {any_margin}{others}"
+        others = f"; {_listed(smaller)} not looked at, so they may pass" if smaller else ""
+        return f"[bold]{_named(result, result.budgets[-1], 'fail')}[/bold]: the loss is above {any_margin}{others}"
     else:
         answer = f"[bold]open[/bold]: no budget of the range is known to keep the loss below {margins}"
     # Add what is known of smaller and of undecided budgets
     parts = [answer]
     if fails is not None:
-        parts.append(f"{fails} {'is' if fails == 1 else 'are'} too few")
+        few = "% is too little" if result.memories is not None else "is too few" if fails == 1 else "are too few"
+        parts.append(f"{fails:g} {few}")
     if unknown:
         unseen = [budget for budget in unknown if budget not in result.answers]
-        note = f" ({', '.join(map(str, unseen))} not looked at)" if unseen else ""
+        note = f" ({_listed(unseen)} not looked at)" if unseen else ""
         verb = "is" if len(unknown) == 1 else "are"
-        parts.append(f"{_range(unknown)} {verb} open{note}")
-        rows = result.rows[result.rows["num_global"].isin(unknown)]
+        ends = f"{unknown[0]:g}" if len(unknown) == 1 else f"{unknown[0]:g} to {unknown[-1]:g}"
+        parts.append(f"{ends} {verb} open{note}")
+        rows = result.rows[result.rows[_column(result)].isin(unknown)]
         if len(rows) and (rows["num_samples"] >= rows["criterion"].map(result.num_samples)).all():
             parts.append("every sample was used: more text may decide")
     if passes == result.budgets[0]:
@@ -245,9 +299,16 @@ def _answer(result: BudgetResult) -> str:
     return "; ".join(parts)
 
 
-def _range(budgets: list[int]) -> str:
-    """Format budgets that follow each other in the range."""
-    return str(budgets[0]) if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}"
+def _named(result: BudgetResult, budget: float, verb: str) -> str:
+    """Return a budget with what it does."""
+    if result.memories is not None:
+        return f"{budget:g} % of the KV cache {verb}{'es' if verb == 'pass' else 's'}"
+    return f"{budget} of {result.num_heads} KV heads {verb}"
+
+
+def _listed(budgets: list[float]) -> str:
+    """List budgets."""
+    return ", ".join(f"{budget:g}" for budget in budgets)
 
 
 def _order(result: BudgetResult) -> str:
@@ -255,7 +316,7 @@ def _order(result: BudgetResult) -> str:
     if result.passes is None:
         return ""
     larger = [
-        f"{budget} {answer if answer == 'fails' else 'is open'}"
+        f"{budget:g} {answer if answer == 'fails' else 'is open'}"
         for budget, answer in result.answers.items()
         if budget > result.passes and answer != "passes"
     ]

@@ -15,7 +15,7 @@ from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.signals import DENSITY
 from spkv_nas.stages import commands, forecast, lookup
-from spkv_nas.stages.options import InPrecision, OnDevice, Trains, probe, train, train_hybrid
+from spkv_nas.stages.options import InPrecision, OnDevice, Trains, auto, probe, train, train_hybrid
 from spkv_nas.stages.result import Result
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.recipe import Recipe
@@ -38,6 +38,7 @@ def plan_of(options: Trains, reporter: progress.Reporter = progress.SILENT) -> P
     """
     planned: dict[type, Callable[[Any, progress.Reporter], Plan | forecast.Forecast]] = {
         train.TrainOptions: plan_train,
+        auto.AutoOptions: forecast.plan_auto,
         probe.ProbeOptions: plan_probe,
         train_hybrid.TrainHybridOptions: plan_train_hybrid,
     }

@@ -150,7 +150,7 @@ Constraint = Annotated[
     Flag(
         "Constraint; repeat for several. On global heads: min-per-layer=N, max-per-layer=N: in layers that are not "
         "fixed; global-layers=0,20, local-layers=3-5: layers that are fixed; uniform: as many in every layer that has "
-        "both kinds. On a window per head: max-windows=3, windows=128,512.",
+        "both kinds. On a window per head: max-windows=N (default 3), windows=128,512.",
         metavar="NAME[=VALUE]",
         panel=MEMORY,
     ),

@@ -25,7 +25,8 @@ from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
 from spkv_nas.probing import frozen, signals
 from spkv_nas.probing.signal import Signal
-from spkv_nas.stages.options import REFERENCE, probe
+from spkv_nas.proposal.budget import MEMORIES
+from spkv_nas.stages.options import REFERENCE, auto, probe
 from spkv_nas.stages.subject import Subject, default_block_size
 from spkv_nas.training import step_cost, text_size
 
@@ -49,8 +50,15 @@ class Forecast:
         return cls(name, stages.size, stages.num_predictor_parameters, site, tuple(costs), (memory, *remarks))
 
 
-def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter = progress.SILENT) -> Forecast:
-    """Estimate the cost of ``probe`` without a recipe, on this machine.
+def plan_auto(options: auto.AutoOptions, reporter: progress.Reporter = progress.SILENT) -> Forecast:
+    """Estimate the cost of ``auto``: the probe, and the comparison of memories with the dense model."""
+    return plan_probe(options.probe, reporter, compares=options.max_tokens or auto.HELD_OUT_TOKENS)
+
+
+def plan_probe(
+    options: probe.ProbeOptions, reporter: progress.Reporter = progress.SILENT, compares: int = 0
+) -> Forecast:
+    """Estimate the cost of ``probe`` without a recipe on this machine, and of a bisection on ``compares`` tokens.
 
     Raises ``UserError``: as ``probe``.
     """
@@ -84,6 +92,9 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter = progre
     )
     learning = [gate_training(stages, options.steps)] if learns else []
     stage_costs = [*learning, *_probed(stages, signal, options, num_tokens)]
+    if compares:
+        looks = 2 * len(MEMORIES).bit_length()
+        stage_costs.append(stages.measure("compare memories, at most", min(compares, num_tokens), 1 + looks))
     about_time = f"time: computed from FLOPs at {speed:.2g} FLOP/s, half the measured speed of a matrix product"
     return Forecast.of(subject.name, stages, stage_costs, about_time)
 

@@ -41,9 +41,11 @@ from spkv_nas.model.windows import default_window
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
-from spkv_nas.probing.signal import LAYER, parse_sinks
-from spkv_nas.probing.signals import DENSITY, SIGNALS
+from spkv_nas.probing.signal import LAYER, Signal, parse_sinks
+from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS
 from spkv_nas.probing.sinks import choose_sinks
+from spkv_nas.probing.window_choice import half_of
+from spkv_nas.probing.window_costs import NUM_BLOCKS
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages import checks, next_steps
 from spkv_nas.stages.options import REFERENCE
@@ -60,11 +62,12 @@ _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
 _MAX_TARGET = 0.99  # maximum target density of learned gates
 
 
-def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
+def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, reuse: bool = False) -> HeadScores:
     """Probe a recipe's reference (trained first if need be), a user's checkpoint, or the embedded reference.
 
     The default signal is density for a recipe or a model with gates, else head gates. To measure density on a model
-    without gates, gates are learned first, at the budget's price and with frozen weights.
+    without gates, gates are learned first, at the budget's price and with frozen weights. ``reuse`` returns the table
+    of an earlier probe of the same inputs by this version, if there is one.
     """
     checks.check(options)
     quiet_transformers(reporter)
@@ -78,14 +81,10 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
         tokens=SCORING_TOKENS if signal.computes_logits else None,
         learns=signal.needs_gates,
     )
+    if signal.name == WINDOW_COSTS.name and options.max_tokens is None:
+        measured = _half(measured, options, reporter)
     origin = _origin(subject, measured, options, reporter)
-    # Collect what this signal uses: a limit of memory, a cache of scores, a batch size
-    run_options: dict[str, Any] = dict(zip(("memory", "context"), memory_limit(options), strict=True))
-    if signal.caches_scores:
-        root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
-        run_options["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
-    if signal.computes_logits or signal.needs_gates:
-        run_options["batch_size"] = measured.batch_size
+    run_options = _run_options(signal, subject, measured, options)
     # Learn gates
     learned, sinks = dict[str, Any](), parse_sinks(options.sinks)
     if measured.train is not None:
@@ -97,6 +96,10 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     # Measure the signal, under a name that no table of other inputs has
     inputs = on_main(lambda: _inputs(subject, measured, options))
     name = on_main(lambda: _free_name(options.folders, subject.name, inputs, reporter))
+    folder = options.folders.probe_dir(name)
+    if reuse and probe_records(options.folders).get(name, {}).get("environment") == environment():
+        reporter.announce(f"reused probe {name} of the same model, text and options")
+        return HeadScores.read(folder)
     with reporter.bar("probing") as progress:
         table = measure_signal(
             signal,
@@ -112,12 +115,37 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     if measured.train is not None:
         table = replace(table, selected_on=measured.blocks.text_ids | measured.train.text_ids)
     # Write the table, then measure gains
-    folder = options.folders.probe_dir(name)
     on_main(lambda: table.write(folder))
     if _GAINS in signal.options() and (table_with_gains := _add_gains(table, measured, options, reporter)) is not table:
         on_main(lambda: table_with_gains.write(folder))
         return table_with_gains
     return table
+
+
+def _run_options(signal: Signal, subject: Subject, measured: Measured, options: ProbeOptions) -> dict[str, Any]:
+    """Return what a signal uses: a limit of memory, a cache of scores, a batch size."""
+    run_options: dict[str, Any] = dict(zip(("memory", "context"), memory_limit(options), strict=True))
+    if signal.caches_scores:
+        root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
+        run_options["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
+    if signal.computes_logits or signal.needs_gates:
+        run_options["batch_size"] = measured.batch_size
+    return run_options
+
+
+def _half(measured: Measured, options: ProbeOptions, reporter: Reporter) -> Measured:
+    """Leave half of the documents unseen, for verdicts on the same text; few blocks are enough for costs of windows."""
+    whole = measured.blocks
+    try:
+        part = half_of(whole, NUM_BLOCKS if options.memory is None else None)
+    except UserError:
+        reporter.caution("too few documents to leave some unseen: score and verdict need other text")
+        return measured
+    unseen = len(whole.text_ids) - len(part.text_ids)
+    reporter.announce(
+        f"{len(part.text_ids):,} documents select the heads; {unseen:,} others are left for score and verdict"
+    )
+    return replace(measured, blocks=part)
 
 
 def _inputs(subject: Subject, measured: Measured, options: ProbeOptions) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from spkv_nas.artifacts import agreement, comparison, head_scores, search_table
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.artifacts.result_tables import ALARM, SCORES, VERDICT, AlarmRecord, ResultTable
+from spkv_nas.artifacts.result_tables import ALARM, CRITICAL_BUDGET, SCORES, VERDICT, AlarmRecord, ResultTable
 from spkv_nas.base.files import is_file
 from spkv_nas.base.records import read_record
 from spkv_nas.base.schema import Recorded
@@ -32,13 +32,17 @@ def read_inputs(workspace: Workspace, table: head_scores.HeadScores, proposal: P
     known = {layout.hash for layout in proposal.layouts.values()}
     for rows in (*(file.rows for file in scores), *([results["search"]] if "search" in results else [])):
         known |= set(rows["hash"])
-    verdicts = [file for file in _found(workspace, table, VERDICT) if file.name == table.name or known & _hashes(file)]
+    decided = {
+        kind: [file for file in _found(workspace, table, kind) if file.name == table.name or known & _hashes(file)]
+        for kind in (VERDICT, CRITICAL_BUDGET)
+    }
     elsewhere = [
         (kind, file)
-        for kind, files in ((VERDICT, verdicts), (SCORES, scores))
+        for kind, files in {**decided, SCORES: scores}.items()
         for file in files
         if file.path != folder / f"{kind.name}.csv"
     ]
+    verdicts = [*decided[VERDICT], *decided[CRITICAL_BUDGET]]
     results["benchmarks"] += tuple(file_section(kind, file, number) for number, (kind, file) in enumerate(elsewhere, 1))
     return ReportInputs(proposal.table(table), proposal.layouts, scores=scores, verdicts=verdicts, **results, **others)
 
@@ -68,7 +72,7 @@ def _found(workspace: Workspace, table: head_scores.HeadScores, kind: ResultTabl
     model = model_identity(table.metadata)
     for file in sorted(workspace.reports.glob(f"*/{kind.name}*.csv")):
         rows, record = replace(kind, name=file.stem).read(file.parent) or (None, {})
-        measured = record.get("against" if kind is VERDICT else "model")
+        measured = record.get("model" if kind is SCORES else "against")
         is_same = model is not None and isinstance(measured, str) and absolute(measured) == absolute(model)
         if rows is not None and (is_same or file.parent.name == table.name):
             yield ResultFile(file, rows, record)

@@ -11,9 +11,9 @@ from spkv_nas.evaluation.verdict.trial import Answer
 LETTERS: dict[str, Answer] = {"F": "fails", "o": "open", "P": "passes"}
 
 
-def find(answers: str) -> Critical:
+def find(answers: str, first: int | None = None) -> Critical:
     """Bisect candidates with these answers, one letter each."""
-    return critical(len(answers), 0.05, lambda position, level: LETTERS[answers[position]])
+    return critical(len(answers), 0.05, lambda position, level: LETTERS[answers[position]], first)
 
 
 @pytest.mark.parametrize("number", [1, 2, 7, 37, 64])
@@ -23,6 +23,16 @@ def test_every_place_is_found_with_few_looks(number: int) -> None:
         assert result.passes == (first if first < number else None)
         assert result.fails == (first - 1 if first else None)
         assert len(result.looks) <= number.bit_length() + 1
+
+
+@pytest.mark.parametrize("start", [0, 5, 14])
+def test_from_a_first_look_near_the_answer_few_others_follow(start: int) -> None:
+    for smallest in range(16):
+        result = find("F" * smallest + "P" * (15 - smallest), start)
+        assert result.looks[0].position == start
+        assert result.passes == (smallest if smallest < 15 else None)
+        if abs(smallest - start) <= 1:
+            assert len(result.looks) <= 4
 
 
 def test_open_candidates_are_between_the_answers() -> None:
@@ -98,10 +108,12 @@ def test_any_wrong_pass_is_rarer_than_the_risk(kind: str, order: str) -> None:
         "upper half": positions >= number // 2,
     }[order]
     wrong = 0
-    for _ in range(runs):
+    for run in range(runs):
+        first = None if run % 2 else 5
         p = np.where(should_pass, random.random(number) ** 8, draw(random, kind, number))
         test: Test = lambda position, level, p=p: "passes" if p[position] <= level else "open"  # noqa: E731
         wrong += any(
-            look.answer == "passes" and not should_pass[look.position] for look in critical(number, risk, test).looks
+            look.answer == "passes" and not should_pass[look.position]
+            for look in critical(number, risk, test, first).looks
         )
     assert wrong / runs <= risk + 3 * (risk / runs) ** 0.5

@@ -46,6 +46,7 @@ class TestArguments:
             "evaluate": measured,
             "score": {**measured, "layouts": LAYOUT},
             "verdict": {**measured, "layouts": LAYOUT},
+            "auto": {"model": model, "tokenizer": tiny_tokenizer, "texts": TEXTS},
             "critical_budget": {**measured, "scores": scores, "budgets": "1..8"},
             "paired_difference": {"candidate": nll, "baseline": nll},
             "head_gates": measured,

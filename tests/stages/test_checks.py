@@ -99,6 +99,8 @@ MISTAKES: list[tuple[str, str]] = [
     ("search --probe p --recipe {}/recipe.yaml --objective nll,kv-bytes", "needs --context"),
     ("reproduce ablate {}/none.yaml", "ablations not found"),
     ("reproduce ablate {}/ablations.yaml", "row 'a': unknown key 'bramch'"),
+    ("auto {}/model {}/text.txt --out {}/layouts", "exists and is not an empty folder"),
+    ("auto {}/model {}/text.txt --out {}/new --memory 40%..20%", "from the smaller share to the larger one"),
     ("init {}/empty {}/text.txt --out {}/new.yaml", "the folder has no config.json"),
     ("init {}/model {}/none.txt --out {}/new.yaml", "text source not found"),
     ("init {}/model {}/text.txt --out {}/recipe.yaml", "already exists"),

@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
@@ -24,7 +25,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
 from spkv_nas.evaluation.verdict.nll import DocumentRounds
-from spkv_nas.model.checkpoint import save
+from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.config_section import checkpoint_layout
 from spkv_nas.stages.critical_budget import BudgetResult, critical_budget, document
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.probe import ProbeOptions
@@ -34,8 +36,8 @@ TOKENS = 48  # per document
 NUM_HEADS = 8
 
 
-def write_model(folder: Path) -> None:
-    """Write a random model with large attention outputs, and 200 documents that were sampled from it.
+def write_model(folder: Path, size: int = TOKENS) -> None:
+    """Write a random model with large attention outputs, and 200 documents of ``size`` tokens sampled from it.
 
     So every head that becomes local raises the NLL.
     """
@@ -51,7 +53,7 @@ def write_model(folder: Path) -> None:
     save(model, PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0"), folder / "dense")
     # Sample the text
     torch.manual_seed(0)
-    length = {"max_new_tokens": TOKENS - 1, "min_new_tokens": TOKENS - 1, "eos_token_id": None, "pad_token_id": 0}
+    length = {"max_new_tokens": size - 1, "min_new_tokens": size - 1, "eos_token_id": None, "pad_token_id": 0}
     documents = model.generate(torch.randint(3, 97, (200, 1)), do_sample=True, **length)
     (folder / "text").mkdir()
     for number, tokens in enumerate(documents.tolist()):
@@ -254,3 +256,85 @@ class TestCommand:
         text = ["--against", "dense", "--data", "text", "--block-size", str(TOKENS)]
         Layout(("GG",) * 4, window=4).write("dense.yaml")
         assert message in fails(capsys, "critical-budget", *arguments.split(), *text)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with a model and documents of 96 tokens."""
+    folder = tmp_path_factory.mktemp("written")
+    write_model(folder, 96)
+    return folder
+
+
+class TestAuto:
+    """The tiny model loses much with any local head, so the margin is wide."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Make a folder with the model and the text the current one."""
+        monkeypatch.chdir(tmp_path)
+        for name in ("dense", "text"):
+            Path(name).symlink_to(written / name)
+        return tmp_path
+
+    COMMAND = ("auto", "dense", "text", "--out", "hybrid", "--block-size", "96", "--margin", "nll=30%")
+
+    def test_finds_the_smallest_memory_and_writes_the_hybrid(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main([*self.COMMAND, "--memory", "20%..80%"])
+        lines = capsys.readouterr().out.splitlines()
+        rows, record = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail("no table")
+        assert set(rows.loc[rows["memory"] == record["critical_budget"], "result"]) == {"passes"}
+        layout = Layout.read("layouts/dense-window-costs/critical-budget.yaml")
+        exported = checkpoint_layout(load("hybrid")[0])
+        assert exported is not None
+        assert exported.content_hash == layout.content_hash
+        assert lines[-5].startswith(f"dense: {layout.num_global} of 8 KV heads global, {layout.reach}")
+        assert "passes nll=30% at a risk of 5 %" in lines[-3]
+        assert Path(lines[-2].rpartition("report: ")[2]).is_file()
+        # Documents that chose the layout did not judge it
+        assert 0 < record["left_out"]["documents"] < 100
+        assert record["left_out"]["selected_by"] == ["probe dense-window-costs"]
+
+    def test_an_interrupted_run_resumes_to_the_same_files(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        main([*self.COMMAND])
+        whole = contents()
+        for name in ("hybrid", "probes/dense-window-costs", "layouts", "reports", "runs"):
+            shutil.rmtree(name)
+
+        def interrupt(*_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+        for name in ("stages.probe.measure_signal", "evaluation.verdict.trial.Trial.rows", "stages.export.export"):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"spkv_nas.{name}", interrupt)
+                with pytest.raises(SystemExit):
+                    main([*self.COMMAND])
+        with monkeypatch.context() as patch:
+            patch.setattr("spkv_nas.stages.probe.measure_signal", interrupt)  # it was measured
+            main([*self.COMMAND])
+        assert contents() == whole
+
+    def test_no_memory_passes(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as failed:
+            main([*self.COMMAND, "--memory", "20%", "--margin", "nll=1%"])
+        assert failed.value.code == 1
+        assert "no layout passes nll=1%: try a larger --margin" in capsys.readouterr().out
+        assert not Path("hybrid").exists()
+
+    def test_in_python(self, folder: Path) -> None:
+        model, tokenizer = load("dense")
+        texts = [file.read_text() for file in sorted(Path("text").iterdir())]
+        found = spkv_nas.auto(model, tokenizer, texts, margin="nll=30%", memory="20%..80%")
+        assert found.layout is not None
+        assert found.answers[found.passes] == "passes"
+        assert found.memories is not None
+        assert found.memories[0] == 20.0
+
+
+def contents() -> dict[str, bytes]:
+    """Return the files that ``auto`` wrote, but for records, which hold times."""
+    folders = map(Path, ("hybrid", "layouts", "reports"))
+    files = (file for folder in folders for file in folder.rglob("*") if file.suffix in (".yaml", ".csv", ".json"))
+    return {str(file): file.read_bytes() for file in files if file.name != "probe.yaml"}

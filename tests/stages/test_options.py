@@ -80,6 +80,7 @@ def test_a_name_means_one_thing() -> None:
     allowed |= {"layout": 3}  # by place; several by name; the one that an engine must run
     allowed |= {"granularity": 2}  # a constraint on layouts, in a panel of the help; an option of signals
     allowed |= {"recipe": 2, "file": 2, "data": 2, "out": 2}  # by place or by name; a folder
+    allowed |= {"memory": 2}  # one limit; a range of shares
     allowed |= {"model": 3}  # by place or by name; the one to compare with, by --against
     flags_of: dict[str, set[int]] = {}
     for one in CLASSES:
@@ -152,7 +153,7 @@ class TestExpansion:
 def test_help_lists_the_commands_in_the_order_of_the_workflow() -> None:
     line = typer.main.get_command(app)
     names = line.list_commands(Context(line))
-    assert names[:3] == ["init", "probe", "propose"]
+    assert names[:4] == ["auto", "init", "probe", "propose"]
     assert names.index("propose") < names.index("train-hybrid") < names.index("evaluate") < names.index("report")
     assert set(names) == {*line.commands, *ADDED_COMMANDS.names, *COMMAND_GROUPS.names}
     assert names[-3:] == ["compare", "search", "reproduce"]

@@ -1,4 +1,4 @@
-"""Find the smallest budget of global heads whose layout passes against the dense model, by bisection.
+"""Find the smallest budget, of global heads or of memory, whose layout passes against the dense model, by bisection.
 
 Candidates are positions 0 to n - 1, budgets in ascending order. The k-th look tests its candidate at the level
 risk / 2^k. Any candidate passes wrongly with a probability of at most ``risk``, whatever the candidates' losses are:
@@ -61,8 +61,11 @@ class Critical:
         return max((position for position in failed if end is None or position < end), default=None)
 
 
-def critical(number: int, risk: float, test: Test) -> Critical:
+def critical(number: int, risk: float, test: Test, first: int | None = None) -> Critical:
     """Look for the smallest candidate that passes, and for the largest that fails, by testing candidates at a level.
+
+    Bisections begin in the middle, or at the ``first`` candidate to look at, which must not depend on the samples. Then
+    the largest that fails is looked for only if none passes.
 
     One bisection would miss a smaller candidate that passes where the losses do not fall from position to position. So
     the two candidates below the answer are tested, the nearer one by bisection, and those below as long as they pass.
@@ -79,21 +82,34 @@ def critical(number: int, risk: float, test: Test) -> Critical:
         return has_answer
 
     # Smallest that passes, and those below it
-    _, high, left = _bisect(number, risk, lambda position, level: look(position, level, "passes"))
+    _, high, left = _bisect(number, risk, lambda position, level: look(position, level, "passes"), first)
     below = high - 2
     while high < number and below >= 0 and look(below, left, "passes"):
         below -= 1
     # Largest that fails
-    _bisect(number, risk, lambda position, level: not look(position, level, "fails"))
+    if first is None or high == number:
+        _bisect(number, risk, lambda position, level: not look(position, level, "fails"), first)
     return Critical(tuple(looks.values()))
 
 
-def _bisect(number: int, risk: float, goes_down: Callable[[int, float], bool]) -> tuple[int, int, float]:
-    """Bisect positions, and return the last one that went up, the first that went down, and the risk that is left."""
-    low, high = -1, number
+def _bisect(
+    number: int, risk: float, goes_down: Callable[[int, float], bool], first: int | None = None
+) -> tuple[int, int, float]:
+    """Bisect positions, and return the last one that went up, the first that went down, and the risk that is left.
+
+    From a ``first`` position it goes in growing steps, until a position went each way.
+    """
+    low, high, step = -1, number, 1
+    middle = (number - 1) // 2 if first is None else first
     while high - low > 1:
-        middle, risk = (low + high) // 2, risk / 2.0
+        risk /= 2.0
         low, high = (low, middle) if goes_down(middle, risk) else (middle, high)
+        middle = (low + high) // 2
+        if first is not None and low < 0:
+            middle = max(high - step, 0)
+        elif first is not None and high == number:
+            middle = min(low + step, number - 1)
+        step *= 2
     return low, high, risk
 
 
@@ -101,17 +117,19 @@ def _bisect(number: int, risk: float, goes_down: Callable[[int, float], bool]) -
 class CriticalBudget(Outcome):
     """Smallest budget that passes, and what is known of the budgets around it.
 
-    ``layouts``, by ascending number of global heads, share the risk; ``margins`` name unit and criterion, for people.
+    ``layouts``, by ascending budget, share the risk; ``margins`` name unit and criterion, for people. A budget is a
+    number of global heads, or one of ``memories``, in percent of full attention's KV cache.
     """
 
     margins: Sequence[str]
     layouts: Sequence[Layout]
     critical: Critical
+    memories: Sequence[float] | None
 
     @property
-    def budgets(self) -> list[int]:
-        """Return the numbers of global heads, ascending."""
-        return [layout.num_global for layout in self.layouts]
+    def budgets(self) -> list[float]:
+        """Return the budgets, ascending."""
+        return [layout.num_global for layout in self.layouts] if self.memories is None else [*self.memories]
 
     @property
     def layout(self) -> Layout | None:
@@ -119,17 +137,17 @@ class CriticalBudget(Outcome):
         return None if self.critical.passes is None else self.layouts[self.critical.passes]
 
     @property
-    def passes(self) -> int | None:
+    def passes(self) -> float | None:
         """Return the critical budget: the smallest that passes; None if none does."""
-        return None if self.layout is None else self.layout.num_global
+        return None if self.critical.passes is None else self.budgets[self.critical.passes]
 
     @property
-    def fails(self) -> int | None:
+    def fails(self) -> float | None:
         """Return the largest budget below it that fails; None if none does."""
         return None if self.critical.fails is None else self.budgets[self.critical.fails]
 
     @property
-    def answers(self) -> dict[int, Answer]:
+    def answers(self) -> dict[float, Answer]:
         """Return the answer about each budget that was looked at, ascending."""
         return {self.budgets[look.position]: look.answer for look in sorted(self.critical.looks)}
 
@@ -142,33 +160,52 @@ class CriticalBudget(Outcome):
 
 
 def find_critical_budget(
-    trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT
+    trial: Trial,
+    candidates: Sequence[Contender],
+    risk: float,
+    reporter: Reporter = SILENT,
+    memories: Sequence[float] | None = None,
+    nll: float | None = None,
 ) -> CriticalBudget:
-    """Bisect layouts, by ascending number of global heads, for the smallest that passes against the dense model.
+    """Bisect layouts, by ascending budget, for the smallest that passes against the dense model.
 
-    That any budget passes wrongly, and that any fails wrongly, has a probability of at most ``risk`` each.
+    Their budgets are their numbers of global heads, or ``memories`` in percent of full attention's KV cache. That any
+    passes wrongly, and that any fails wrongly, has a probability of at most ``risk`` each. With the dense model's
+    ``nll`` on other text, the first look is at the smallest that passes by the costs that layouts were chosen by.
     """
     layouts = [each.layout for each in candidates if each.layout is not None]
     measured: dict[int, Pairs] = {}
+    looks = len(layouts).bit_length() + 2  # about
     with reporter.bar("comparing") as bar:
 
         def test(position: int, level: float) -> Answer:
             """Measure a budget until its answer at a level is known; keep the larger number of samples."""
             levels = Levels(level, level / len(trial.margins))
-            title = f"{layouts[position].num_global} heads"
-            progress = part_of(bar, len(measured), 1 + 2 * len(layouts).bit_length(), title)
-            pairs, answer = trial.measure(candidates[position], levels, progress)
+            title = f"{layouts[position].num_global} heads" if memories is None else f"{memories[position]:g} % memory"
+            progress = part_of(bar, min(len(measured), looks - 1), looks, title)
+            pairs, answer = trial.measure(candidates[position], levels, progress, gives_up=True)
             measured[position] = max(pairs, measured.get(position, {}), key=lambda each: sum(map(len, each.values())))
             return answer
 
-        bisection = critical(len(layouts), risk, test)
+        bisection = critical(len(layouts), risk, test, _first(trial, layouts, nll))
     # Fill the table; an end of an interval holds at the level of its bisection
     rows = []
     for number, look in enumerate(bisection.looks, 1):
         levels, risks = Levels(look.passes, look.fails / len(trial.margins)), (look.fails, look.passes)
-        size = layouts[look.position].num_global
-        head = {"num_global": size, "look": number, "level": max(risks), "result": look.answer}
+        size, memory = layouts[look.position].num_global, None if memories is None else memories[look.position]
+        head = {"candidate": candidates[look.position].name, "num_global": size, "memory": memory, "look": number}
+        head |= {"level": max(risks), "result": look.answer}
         rows += [{**head, **row} for row in trial.rows(measured[look.position], levels, risks)]
     table = pd.DataFrame(rows, columns=CRITICAL_BUDGET.header[:-1]).astype({"more_samples": "Int64"})
     margins = [f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins]
-    return CriticalBudget(risk, table, trial.nouns, trial.num_samples, margins, layouts, bisection)
+    return CriticalBudget(risk, table, trial.nouns, trial.num_samples, margins, layouts, bisection, memories)
+
+
+def _first(trial: Trial, layouts: Sequence[Layout], nll: float | None) -> int | None:
+    """Return the first layout whose recorded cost, in nats per token, is below the margin of NLL; None if unknown."""
+    margin = next((margin for criterion, margin in trial.margins if criterion.name == "nll"), None)
+    costs = [layout.provenance.get("cost") for layout in layouts]
+    if nll is None or margin is None or not all(isinstance(cost, float) for cost in costs):
+        return None
+    passing = (index for index, cost in enumerate(costs) if 100.0 * float(str(cost)) <= margin * nll)
+    return next(passing, len(layouts) - 1)

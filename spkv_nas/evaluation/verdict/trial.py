@@ -23,7 +23,7 @@ from spkv_nas.base.progress import SILENT, Bar, Reporter, part_of
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, paired
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
-from spkv_nas.evaluation.verdict.criterion import Setting
+from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
 from spkv_nas.evaluation.verdict.loss_tests import Evidence, loss_interval, more_samples
 from spkv_nas.evaluation.verdict.margins import Margins
 from spkv_nas.evaluation.verdict.rounds import Rounds
@@ -155,8 +155,13 @@ class Trial:
         """Return how many samples there are, by criterion."""
         return {name: rounds.num_samples for name, rounds in self.samples.items()}
 
-    def measure(self, candidate: Contender, levels: Levels, progress: Bar) -> tuple[Pairs, Answer]:
-        """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples."""
+    def measure(
+        self, candidate: Contender, levels: Levels, progress: Bar, *, gives_up: bool = False
+    ) -> tuple[Pairs, Answer]:
+        """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples.
+
+        ``gives_up`` stops, with the answer "open", where about twice the samples that are left would not decide.
+        """
         pairs: Pairs = {}
         answers: list[Answer] = []
         for index, (criterion, margin) in enumerate(self.margins):
@@ -171,7 +176,10 @@ class Trial:
                 answer = levels.answer(criterion.test.evidence(measured, margin))
                 loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
                 show(number, rounds.num_rounds, loss)
-                if answer != "open":
+                left = rounds.num_samples - len(measured)
+                if answer != "open" or (
+                    gives_up and number > 1 and _is_hopeless(criterion, margin, measured, levels, left)
+                ):
                     break
             answers.append(answer)
             # One failed criterion is enough
@@ -207,6 +215,12 @@ class Trial:
                 "p_passes": tested.p_passes,
                 "p_fails": tested.p_fails,
             }
+
+
+def _is_hopeless(criterion: Criterion, margin: float, measured: NDArray[np.float64], levels: Levels, left: int) -> bool:
+    """Return whether more than twice the samples that are left would be needed to decide, as far as can be told."""
+    more = more_samples(criterion.test, measured, margin, passes=levels.passes, fails=levels.fails)
+    return more is None or more > 2 * left
 
 
 def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT) -> Verdict:

@@ -10,8 +10,9 @@ from spkv_nas.stages.options import LONGEST, ONLY_PROBE, ChoosesProbe, EngineOpt
 Budgets = Annotated[
     list[str],
     Flag(
-        "Numbers of global heads: a range (4..40, 5%..50%; 4..40:2 has step 2) or a list, whose layouts are those that "
-        "propose makes of --probe. Or layout files (YAML), such as layouts/NAME/budgets/*.yaml.",
+        "Numbers of global heads: a range (4..40, 5%..50%; 4..40:2 has step 2) or a list. Or shares of full "
+        "attention's KV cache, for a probe with costs of windows: memory, memory=5%..50% or memory=10%,20%. Their "
+        "layouts are those that propose makes of --probe. Or layout files (YAML), such as layouts/NAME/budgets/*.yaml.",
         metavar="RANGE|LAYOUT...",
         argument=True,
     ),
@@ -20,7 +21,7 @@ Budgets = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalBudgetOptions(EngineOptions, margins.DecisionOptions, ChoosesProbe):
-    """Find the smallest budget of global heads whose loss against a dense model is below a margin.
+    """Find the smallest budget of global heads, or of memory, whose loss against a dense model is below a margin.
 
     A bisection of the budgets tests their layouts on the weights of --against, as verdict does, until the smallest that
     passes is known. That any budget passes wrongly, and that any fails wrongly, has a probability of at most --risk
@@ -40,7 +41,7 @@ class CriticalBudgetOptions(EngineOptions, margins.DecisionOptions, ChoosesProbe
 def check(options: CriticalBudgetOptions) -> None:
     """Check the margins, the risk, the text, the budgets or layout files, and the engine."""
     from spkv_nas.base.errors import UserError
-    from spkv_nas.proposal.budget import parse_budgets
+    from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
     from spkv_nas.stages import checks, engines, lookup
 
     margins.check_decision(options)
@@ -50,5 +51,8 @@ def check(options: CriticalBudgetOptions) -> None:
     checks.check_exist(files, "layout")
     if files and len(files) < len(options.budgets):
         raise UserError("give either budgets or layout files, not both")
-    if not files:
-        parse_budgets(",".join(options.budgets), lookup.chosen_table(options).num_candidates)
+    text = ",".join(options.budgets)
+    if text.startswith(MEMORY):
+        parse_memories(text)
+    elif not files:
+        parse_budgets(text, lookup.chosen_table(options).num_candidates)

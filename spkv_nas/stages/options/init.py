@@ -12,7 +12,7 @@ from spkv_nas.stages.options import InWorkspace, OnDevice
 
 Minutes = Annotated[float | None, Flag("Total time budget in minutes, instead of --steps.", low=0.1, high=1e6)]
 ModelArgument = Annotated[
-    str, Flag("Hugging Face decoder model to start from: folder, ID or ID@REVISION.", argument=True)
+    str, Flag("Hugging Face decoder model to start from: folder, ID, ID@REVISION or embedded:NAME.", argument=True)
 ]
 Texts = Annotated[
     list[str], Flag("Text: files or folders, stdlib (Python's library) or installed (pinned packages).", argument=True)

@@ -1,0 +1,118 @@
+"""Run the whole way from a model and a text to an exported hybrid: the command ``auto``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from spkv_nas.base import console, errors
+from spkv_nas.base.progress import Reporter
+from spkv_nas.stages.options.auto import AutoOptions
+from spkv_nas.stages.result import Result
+
+if TYPE_CHECKING:
+    from spkv_nas.stages.critical_budget import BudgetResult
+
+
+@dataclass(frozen=True)
+class AutoResult:
+    """What ``auto`` wrote, None if no memory passes, and the lines that say what it found."""
+
+    lines: list[str]
+    layout: Path | None = None
+    folder: Path | None = None
+    report: Path | None = None
+
+
+def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
+    """Measure the costs of windows, find the smallest memory that passes, export its layout, and write the report.
+
+    Nothing is computed here: every step is one of another command. Raises ``UserError`` as these do, and if the numbers
+    of the probe make no sense.
+    """
+    from spkv_nas.artifacts.result_tables import ALARM
+    from spkv_nas.stages import critical_budget, probe, report
+    from spkv_nas.stages.options.report import ReportOptions
+
+    # Measure what windows cost
+    reporter.announce("1 of 4: costs of windows")
+    table = probe.probe(options.probe, reporter, reuse=True)
+    if (alarm := table.metadata.get(ALARM)) is not None:
+        raise errors.UserError(f"{alarm}\nno layout is chosen by such numbers: check the model and the text")
+    # Find the smallest memory
+    reporter.announce("2 of 4: smallest KV cache that passes")
+    found = critical_budget.run(options.search(table.name), reporter)
+    yield found
+    search: BudgetResult = found.value
+    if search.file is None:
+        yield Result(AutoResult(_remedies(options, search)), _show)
+        return
+    # Write the folder and the report
+    reporter.announce("3 of 4: the folder")
+    _export(options, search.file, reporter)
+    reporter.announce("4 of 4: the report")
+    page = report.report(ReportOptions(probe=table.name, workspace=options.workspace), reporter)
+    yield Result(AutoResult(_lines(options, search, page), search.file, options.out, page), _show)
+
+
+auto.__doc__ = AutoOptions.__doc__  # the help
+
+
+def _export(options: AutoOptions, layout: Path, reporter: Reporter) -> None:
+    """Write the hybrid, unless the folder holds this layout already, from before an interruption."""
+    from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.stages import export
+
+    written = options.out / "layout.yaml"
+    if not written.is_file():
+        export.export(options.export(layout), reporter)
+    elif Layout.read(written).content_hash == Layout.read(layout).content_hash:
+        reporter.announce(f"{options.out} holds this layout already")
+    else:
+        raise errors.UserError(f"{options.out} holds another layout: remove it, or give another folder")
+
+
+def _lines(options: AutoOptions, search: BudgetResult, page: Path) -> list[str]:
+    """Return the lines that a user reads at the end: heads, memory, loss, files, and what was not tried."""
+    layout, memory = search.layout, search.memory
+    assert layout is not None
+    assert memory is not None
+    # The loss by each criterion, whose upper end holds for all memories together
+    rows = search.rows[search.rows["memory"] == search.passes]
+    losses = [
+        f"{row.criterion} {row.loss:+.2g} {row.unit}, at most {row.high:+.2g} after {row.num_samples} "
+        f"{search.nouns[row.criterion]}"
+        for row in rows.itertuples()
+    ]
+    served = "" if memory.requests is None else f" (vLLM: {memory.requests:.1f} times as many requests)"
+    if memory.requests is not None and memory.requests < 1.05:
+        served = " (vLLM: no more requests, as its pages for tokens in flight exceed so short a context)"
+    return [
+        f"{search.compared.against}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}",
+        f"KV cache at {memory.context:,} tokens: {memory.full / memory.used:.1f} times smaller{served}",
+        f"{'; '.join(losses)}; passes {options.margin} at a risk of {100 * search.risk:g} %",
+        f"folder: {options.out}   vllm serve {options.out}   report: {page}",
+        "not tried: retraining, which recovers part of the loss, and tasks other than this text (see --margin)",
+    ]
+
+
+def _remedies(options: AutoOptions, search: BudgetResult) -> list[str]:
+    """Return the smallest loss that was found, and what to do if no memory passes."""
+    largest = search.rows.sort_values("memory").tail(1)
+    found = [
+        f"{row.memory:g} % of the KV cache: {row.criterion} {row.loss:+.2g} {row.unit}" for row in largest.itertuples()
+    ]
+    ways = ["a larger --margin", "more memory (--memory 75%..95%)", "retraining (init)"]
+    if search.answer == "open":
+        ways.insert(0, "more text")
+    return [*found, f"no layout passes {options.margin}: try {', or '.join(ways)}"]
+
+
+def _show(result: AutoResult) -> None:
+    """Print the lines."""
+    for line in result.lines:
+        console.out.print(Text(line), soft_wrap=True)
