@@ -25,8 +25,7 @@ from typing import Any
 import lazy_loader
 import spkv_kernels  # noqa: F401  # sets OpenMP's wait policy before torch is imported
 
-from spkv_nas.base.extras import missing_extra
-from spkv_nas.base.on_import import when_imported
+from spkv_nas.base import extras, on_import
 
 _attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
@@ -39,7 +38,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = _attribute(name)
     except ModuleNotFoundError as error:
-        raise missing_extra(error) or error from error
+        raise extras.missing_extra(error) or error from error
     if isfunction(value):
         from spkv_nas.stages.python_api import public
 
@@ -63,4 +62,4 @@ def _restoring_class(native: Any) -> Any:
     return restoring_class(native)
 
 
-when_imported("transformers.models.auto.configuration_auto", _register)
+on_import.when_imported("transformers.models.auto.configuration_auto", _register)

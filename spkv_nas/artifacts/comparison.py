@@ -6,8 +6,6 @@ the retraining alone. Files of older versions have no ``dense`` row; their chang
 (``counted_from``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -131,7 +129,7 @@ def counted_from(rows: pd.DataFrame) -> str:
     return DENSE if (rows["strategy"] == DENSE).any() else FULL_ATTENTION
 
 
-def _floats(cells: pd.Series) -> pd.Series[float]:
+def _floats(cells: pd.Series) -> "pd.Series[float]":
     """Convert a column to floats, infinite values to NaN; ``UserError`` if a cell is not a number."""
     numbers = pd.to_numeric(cells, errors="coerce").astype(float)
     unreadable = (numbers.isna() & cells.notna()).to_numpy()

@@ -1,7 +1,5 @@
 """Configuration of a model's gates, without torch: part of recipes and of ``config.json``."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -68,7 +66,7 @@ class GateConfig(BaseModel):
         return {"bias": threshold_logit(tau), **data} if usable else data
 
     @model_validator(mode="after")
-    def _sound(self) -> GateConfig:
+    def _sound(self) -> "GateConfig":
         """Check the fields against each other."""
         # Check the predictor
         if self.kernel_size % 2 == 0:

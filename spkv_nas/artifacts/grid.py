@@ -1,7 +1,5 @@
 """The grid of KV heads (layers x heads): sizes of what has one, its format, and a check that two grids agree."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
@@ -53,7 +51,7 @@ def check_grid(what: str, grid: Grid, other: str, expected: Grid, remedy: str = 
         raise UserError(f"{what} is for {grid_words(grid)}, {other} has {grid_words(expected)}{advice}")
 
 
-def grid_html(caption: str, values: NDArray[Any], texts: Sequence[Sequence[str]]) -> str:
+def grid_html(caption: str, values: "NDArray[Any]", texts: Sequence[Sequence[str]]) -> str:
     """Return an HTML table, for notebooks, with one column per layer and one row per KV head.
 
     ``values`` [L, Hkv] in [0, 1] darken the cells, which hold ``texts`` by layer and KV head.

@@ -5,8 +5,6 @@ window, which is always kept. ``density.csv`` may be made by hand with only the 
 score, for scores of another kind). ``probe.yaml`` names the signal and the kind and unit of its scores.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -217,7 +215,7 @@ class HeadScores(OnGrid):
         values = np.asarray(self._by_domain("score")[self.domains.index(domain)])
         return values if signed else values.clip(0.0)
 
-    def at_tau(self, tau: float) -> HeadScores:
+    def at_tau(self, tau: float) -> "HeadScores":
         """Return the table at another threshold; standard errors become NaN and ``positions`` stays as probed.
 
         Raises ``UserError`` if ``tau`` is outside [0, 1], or the table has no histogram.
@@ -278,7 +276,7 @@ class HeadScores(OnGrid):
     @classmethod
     def from_array(
         cls, values: ArrayLike, *, name: str = "custom", kind: str = SCORE, window: int | None = None, **record: Any
-    ) -> HeadScores:
+    ) -> "HeadScores":
         """Create a table from scores [L, Hkv], higher for heads that need global attention.
 
         Args:
@@ -297,7 +295,7 @@ class HeadScores(OnGrid):
         return head_tables.file_rows(self.rows, self.kind)
 
     @classmethod
-    def read(cls, path: files.StrPath) -> HeadScores:
+    def read(cls, path: files.StrPath) -> "HeadScores":
         """Read ``density.csv``, given the file or its folder, and the probe's other files beside it.
 
         Raises:

@@ -11,8 +11,6 @@ in a model whose other heads are all local (signal ``add-one-head`` of ``probing
 tokens, are noisy and ignore interactions, so they only validate a table as a whole and name what it clearly misses.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,7 +175,7 @@ class Gains:
     standard_error: NDArray[np.float64]  # [L, Hkv], clustered by document; NaN for a single document
 
     @classmethod
-    def read(cls, path: Path, grid: Grid) -> Gains | None:
+    def read(cls, path: Path, grid: Grid) -> "Gains | None":
         """Read the gains, None if there is no file; ``UserError`` unless it lists each head of ``grid`` once."""
         if not files.is_file(path):
             return None

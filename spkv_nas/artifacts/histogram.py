@@ -5,8 +5,6 @@ Besides the number of tokens kept at the probe's threshold, it holds a coarse hi
 so another threshold needs no second pass. ``histogram.npz`` has a fine one of the whole text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -112,7 +110,7 @@ class LogitHistogram:
         return np.asarray(above[..., : len(self.edges)] / total[..., None])
 
     @classmethod
-    def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> LogitHistogram | None:
+    def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> "LogitHistogram | None":
         """Read the histogram from a file; None if it does not exist.
 
         Raises ``UserError`` if it is damaged, is for another ``grid``, or lacks one of the ``domains``.
@@ -159,7 +157,7 @@ class DocumentCounts:
         with np.errstate(invalid="ignore"):
             return np.asarray(np.tensordot(member, self.kept, 1) / (member @ self.tokens)[:, None, None])
 
-    def at_tau(self, tau: float, density: Callable[[float], NDArray[np.float64]]) -> DocumentCounts:
+    def at_tau(self, tau: float, density: Callable[[float], NDArray[np.float64]]) -> "DocumentCounts":
         """Return the counts at another threshold in (0, 1), interpolated within a bin.
 
         ``density`` returns the density per domain [P, L, Hkv] at a threshold (``LogitHistogram.density``); the returned
@@ -175,13 +173,13 @@ class DocumentCounts:
         kept = self.bins[..., index + 1 :].sum(-1) + share[self.domain] * self.bins[..., index]
         return replace(self, kept=kept)
 
-    def take(self, chosen: NDArray[np.bool_]) -> DocumentCounts:
+    def take(self, chosen: NDArray[np.bool_]) -> "DocumentCounts":
         """Return the documents selected by the mask ``chosen``, bool [N]."""
         names = ("kept", "tokens", "domain", "bins")
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     @classmethod
-    def read(cls, path: Path, domains: tuple[str, ...], density: ArrayLike) -> DocumentCounts | None:
+    def read(cls, path: Path, domains: tuple[str, ...], density: ArrayLike) -> "DocumentCounts | None":
         """Read the counts from a file; None if it does not exist.
 
         Raises ``UserError`` if it is damaged, or is for other ``domains`` or another ``density`` [P, L, Hkv].

@@ -1,11 +1,8 @@
 """Compare the heads of two layouts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from spkv_nas.artifacts.grid import check_grid
-from spkv_nas.artifacts.layout import GLOBAL, Layout
+from spkv_nas.artifacts import grid, layout
 
 
 @dataclass(frozen=True)
@@ -20,14 +17,14 @@ class Difference:
     marks: tuple[str, ...]
 
     @classmethod
-    def of(cls, first: Layout, second: Layout) -> Difference:
+    def of(cls, first: layout.Layout, second: layout.Layout) -> "Difference":
         """Compare two layouts; ``UserError`` if they have different grids."""
-        check_grid("the first layout", first.grid, "the second", second.grid)
+        grid.check_grid("the first layout", first.grid, "the second", second.grid)
         has_several = bool(first.windows or second.windows)
 
         def mark(a: int | None, b: int | None) -> str:
             if a is None or b is None:
-                return GLOBAL if a == b else "-" if a is None else "+"
+                return layout.GLOBAL if a == b else "-" if a is None else "+"
             return "~" if has_several and a != b else "."
 
         rows = zip(first.head_windows, second.head_windows, strict=True)

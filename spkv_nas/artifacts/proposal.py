@@ -5,8 +5,6 @@ computed at the threshold that it was chosen at, not at the probe's. This module
 provenance in the layout files.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -98,7 +96,7 @@ class Proposal:
         ]
 
     @classmethod
-    def read(cls, files: Iterable[Path]) -> Proposal:
+    def read(cls, files: Iterable[Path]) -> "Proposal":
         """Read layouts, which are called as ``layout_names`` says; ``UserError`` if two get the same name."""
         layouts: dict[str, Layout] = {}
         paths: dict[str, Path] = {}
@@ -117,7 +115,7 @@ class Proposal:
         return cls(layouts, tuple(sorted(taus)), paths)
 
     @classmethod
-    def read_folder(cls, folder: Path) -> Proposal:
+    def read_folder(cls, folder: Path) -> "Proposal":
         """Read the layouts that ``propose`` wrote to ``layouts/<name>/``; ``UserError`` if there are none."""
         files = sorted(folder.glob("*.yaml"))
         if not files:

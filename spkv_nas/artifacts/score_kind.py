@@ -6,8 +6,6 @@ others. These are shaded from the lowest value (at most 0) to the highest on an 
 logarithmic far from it, so that small values remain distinguishable.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import SupportsFloat
@@ -82,7 +80,7 @@ class Measure:
     scale: Scale = PERCENT  # colour scale and number format of cells
 
     @classmethod
-    def of(cls, kind: str, signal: str, unit: str | None, values: NDArray[np.float64]) -> Measure:
+    def of(cls, kind: str, signal: str, unit: str | None, values: NDArray[np.float64]) -> "Measure":
         """Return the measure of a table of ``values`` [L, Hkv], of which ``unit`` is None if it was made by hand.
 
         ``kind`` is one of ``kinds.KINDS``; the ``signal`` need not be installed.

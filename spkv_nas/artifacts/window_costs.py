@@ -8,17 +8,15 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.grid import Grid, grid_words
-from spkv_nas.base import files, limits
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.tables import Column, read_table, write_csv
+from spkv_nas.base import errors, files, limits, tables
 
 MAX_NATS = 1e3  # bound of a cost
 _COLUMNS = (
-    Column("layer", "whole"),
-    Column("kv_head", "whole"),
-    Column("domain"),
-    Column("window", "whole", low=1, high=limits.MAX_WINDOW),
-    Column("cost", "number", low=-MAX_NATS, high=MAX_NATS),
+    tables.Column("layer", "whole"),
+    tables.Column("kv_head", "whole"),
+    tables.Column("domain"),
+    tables.Column("window", "whole", low=1, high=limits.MAX_WINDOW),
+    tables.Column("cost", "number", low=-MAX_NATS, high=MAX_NATS),
 )
 _ORDER = ["domain", "layer", "kv_head", "window"]
 
@@ -56,12 +54,12 @@ class WindowCosts:
         """Read the costs, None without a file; ``UserError`` unless they have every head, domain and window once."""
         if not files.is_file(path):
             return None
-        rows = read_table(path, "window costs", _COLUMNS).sort_values(_ORDER)
+        rows = tables.read_table(path, "window costs", _COLUMNS).sort_values(_ORDER)
         windows = tuple(int(window) for window in sorted(rows["window"].unique()))
         shape = (len(domains), *grid, len(windows))
         expected = pd.MultiIndex.from_product([domains, range(grid[0]), range(grid[1]), windows])
         if len(rows) != np.prod(shape) or not (pd.MultiIndex.from_frame(rows[_ORDER]) == expected).all():
-            raise UserError(
+            raise errors.UserError(
                 f"window costs {path}: expected every head of {grid_words(grid)}, domain and window once\nprobe again, "
                 "or remove the file: only layouts of several windows, and those for another memory, need it"
             )
@@ -77,4 +75,4 @@ class WindowCosts:
             "window": np.array(self.windows)[index[3]],
             "cost": self.values.ravel(),
         }
-        write_csv(path, pd.DataFrame(columns))
+        tables.write_csv(path, pd.DataFrame(columns))

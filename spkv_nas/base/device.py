@@ -1,7 +1,5 @@
 """Choose a device, and a dtype that its hardware supports natively."""
 
-from __future__ import annotations
-
 import re
 from typing import TYPE_CHECKING
 
@@ -51,7 +49,7 @@ def measuring_device(device: str | None) -> str:
     return choose_device(None if device == AUTO else device)
 
 
-def choose_dtype(device: str, checkpoint_dtype: torch.dtype, dtype: str | None = None) -> torch.dtype:
+def choose_dtype(device: str, checkpoint_dtype: "torch.dtype", dtype: str | None = None) -> "torch.dtype":
     """Return the dtype to compute in: ``dtype``, else ``checkpoint_dtype``, or float32 if the device emulates that.
 
     An AVX2 CPU emulates bfloat16: a linear layer of the embedded model then takes 8 times as long as in float32. Raises
@@ -71,7 +69,7 @@ def check_dtype(dtype: str | None) -> None:
         raise errors.UserError(f"--dtype '{dtype}' is unknown; expected one of {', '.join(DTYPES)}")
 
 
-def named_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def named_dtype(dtype: "str | torch.dtype | None") -> "torch.dtype | None":
     """Return the dtype of a name, None for None and "auto"; raise ``UserError`` for a name not in ``DTYPES``."""
     import torch
 
@@ -89,12 +87,12 @@ def training_precision(device: str) -> str:
     return "bfloat16" if is_native(device, torch.bfloat16) else "float32"
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: "torch.dtype") -> str:
     """Return the name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
-def is_native(device: str, dtype: torch.dtype) -> bool:
+def is_native(device: str, dtype: "torch.dtype") -> bool:
     """Return whether the device has instructions for products in ``dtype``; True for dtypes that are not 16-bit floats.
 
     On a CPU, oneDNN multiplies PyTorch's matrices, so it is queried. It accepts plain AVX-512 as support, which without

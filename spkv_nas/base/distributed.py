@@ -8,8 +8,6 @@ result. With one process, and in programs under torchrun that do not call ``conn
 Functions marked "collective" must be called on all processes, in the same order.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -108,14 +106,14 @@ def is_lost_process(error: BaseException) -> bool:
     return num_processes() > 1 and re.search(r"onnection (closed|reset|refused)|gloo|NCCL", str(error)) is not None
 
 
-def is_sharded(model: nn.Module) -> bool:
+def is_sharded(model: "nn.Module") -> bool:
     """Return whether ``model`` is sharded across processes, so that its forward pass is collective."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
 
 
-def pass_device(model: nn.Module) -> torch.device:
+def pass_device(model: "nn.Module") -> "torch.device":
     """Return the device for inputs of ``model``: that of its first parameter, or where its shards are gathered."""
     import torch
     from torch.distributed.tensor import DTensor
@@ -194,7 +192,7 @@ def sum_over_processes(values: Values) -> Values:
     return total if isinstance(values, torch.Tensor) else total.numpy()
 
 
-def sum_gradients(parameters: Iterable[Tensor]) -> None:
+def sum_gradients(parameters: "Iterable[Tensor]") -> None:
     """Sum the gradients of parameters over the processes, counting a missing gradient as 0. Collective."""
     if num_connected() == 1:
         return

@@ -8,8 +8,6 @@ The command line prints them (``cli.screen``). Imports nothing heavy, because th
 it loads anything else.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -89,7 +87,7 @@ class Reporter:
     bar: Callable[[str], AbstractContextManager[Bar]] = _no_bar
 
     @classmethod
-    def of(cls, progress: Progress | None) -> Reporter:
+    def of(cls, progress: Progress | None) -> "Reporter":
         """Return a reporter whose progress bars call ``progress``."""
         if progress is None:
             return cls()

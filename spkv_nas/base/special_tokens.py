@@ -1,14 +1,12 @@
 """Find the special tokens that a tokenizer puts before a text by itself, and begin prompts with them."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def tokens_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def tokens_before(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """Return the special tokens that a tokenizer puts before a text by itself."""
     if not len(tokenizer("", verbose=False)["input_ids"]):
         return ()
@@ -20,7 +18,7 @@ def tokens_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(complete[:start])
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def prompt_tokens(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
     """Return the tokens of a prompt: what the tokenizer puts before a text by itself, and the prompt.
 
     A prompt that begins with these tokens already, as chat templates write them, gets them once. What a tokenizer puts

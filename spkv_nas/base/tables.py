@@ -3,8 +3,6 @@
 Errors name the file, the line and the column. The module of a table declares its columns once, as ``Column`` values.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math
@@ -122,7 +120,7 @@ def _read_cells(text: str, columns: Sequence[Column], where: str, *, others: boo
     return pd.DataFrame(by_name, index=[line for line, _ in lines], dtype="str")
 
 
-def _parse(texts: pd.Series[str], column: Column, where: str) -> pd.Series:
+def _parse(texts: "pd.Series[str]", column: Column, where: str) -> pd.Series:
     """Convert the cells of one column to its kind; raise ``UserError`` for an invalid one."""
     # Convert the cells and mark the valid ones
     values: pd.Series = texts
@@ -140,7 +138,7 @@ def _parse(texts: pd.Series[str], column: Column, where: str) -> pd.Series:
     return values.astype(np.int64) if column.kind == "whole" and not column.gaps else values
 
 
-def _is_valid(values: pd.Series[float], column: Column) -> pd.Series[bool]:
+def _is_valid(values: "pd.Series[float]", column: Column) -> "pd.Series[bool]":
     """Return which numbers satisfy the column's declaration."""
     is_valid = np.isfinite(values) & (values <= column.high)
     is_valid &= values >= column.low if column.above is None else values > column.above

@@ -1,7 +1,5 @@
 """Print what a command returns: text for people or, with ``--json``, one JSON document for programs."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -45,7 +43,7 @@ def _document(result: Result) -> Any:
     return {**document, "next": commands} if commands else document
 
 
-def _suggest(suggestions: Sequence[Suggestion]) -> None:
+def _suggest(suggestions: "Sequence[Suggestion]") -> None:
     """Print each suggestion: its reason, then its command on one unwrapped line."""
     for suggestion in suggestions:
         if suggestion.reason:

@@ -9,8 +9,6 @@ A folder holds ``calibration.csv`` (context, num_global, seconds_per_token) and 
 was measured, the hardware and the versions. Reading needs no torch.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,7 +181,7 @@ class Calibration:
             write_record(new / "calibration.yaml", {**vars(self.case), **machine})
 
     @classmethod
-    def read(cls, folder: Path) -> Calibration:
+    def read(cls, folder: Path) -> "Calibration":
         """Read a calibration that ``write`` wrote. Raises ``UserError`` if a file is missing or damaged."""
         replace.settle(folder)
         where = f"calibration {folder / 'calibration.yaml'}"

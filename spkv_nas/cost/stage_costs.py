@@ -6,8 +6,6 @@ recomputing layers adds one. Time is FLOPs over the throughput of the device or,
 memory bandwidth. It is None if the device is unknown.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -86,7 +84,7 @@ class Site:
     devices: int = 1  # devices that training is sharded across; everything else runs on one
     is_cpu: bool = False  # whether the memory is the machine's
 
-    def holds(self, memory: Bytes) -> bool:
+    def holds(self, memory: "Bytes") -> bool:
         """Return whether the memory fits on a device."""
         return memory.total <= ROOM * self.memory
 

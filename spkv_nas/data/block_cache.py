@@ -4,8 +4,6 @@ The content is only known once the text has been read. To avoid reading it at ev
 state (size and times) of the files that it was read from; a text is read again only if its state is new.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +71,7 @@ class BlockCache:
         """Return the folder for blocks in progress."""
         return self.root / ".partial"
 
-    def folder(self, content: ContentKey) -> Path:
+    def folder(self, content: "ContentKey") -> Path:
         """Return the folder of the text with this content, which holds the text in its current state."""
         folder = self.root / content.name(self._decided)
         states = [state for state in _read_states(folder / _STATES) if state != self._state]

@@ -1,7 +1,5 @@
 """Token blocks: documents concatenated and cut into blocks of equal length, with the document of each token."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
@@ -49,7 +47,7 @@ class DocumentInfo:
         return (self.whole or self.id)[:16]
 
     @classmethod
-    def of(cls, document: sources.Document) -> DocumentInfo:
+    def of(cls, document: sources.Document) -> "DocumentInfo":
         """Return the information on a document."""
         return cls(document.id, document.domain, document.label, document.whole)
 
@@ -113,18 +111,18 @@ class TokenBlocks:
         """Return the identities of the texts that the blocks have tokens of (``DocumentInfo.text_id``)."""
         return frozenset(info.text_id for info in self.present)
 
-    def feed(self, key: Digest) -> None:
+    def feed(self, key: "Digest") -> None:
         """Update a hash with the ids of all documents and the number of tokens, which identify the text."""
         key.update(str(self.tokens.shape).encode())
         for document in self.documents:  # one by one, as there may be millions
             key.update(f" {document.id}".encode())
         key.update(f" {self.boundaries}".encode())
 
-    def take(self, num_blocks: int) -> TokenBlocks:
+    def take(self, num_blocks: int) -> "TokenBlocks":
         """Return the first ``num_blocks`` blocks."""
         return self._part(slice(num_blocks))
 
-    def spread(self, num_blocks: int) -> TokenBlocks:
+    def spread(self, num_blocks: int) -> "TokenBlocks":
         """Select ``num_blocks`` blocks, or all, from as many documents as possible, in text order.
 
         One block of every document is taken before a second one of any. A block counts for the document of its middle
@@ -146,11 +144,11 @@ class TokenBlocks:
         some = candidates[np.arange(missing) * len(candidates) // max(missing, 1)]
         return self._part(np.sort(np.concatenate([np.flatnonzero(rank < last_round), some])))
 
-    def _part(self, blocks: NDArray[np.intp] | slice) -> TokenBlocks:
+    def _part(self, blocks: NDArray[np.intp] | slice) -> "TokenBlocks":
         """Return the blocks with these indices."""
         return replace(self, tokens=self.tokens[blocks], document=self.document[blocks], largest=None)
 
-    def nested(self, ends: Sequence[int]) -> list[TokenBlocks]:
+    def nested(self, ends: Sequence[int]) -> "list[TokenBlocks]":
         """Divide the blocks into disjoint parts: the first ``ends[0]``, those up to ``ends[1]``, and so on.
 
         They follow an order in which every prefix is evenly spread over the text (``spread_order``).
@@ -158,11 +156,11 @@ class TokenBlocks:
         order = spread_order(self.num_blocks)
         return [self._part(np.sort(order[start:end])) for start, end in pairwise((0, *ends))]
 
-    def every(self, step: int, start: int) -> TokenBlocks:
+    def every(self, step: int, start: int) -> "TokenBlocks":
         """Return every ``step``-th block, from ``start`` on."""
         return self._part(slice(start, None, step))
 
-    def and_(self, other: TokenBlocks) -> TokenBlocks:
+    def and_(self, other: "TokenBlocks") -> "TokenBlocks":
         """Append the blocks of another text, of the same length and with the same opening tokens."""
         return TokenBlocks(
             np.concatenate([self.tokens, other.tokens]),
@@ -171,7 +169,7 @@ class TokenBlocks:
             boundaries=self.boundaries,
         )
 
-    def cut(self, block_size: int) -> TokenBlocks:
+    def cut(self, block_size: int) -> "TokenBlocks":
         """Return the same text in blocks of another length, leaving out an incomplete last block.
 
         Blocks with opening tokens are copied into memory, because the text then shifts between blocks.
@@ -180,7 +178,7 @@ class TokenBlocks:
         tokens, document = _in_blocks(tokens, document, block_size, self.opening)
         return replace(self, tokens=tokens, document=document)
 
-    def in_random_order(self, seed: int, left_out: Collection[str] = ()) -> TokenBlocks:
+    def in_random_order(self, seed: int, left_out: Collection[str] = ()) -> "TokenBlocks":
         """Return the text, except the texts ``left_out`` with all their pieces, with its documents in random order.
 
         The order depends on the seed and on the documents, not on their order. Blocks are copied into memory. Raises
@@ -205,7 +203,7 @@ class TokenBlocks:
         files.write_npz(path, arrays, compressed=False)
 
     @classmethod
-    def read(cls, path: Path, boundaries: Boundaries = PLAIN) -> TokenBlocks:
+    def read(cls, path: Path, boundaries: Boundaries = PLAIN) -> "TokenBlocks":
         """Read a file written by ``save``, which does not record the boundaries; ``UserError`` if it is damaged."""
         arrays = read_arrays(path, _ARRAYS, REMEDY)
         try:
@@ -221,7 +219,7 @@ class TokenBlocks:
 
 def build_blocks(
     texts: Iterable[str | sources.Document],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     block_size: int = BLOCK_SIZE,
     max_tokens: int | None = None,
     bos: config.Bos = config.AUTO,

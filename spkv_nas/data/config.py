@@ -1,7 +1,5 @@
 """Schema of the recipe section ``data``: which text to use, and how to cut it into blocks."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -29,7 +27,7 @@ class SourceConfig(schema.Section):
     max_documents: int | None = Field(None, ge=1, le=limits.MAX_WHOLE, description="maximum number of documents")
 
     @model_validator(mode="after")
-    def _one_origin(self) -> SourceConfig:
+    def _one_origin(self) -> "SourceConfig":
         """Require exactly one of ``path`` and ``dataset``."""
         if (self.path is None) == (self.dataset is None):
             raise ValueError("a source needs either 'path' or 'dataset', not both")
@@ -95,7 +93,7 @@ class DataConfig(schema.Section):
     mix: MixConfig | None = Field(None, description="synthetic samples to mix into the training text")
 
     @model_validator(mode="after")
-    def _fitting_samples(self) -> DataConfig:
+    def _fitting_samples(self) -> "DataConfig":
         lengths = [] if self.mix is None else self.mix.ruler.lengths or []
         if any(not 1 <= length <= self.block_size for length in lengths):
             raise ValueError(f"mix.ruler.lengths: lengths must be 1 to {self.block_size} tokens, the block size")

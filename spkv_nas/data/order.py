@@ -8,8 +8,6 @@ in which the first of their parts would have come; what remains of the epoch in 
 read so far. Blocks that "grow" to their current length continue unchanged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -43,7 +41,7 @@ class BlockOrder:
         later, position = divmod(number - len(first), min(self.per_epoch, self.num_blocks // self.ratio))
         return int(_epoch(self, epoch + 1 + later, 0)[position])
 
-    def longer(self, ratio: int, start: int) -> BlockOrder:
+    def longer(self, ratio: int, start: int) -> "BlockOrder":
         """Return the order of blocks of ``ratio`` parts after ``start`` parts; its ``at`` counts from there."""
         return replace(self, ratio=ratio, start=start)
 
@@ -80,7 +78,7 @@ class Mixture:
     numbered_from: int = 0  # index of the first synthetic block
 
     @classmethod
-    def drawn(cls, share: float, num_text: int, seed: int) -> Mixture:
+    def drawn(cls, share: float, num_text: int, seed: int) -> "Mixture":
         """Return a mixture for a text of ``num_text`` blocks, with a phase drawn from a seed."""
         return cls(share, float(np.random.default_rng([seed, num_text]).random()))
 
@@ -95,7 +93,7 @@ class Mixture:
         """Return the number of synthetic blocks before a position."""
         return self._until(position) - self._until(0)
 
-    def longer(self, ratio: int, start: int) -> Mixture:
+    def longer(self, ratio: int, start: int) -> "Mixture":
         """Return the mixture for blocks of ``ratio`` parts from the position ``start`` on, a multiple of ``ratio``."""
         return Mixture(self.share, self.phase, start // ratio, -(-self.synthetic(start) // ratio))
 

@@ -4,8 +4,6 @@ A source is never in memory as a whole: a JSON Lines file is read line by line, 
 file that is too long to be one document in pieces.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import warnings
@@ -115,7 +113,7 @@ class Files:
     options: Mapping[str, Any]
 
     @classmethod
-    def find(cls, path: Path, options: Mapping[str, Any]) -> Files:
+    def find(cls, path: Path, options: Mapping[str, Any]) -> "Files":
         """Find the files that a path names; ``UserError`` if there is no readable one."""
         if is_file(path):
             return cls(path, (path,), options)

@@ -7,8 +7,6 @@ texts are the exception: they are cut into pieces, which count as documents, unt
 their share may differ (``splits.heldout_share``).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -52,7 +50,7 @@ class Document:
         """Return the name, with the number of a piece."""
         return self.name if self.piece is None else f"{self.name}, piece {self.piece + 1}"
 
-    def pieces(self, size: int) -> Iterator[Document]:
+    def pieces(self, size: int) -> "Iterator[Document]":
         """Yield the document in pieces of about ``size`` characters; itself if it is a piece or short enough."""
         if self.piece is not None or len(self.text) <= size + size // 2:
             yield self

@@ -5,8 +5,6 @@ little, and heads chosen by their scores lose less than random ones. Where that 
 recommended, and commands say so first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +44,7 @@ class Circumstances:
     @classmethod
     def of(
         cls, model: PreTrainedModel, blocks: TokenBlocks, full: DocumentNLL, separator: SeparatorReport
-    ) -> Circumstances:
+    ) -> "Circumstances":
         """Describe the measurement of full attention on blocks."""
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         share = full.mean / frequency_nll(blocks, vocabulary_size(model))

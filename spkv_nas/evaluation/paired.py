@@ -4,8 +4,6 @@ Two models are compared on the same tokens, so the standard error is that of the
 as clusters: far smaller than that of either NLL, and it accounts for the correlation of tokens in one document.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ class DocumentNLL:
         """Return how many documents of equal length would give equally wide errors."""
         return statistics.effective_number(self.num_tokens)
 
-    def plus(self, other: DocumentNLL) -> DocumentNLL:
+    def plus(self, other: "DocumentNLL") -> "DocumentNLL":
         """Return the sums over two parts of a text, of the same documents."""
         return DocumentNLL(self.total + other.total, self.num_tokens + other.num_tokens)
 
@@ -59,7 +57,7 @@ class DocumentNLL:
         files.write_npz(path, {"total": self.total, "num_tokens": self.num_tokens})
 
     @classmethod
-    def read(cls, path: Path) -> DocumentNLL:
+    def read(cls, path: Path) -> "DocumentNLL":
         """Read a file written by ``save``. Raises ``UserError`` if the file is missing or damaged."""
         remedy = "remove its folder and run the command again"
         arrays = read_arrays(path, _ARRAYS, remedy)

@@ -4,8 +4,6 @@ They are found by content: the provenance of a layout, and of equal layouts of t
 documents of its probe, and the tables of scores and searches list the layouts that they compared.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -55,12 +53,12 @@ class Selected:
         """Return what selected the layouts."""
         return tuple(self.by_record)
 
-    def count(self, blocks: TokenBlocks) -> int:
+    def count(self, blocks: "TokenBlocks") -> int:
         """Return how many of the documents that blocks have tokens of are these, or pieces of the same texts."""
         documents = self.documents
         return sum(info.text_id in documents for info in blocks.present)
 
-    def among(self, blocks: TokenBlocks) -> tuple[str, ...]:
+    def among(self, blocks: "TokenBlocks") -> tuple[str, ...]:
         """Return what selected a layout on documents that blocks have tokens of."""
         return tuple(record for record, documents in self.by_record.items() if documents & blocks.text_ids)
 

@@ -4,8 +4,6 @@ A model that was trained with BOS before every document may never have seen EOS.
 documents then disturbs full attention more than local heads, which forget the token, and the wrong heads look good.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -64,7 +62,7 @@ class SeparatorReport:
         return {"best": self.best, "nll": rounded, "alone": round(self.alone, 4)}
 
     @classmethod
-    def parse(cls, content: Any) -> SeparatorReport | None:
+    def parse(cls, content: Any) -> "SeparatorReport | None":
         """Return the report of a record; None for anything else."""
         try:
             return TypeAdapter(cls).validate_python(content)

@@ -5,8 +5,6 @@ model without changing its weights. Each threshold needs its own pass, because a
 changes the utilities in all later ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -149,6 +147,6 @@ def merged(earlier: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([*unchanged.to_dict("records"), *added.to_dict("records")], columns=EVALUATION.header)
 
 
-def _keys(rows: pd.DataFrame) -> pd.Series[str]:
+def _keys(rows: pd.DataFrame) -> "pd.Series[str]":
     """Return a key for the measurement of each row: checkpoint and threshold, -1 for one without gates."""
     return rows["checkpoint"] + " " + rows["tau"].fillna(-1.0).round(6).astype(str)

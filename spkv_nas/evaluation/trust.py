@@ -6,8 +6,6 @@ optimum over the gains, chosen and evaluated on the same tokens, is reported. St
 independent; as heads gain on the same documents, the true errors are up to 1.7 times as large (reports/LOG.md).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -58,7 +56,7 @@ class Trust:
     num_documents: int | None = None
 
     @classmethod
-    def of(cls, values: Float, chosen: Mask, gains: Gains, num_documents: int | None = None) -> Trust:
+    def of(cls, values: Float, chosen: Mask, gains: Gains, num_documents: int | None = None) -> "Trust":
         """Judge a table [L, Hkv] and the heads that it chooses by gains that were not used to choose them."""
         # Keep all positive gains, provided that at least one is significant
         significant = gains.values > _CLEAR * np.nan_to_num(gains.standard_error, nan=0.0)

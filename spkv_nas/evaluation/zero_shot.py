@@ -5,8 +5,6 @@ first layers share the hidden states of those layers, which is exact: the input 
 before it. Finished scores are cached on disk by the content hash of the layout.
 """
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,17 +21,15 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION
+from spkv_nas.artifacts import comparison, result_tables
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.result_tables import SCORES
 from spkv_nas.base import distributed, errors
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.data.batches import block_tokens, num_own_blocks, run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.micro_batch import check_blocks
+from spkv_nas.evaluation import micro_batch, paired
 from spkv_nas.evaluation.nll import DocumentSums
-from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model import checkpoint, config_section, loss
 from spkv_nas.model.attention import LayerState, attention_layers
 from spkv_nas.model.windows import full_attention, layout_windows
@@ -62,7 +58,7 @@ def zero_shot(
     cache: Path | None = None,
     reporter: Reporter = SILENT,
     work: Work | None = None,
-) -> list[DocumentNLL]:
+) -> list[paired.DocumentNLL]:
     """Compute the NLL by document of ``blocks`` under ``model`` with each layout on its weights, in order.
 
     During scoring the model's windows are lifted and its gates are open, so that a global head sees every key and a
@@ -109,7 +105,7 @@ def zero_shot(
 
 def _check(model: PreTrainedModel, blocks: TokenBlocks) -> None:
     """Check that the model can read the text, and warn of learned sinks, which scores leave out."""
-    check_blocks(model, blocks)
+    micro_batch.check_blocks(model, blocks)
     if config_section.has_learned_sinks(model.config):
         warnings.warn(
             "the learned sinks of this hybrid belong to its own layout: scores leave them out, for that layout too "
@@ -151,8 +147,8 @@ def cache_shares(model: PreTrainedModel, layouts: Mapping[str, Layout], context:
 
 def score_table(
     layouts: Mapping[str, Layout],
-    scores: Mapping[str, DocumentNLL],
-    full: DocumentNLL,
+    scores: Mapping[str, paired.DocumentNLL],
+    full: paired.DocumentNLL,
     memory: Mapping[str, float],
     covered: Mapping[str, float],
 ) -> pd.DataFrame:
@@ -164,28 +160,28 @@ def score_table(
     """
     num_heads = next(iter(layouts.values())).num_heads
     full_coverage = 100.0 if covered else np.nan
-    rows = [(FULL_ATTENTION, "", num_heads, 100.0, 100.0, full_coverage, full.mean, np.nan, np.nan, "")]
+    rows = [(comparison.FULL_ATTENTION, "", num_heads, 100.0, 100.0, full_coverage, full.mean, np.nan, np.nan, "")]
     for name in sorted(layouts, key=lambda name: scores[name].mean):
-        layout, change = layouts[name], paired_difference(scores[name], full)
+        layout, change = layouts[name], paired.paired_difference(scores[name], full)
         share, coverage = 100.0 * layout.num_global / num_heads, 100.0 * covered.get(name, np.nan)
         nll = (scores[name].mean, change.percent, change.standard_error)
         sizes = (layout.num_global, share, 100.0 * memory[name], coverage)
         rows.append((name, layout.hash, *sizes, *nll, layout.words))
-    return pd.DataFrame(rows, columns=SCORES.header)
+    return pd.DataFrame(rows, columns=result_tables.SCORES.header)
 
 
 def _file(cache: Path | None, layout: Layout | None) -> Path | None:
     """Return the path of a layout's score in the cache; None without a cache."""
-    return cache and cache / f"{FULL_ATTENTION if layout is None else layout.content_hash}.npz"
+    return cache and cache / f"{comparison.FULL_ATTENTION if layout is None else layout.content_hash}.npz"
 
 
-def keep_score(cache: Path | None, layout: Layout | None, score: DocumentNLL) -> None:
+def keep_score(cache: Path | None, layout: Layout | None, score: paired.DocumentNLL) -> None:
     """Write a finished score to the cache."""
     if (file := _file(cache, layout)) is not None:
         score.save(file)
 
 
-def read_score(cache: Path | None, layout: Layout | None, num_documents: int) -> DocumentNLL | None:
+def read_score(cache: Path | None, layout: Layout | None, num_documents: int) -> paired.DocumentNLL | None:
     """Read a finished score from a cache; None if it is missing or unreadable, so that it must be computed.
 
     The same blocks may have been cut from more or from fewer documents, of which they contain no token, so the score is
@@ -195,13 +191,13 @@ def read_score(cache: Path | None, layout: Layout | None, num_documents: int) ->
     if file is None or not file.is_file():
         return None
     try:
-        score = DocumentNLL.read(file)
+        score = paired.DocumentNLL.read(file)
     except errors.UserError:
         return None
     # Fit the score to the number of documents
     padding = (0, max(0, num_documents - len(score.total)))
     total, num_tokens = np.pad(score.total, padding), np.pad(score.num_tokens, padding)
-    return DocumentNLL(total[:num_documents], num_tokens[:num_documents])
+    return paired.DocumentNLL(total[:num_documents], num_tokens[:num_documents])
 
 
 def score_windows(
@@ -213,7 +209,7 @@ def score_windows(
     batch_size: int,
     step: Callable[[int], None],
     sinks: int = 0,
-) -> tuple[list[DocumentNLL], float]:
+) -> tuple[list[paired.DocumentNLL], float]:
     """Compute the NLL under each of ``ordered``, and the number of passes over the text (partial ones as fractions).
 
     Neighbours of ``ordered``, distinct windows, should share the most layers. The model is inside ``full_attention``,
@@ -274,7 +270,7 @@ class _Resumable:
 
     @classmethod
     @contextmanager
-    def of(cls, model: PreTrainedModel, tokens: torch.Tensor) -> Iterator[_Resumable]:
+    def of(cls, model: PreTrainedModel, tokens: torch.Tensor) -> "Iterator[_Resumable]":
         """Replace ``forward`` of the layers while open; ``tokens`` [1, T] test whether resuming is exact."""
         decoder = cls(model)
         originals = [vars(layer).get("forward") for layer in decoder._layers]

@@ -3,8 +3,6 @@
 spkv: {version: 1, layers: {<module>: {num_kv_heads: 2, native_window: null}}, gates: {...} | layout: {...}}
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -45,7 +43,7 @@ class _Saved(schema.Section):
     layout: _SavedLayout | None = None
 
     @model_validator(mode="after")
-    def _sound(self) -> _Saved:
+    def _sound(self) -> "_Saved":
         """Check that there are either gates or a layout, and that the gates are in range."""
         if (self.gates is None) == (self.layout is None):
             raise ValueError("expected either 'gates' or 'layout'")

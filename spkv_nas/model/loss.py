@@ -6,8 +6,6 @@ and liger-kernel take only a weight and a bias). In every pass the logits of the
 of a chunk. If they differ, all logits are computed at once, with a warning.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -77,7 +75,7 @@ def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
 
 @contextmanager
 def loss_in_chunks(
-    model: PreTrainedModel, begin_pass: Callable[[PreTrainedModel], DecoderPass] | None = None
+    model: PreTrainedModel, begin_pass: "Callable[[PreTrainedModel], DecoderPass] | None" = None
 ) -> Iterator[None]:
     """Compute the loss of passes with ``labels`` in chunks inside the ``with`` block, where several are needed.
 

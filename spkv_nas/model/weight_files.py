@@ -4,8 +4,6 @@ A shard index may name files anywhere, which is refused here. Carried over are u
 configs of processors and licences; code, model cards and records of runs stay behind.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -156,7 +154,7 @@ def _carry_over(source: str, folder: Path, names: re.Pattern[str]) -> list[Path]
 
 
 @contextmanager
-def saving(folder: Path, model: PreTrainedModel | None = None) -> Iterator[None]:
+def saving(folder: Path, model: "PreTrainedModel | None" = None) -> Iterator[None]:
     """Convert errors while a checkpoint is written to ``UserError``; complete the files of a model that was saved.
 
     Generation settings are written without transformers' checks, and those that it does not know are kept.
@@ -179,7 +177,7 @@ def saving(folder: Path, model: PreTrainedModel | None = None) -> Iterator[None]
 
 
 @contextmanager
-def default_generation(model: PreTrainedModel) -> Iterator[None]:
+def default_generation(model: "PreTrainedModel") -> Iterator[None]:
     """Replace generation settings by defaults inside the ``with`` block, because transformers refuses to save some.
 
     It loads these, such as a temperature without sampling, and generates with them.
@@ -194,7 +192,7 @@ def default_generation(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = settings
 
 
-def _write_generation(model: PreTrainedModel, file: Path) -> None:
+def _write_generation(model: "PreTrainedModel", file: Path) -> None:
     """Write a model's generation settings, and those of the file it was loaded from that transformers ignores."""
     original = Path(model.name_or_path, _GENERATION)
     stored = read_json(original, "generation config") if model.name_or_path and original.is_file() else {}
@@ -203,7 +201,7 @@ def _write_generation(model: PreTrainedModel, file: Path) -> None:
     write_json(file, others | json.loads(model.generation_config.to_json_string(keys_to_pop=["compile_config"])))
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Write a tokenizer's files: those that it was loaded from if it loads from them unchanged, or else new ones.
 
     The model's config, which selects the class that loads them, must be in ``folder`` already. Raises ``UserError``:
@@ -237,7 +235,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         )
 
 
-def _changes(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[str, list[str]]:
+def _changes(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> tuple[str, list[str]]:
     """Load a tokenizer from its files in a folder, and return its class and the names of what differs."""
     from transformers import AutoTokenizer
 
@@ -247,7 +245,7 @@ def _changes(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[str, lis
     return type(loaded).__name__, changed
 
 
-def _behaviour(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _behaviour(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """Return by name what determines a tokenizer's results, except the padding and truncation of its latest call."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = {} if backend is None else json.loads(backend.to_str())

@@ -7,8 +7,6 @@ With torchrun, each rank counts its share of the text. Sums over ranks are exact
 parts of a document that spans two ranks are merged before it enters the moments.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -47,7 +45,7 @@ class Counts:
     seen: NDArray[np.int64]  # [documents] times a document was completed; 0 if it had no text
     wrong: torch.Tensor  # int64 [L, H] batches with a NaN utility
 
-    def of_all_processes(self) -> Counts:
+    def of_all_processes(self) -> "Counts":
         """Sum the counts over all ranks; must be called on all ranks."""
         return Counts(**{field.name: sum_over_processes(getattr(self, field.name)) for field in fields(self)})
 
@@ -59,7 +57,7 @@ class _Part(NamedTuple):
     kept: torch.Tensor  # [L, H]
     tokens: int
 
-    def after(self, earlier: _Part) -> _Part:
+    def after(self, earlier: "_Part") -> "_Part":
         """Return the sum of this part and an earlier part of the same document."""
         return _Part(self.number, self.kept + earlier.kept, self.tokens + earlier.tokens)
 

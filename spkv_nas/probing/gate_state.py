@@ -4,8 +4,6 @@ A checkpoint is a folder with one safetensors file and a manifest of hashes, whi
 JSON text in the file's header, without loss of precision.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ class GateState:
         optimizer: torch.optim.Optimizer,
         step: int,
         numbers: Mapping[str, float],
-    ) -> GateState:
+    ) -> "GateState":
         """Collect the state of ``parameters`` and of their AdamW optimizer."""
         tensors = {name: parameter.detach() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
@@ -68,7 +66,7 @@ class GateState:
             manifest.write_manifest(new_path)
 
     @classmethod
-    def read(cls, folder: Path) -> GateState | None:
+    def read(cls, folder: Path) -> "GateState | None":
         """Read the checkpoint in ``folder``, or return None if there is no complete one.
 
         Raises ``UserError``: the checkpoint is damaged.

@@ -18,10 +18,8 @@ from spkv_nas.base.entry import check_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.micro_batch import check_blocks
-from spkv_nas.evaluation.separators import text_blocks
-from spkv_nas.model.config_section import gate_config
-from spkv_nas.model.model_shape import config_shape
+from spkv_nas.evaluation import micro_batch, separators
+from spkv_nas.model import config_section, model_shape
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.heads import check_window
 from spkv_nas.probing.signal import Signal
@@ -74,7 +72,7 @@ def probe(
     if window is not None and entry.needs_gates:
         raise UserError(f"signal {entry.name} uses the window of the model's gates: leave window out")
     name = name or ("probe" if entry.name == DENSITY.name else entry.name)
-    blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
+    blocks = blocks if isinstance(blocks, TokenBlocks) else separators.text_blocks(model, blocks, tokenizer)
     options |= {"window": window, "sinks": sinks, "tau": tau, "memory": memory, "context": context}
     return measure_signal(entry, model, blocks, name=name, metadata=metadata, progress=progress, **options)
 
@@ -117,7 +115,7 @@ def measure_signal(
     if memory is not None and options.get("budget") is not None:
         raise UserError("give a limit of memory or a budget, not both: the memory says how many heads are global")
     _check_heads(model)
-    check_blocks(model, blocks)
+    micro_batch.check_blocks(model, blocks)
     # Choose window and sink tokens
     first_window = _window(entry, model, blocks) if window is None or entry.needs_gates else window
     if first_window < 1:
@@ -148,7 +146,7 @@ def _with_facts(
         windows = native_windows(states)
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}
     # Add what the size of the KV cache depends on, and the context if the config says it
-    cache_facts = {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
+    cache_facts = {"head_dim": model_shape.config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     cache_facts |= {"positions": positions} if isinstance(positions, int) else {}
     metadata = {**cache_facts, **table.metadata, **table_facts}
@@ -174,7 +172,7 @@ def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:
     """Return the window of the model's gates for a signal that needs them, else the default."""
     if not entry.needs_gates:
         return default_window(model, blocks.block_size)
-    config = gate_config(model)
+    config = config_section.gate_config(model)
     if config is None:
         raise UserError(f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model first")
     return config.window

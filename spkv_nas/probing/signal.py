@@ -17,8 +17,6 @@ signals are in ``probing.signals``; a package adds its own by an entry point of 
 A module of a signal is imported by every ``--help``, so it must import torch inside its functions.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.kinds import SHARE, SHARE_UNIT
-from spkv_nas.base import entry, errors, limits
-from spkv_nas.base.flag import Flag
+from spkv_nas.base import entry, errors, flag, limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,15 +36,15 @@ if TYPE_CHECKING:
     from spkv_nas.probing.heads import HeadMeans
 
 # Flags that several signals share
-STEPS = Flag("Training steps.", low=1, high=limits.MAX_STEPS)
-SEED = Flag("Random seed.", low=0, high=limits.MAX_SEED)
-BUDGET = Flag("Number of global KV heads, or a share such as 25%.", ("--budget", "-b"), "N|N%")
+STEPS = flag.Flag("Training steps.", low=1, high=limits.MAX_STEPS)
+SEED = flag.Flag("Random seed.", low=0, high=limits.MAX_SEED)
+BUDGET = flag.Flag("Number of global KV heads, or a share such as 25%.", ("--budget", "-b"), "N|N%")
 Steps = Annotated[int, STEPS]
 Seed = Annotated[int, SEED]
 Budget = Annotated[str | None, BUDGET]
 GRANULARITIES = HEAD, LAYER = "head", "layer"
 
-SINKS = Flag(
+SINKS = flag.Flag(
     "Sink tokens: first tokens of a sequence that a local head sees besides its window. auto: 0, 1, 2 or 4, by the "
     "model's measured attention on first tokens; a layout or gates of the model keep their own number.",
     metavar="auto|N",
@@ -96,15 +93,15 @@ class Signal(entry.Entry, ABC):
     @abstractmethod
     def measure(
         self,
-        model: PreTrainedModel,
-        blocks: TokenBlocks,
+        model: "PreTrainedModel",
+        blocks: "TokenBlocks",
         window: int,
         *,
         name: str,
         metadata: dict[str, Any] | None = None,
-        progress: Progress | None = None,
+        progress: "Progress | None" = None,
         **run: Any,
-    ) -> HeadScores:
+    ) -> "HeadScores":
         """Measure the signal; the model is as before afterwards. Called on all ranks of torchrun.
 
         Args:
@@ -117,7 +114,7 @@ class Signal(entry.Entry, ABC):
             run: ``sinks``, ``batch_size`` and ``cache``, where the attributes say that the signal takes them.
         """
 
-    def table(self, means: Sequence[HeadMeans], window: int, **facts: Any) -> HeadScores:
+    def table(self, means: "Sequence[HeadMeans]", window: int, **facts: Any) -> "HeadScores":
         """Build the table of measured means; ``facts`` are ``passes``, ``tokens``, ``name`` and ``metadata``."""
         from spkv_nas.probing.heads import signal_table
 
@@ -133,7 +130,7 @@ class Signal(entry.Entry, ABC):
         """
         return Work(1.0, tokens)
 
-    def cost(self, stages: Stages, tokens: int) -> StageCost:
+    def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the memory and FLOPs of measuring on ``tokens`` tokens; arguments as in ``work``."""
         work = self.work(stages.size.heads.grid, tokens, stages.block_size)
         return stages.measure(

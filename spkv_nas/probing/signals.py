@@ -1,14 +1,11 @@
 """Signals that ``probe --signal`` measures; the modules that compute them are imported when they are measured."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from spkv_nas.artifacts import defaults, kinds
 from spkv_nas.artifacts.grid import Grid
-from spkv_nas.base import limits, registry
-from spkv_nas.base.flag import Flag, default
+from spkv_nas.base import flag, limits, registry
 from spkv_nas.probing.signal import GRANULARITIES, HEAD, Budget, Seed, Signal, Steps, Work
 from spkv_nas.proposal.budget import PAPER_BUDGET
 
@@ -16,12 +13,12 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.cost.stage_costs import StageCost, Stages
 
-_TAU = Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")
-_ABLATION_TOKENS = Flag(
+_TAU = flag.Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")
+_ABLATION_TOKENS = flag.Flag(
     "Tokens for the add-one-head ablation that validates the ranking; 0 skips it.", low=0, high=limits.MAX_WHOLE
 )
-_GRANULARITY = Flag("Choose single heads, or only whole layers.", metavar="head|layer", values=GRANULARITIES)
-_MAX_HEADS = Flag(
+_GRANULARITY = flag.Flag("Choose single heads, or only whole layers.", metavar="head|layer", values=GRANULARITIES)
+_MAX_HEADS = flag.Flag(
     "Maximum number of heads to measure individually, in the layers that gain most.", low=1, high=limits.MAX_SIZE
 )
 
@@ -37,20 +34,20 @@ class Density(Signal):
     reads_blocks = False  # the gates have their own window, and open gates have a density, too
     used_by_command = ("ablation_tokens", "steps", "budget", "seed")
 
-    tau: Annotated[float | None, _TAU] = default(None, "the checkpoint's")
+    tau: Annotated[float | None, _TAU] = flag.default(None, "the checkpoint's")
     ablation_tokens: Annotated[int, _ABLATION_TOKENS] = defaults.ABLATION_TOKENS
     # Of the gates that a model has yet to learn
     steps: Steps = defaults.PRICED_STEPS
-    budget: Budget = default(None, PAPER_BUDGET)
+    budget: Budget = flag.default(None, PAPER_BUDGET)
     seed: Seed = 0
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
         """Measure the density at ``tau``; the window is that of the gates."""
         from spkv_nas.probing.density import probe
 
         return probe(model, blocks, tau=self.tau, **run)
 
-    def cost(self, stages: Stages, tokens: int) -> StageCost:
+    def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of a pass with gates and without logits."""
         return stages.measure(self.stage_name, tokens, gated=True, scored=False)
 
@@ -68,9 +65,9 @@ class Ablation(Signal):
     opens: ClassVar[bool]
 
     granularity: Annotated[str, _GRANULARITY] = HEAD
-    max_heads: Annotated[int | None, _MAX_HEADS] = default(None, "all")
+    max_heads: Annotated[int | None, _MAX_HEADS] = flag.default(None, "all")
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
         """Measure the gains with ``granularity`` and ``max_heads``."""
         from spkv_nas.probing.gains import gains
 
@@ -115,7 +112,7 @@ class Duo(Signal):
     steps: Steps = defaults.DUO_STEPS
     seed: Seed = 0
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
         """Learn alpha with ``steps`` and ``seed``."""
         from spkv_nas.probing.duo import duo
 
@@ -125,7 +122,7 @@ class Duo(Signal):
         """Return the passes over the blocks of a step."""
         return Work(self.steps, min(tokens, defaults.DUO_STEP_BLOCKS * block_size), defaults.FROZEN_STEP_PASSES)
 
-    def cost(self, stages: Stages, tokens: int) -> StageCost:
+    def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of training alphas on a frozen model."""
         from spkv_nas.probing.frozen import ROOM
 
@@ -142,10 +139,10 @@ class HeadGates(Signal):
     takes_sinks = True
 
     steps: Steps = defaults.HEAD_GATE_STEPS
-    budget: Budget = default(None, PAPER_BUDGET)
+    budget: Budget = flag.default(None, PAPER_BUDGET)
     seed: Seed = 0
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
         """Learn the gates with ``steps``, ``budget`` and ``seed``; ``sinks`` is 0 by default, not measured again."""
         from spkv_nas.probing.head_gates import head_gates
 
@@ -156,7 +153,7 @@ class HeadGates(Signal):
         """Return the passes over the tokens of a step."""
         return Work(self.steps, defaults.LEARNING_TOKENS, defaults.FROZEN_STEP_PASSES)
 
-    def cost(self, stages: Stages, tokens: int) -> StageCost:
+    def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of training gates of heads on a frozen model."""
         from spkv_nas.probing.frozen import ROOM
 
@@ -173,7 +170,7 @@ class WindowCosts(Signal):
 
     seed: Seed = 0
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
         """Measure the costs of ``window`` and of the default windows."""
         from spkv_nas.probing.window_costs import window_costs
 
@@ -185,7 +182,7 @@ class WindowCosts(Signal):
 
         return Work(1.0, min(tokens, NUM_BLOCKS * block_size), passes(len(WINDOWS)))
 
-    def cost(self, stages: Stages, tokens: int) -> StageCost:
+    def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of gradients of a frozen model with respect to its heads."""
         from spkv_nas.probing.frozen import ROOM
         from spkv_nas.probing.window_costs import NUM_BLOCKS, WINDOWS

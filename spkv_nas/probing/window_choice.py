@@ -24,8 +24,7 @@ from spkv_nas.base import device, errors
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.micro_batch import fitting_batch
-from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.evaluation import micro_batch, paired
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
 from spkv_nas.model import model_shape, windows
 from spkv_nas.probing.signal import LAYER, Signal
@@ -115,7 +114,7 @@ def measure_within(
     else:
         # Choose the window on documents that the ranking has not seen
         ranking, held_out = hold_out(blocks)
-        table, size = measure(signal, ranking, first.window), fitting_batch(model, held_out)
+        table, size = measure(signal, ranking, first.window), micro_batch.fitting_batch(model, held_out)
         if table.window_costs is not None:
             candidates = sorted(windows_by_costs(table, cost, limit), key=lambda row: row.cost)[:_MOST_COMPARED]
         choice = choose_window(model, held_out, table, candidates, batch_size=size, progress=progress)
@@ -157,8 +156,8 @@ def choose_window(
     )
     parts = blocks.nested(ends)
     left, measured, passes = list(candidates), {row.window: row for row in candidates}, 0.0
-    nothing = DocumentNLL(np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64))
-    sums: dict[int | None, DocumentNLL] = defaultdict(lambda: nothing)  # of windows; None: full attention
+    nothing = paired.DocumentNLL(np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64))
+    sums: dict[int | None, paired.DocumentNLL] = defaultdict(lambda: nothing)  # of windows; None: full attention
     for part, num_blocks in zip(parts, ends, strict=True):
         # Measure those that are left on the part, and add it to the parts before
         work, layouts = Work(), [highest_scores(table, row) for row in left]
@@ -169,7 +168,7 @@ def choose_window(
             sums[window] = sums[window].plus(score)
         # Keep the better half
         for row in left:
-            change = paired_difference(sums[row.window], sums[None])
+            change = paired.paired_difference(sums[row.window], sums[None])
             measured[row.window] = replace(
                 row, change=change.percent, standard_error=change.standard_error, blocks=num_blocks
             )

@@ -13,14 +13,13 @@ from spkv_nas.base import locks, replace, tables
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.cost.cache_cost import EngineCost
-from spkv_nas.proposal import earlier, stability, strategies
+from spkv_nas.proposal import earlier, stability, strategies, windows
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST, Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
 from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, find_solutions
 from spkv_nas.proposal.strategy import NUM_RANDOM
-from spkv_nas.proposal.windows import WINDOW_PER_HEAD
 
 _COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
 
@@ -172,7 +171,7 @@ def coverage_table(
 
 def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
     """Warn of layouts in a ``coverage_table`` without exactly ``heads`` global heads: coverages do not compare."""
-    num_global = rows.set_index("strategy")["num_global"].drop(WINDOW_PER_HEAD, errors="ignore")
+    num_global = rows.set_index("strategy")["num_global"].drop(windows.WINDOW_PER_HEAD, errors="ignore")
     deviating = num_global[num_global != heads]
     if deviating.empty:
         return None
@@ -209,7 +208,7 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
         # List the files that may be replaced or removed
         draws = [f"{strategy.name}-*.yaml" for strategy in strategies.STRATEGIES if strategy.is_random]
         random = [file.name for pattern in draws for file in folder.glob(pattern)]
-        optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, WINDOW_PER_HEAD, defaults.RECOMMENDED)]
+        optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, windows.WINDOW_PER_HEAD, defaults.RECOMMENDED)]
         stale = [*random, *optional, _HEADS]
         files = {*names, *stale, _COVERAGE, _CURVE}
         # Keep or report an earlier proposal

@@ -1,7 +1,5 @@
 """Find the layout of highest density coverage under a budget and a serving engine's constraints, exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -70,7 +68,7 @@ class Constraints:
             raise UserError(f"--granularity must be head or layer; found '{self.granularity}'")
 
     @classmethod
-    def parse(cls, texts: Sequence[str], granularity: str = "head") -> Constraints:
+    def parse(cls, texts: Sequence[str], granularity: str = "head") -> "Constraints":
         """Read constraints from texts such as "max-per-layer=2", "global-layers=0,20" and "uniform".
 
         Raises ``UserError``: a text has no such form, or as the constructor.
@@ -104,7 +102,7 @@ class Constraints:
             if value != default
         }
 
-    def on(self, table: HeadScores) -> Constraints:
+    def on(self, table: HeadScores) -> "Constraints":
         """Return the constraints with ``local_layers`` extended by the layers that are local by design.
 
         Raises ``UserError``: one of them is in ``global_layers``.

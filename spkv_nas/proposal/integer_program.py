@@ -5,8 +5,6 @@ linear in these variables. Ties go to more heads, then to earlier layers and hea
 equals the strategy ``densest``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys
@@ -140,7 +138,7 @@ class Problem:
         layouts = [program.best(gain, nonempty=nonempty) for program in self._programs(constraints, budget=False)]
         return min((-layout.value for layout in layouts if layout is not None), default=None)
 
-    def _programs(self, constraints: Mapping[str, Any], *, budget: bool = True) -> list[_Program]:
+    def _programs(self, constraints: Mapping[str, Any], *, budget: bool = True) -> "list[_Program]":
         """Build the program, or with ``uniform`` one per number of global heads in a mixed layer."""
         heads = self._grid[1]
         has_mixed_layers = constraints.get("uniform") and constraints.get("granularity") != "layer" and heads > 1

@@ -1,7 +1,5 @@
 """Hold what the user requires of a proposal besides its budget: constraints, head weights, a memory limit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -109,7 +107,7 @@ class Requirements:
             return CacheCost(*sizes, sinks=table.sinks, **cache_facts)
         return EngineCost(*sizes, sinks=table.sinks, serving=self.serving, **cache_facts)
 
-    def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> Limit:
+    def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> "Limit":
         """Resolve the budget to a limit in heads, or in the unit of the weights.
 
         Raises ``UserError``: the budget is invalid, or options contradict each other.
@@ -129,7 +127,7 @@ class Requirements:
         weights = read_head_costs(self.head_costs, table)
         return Limit(_parse_weight(budget, float(weights.sum())), weights)
 
-    def solve(self, table: HeadScores, limit: Limit, window: int | None) -> Layout:
+    def solve(self, table: HeadScores, limit: "Limit", window: int | None) -> Layout:
         """Return the layout of highest coverage within the limit. Raises ``UserError`` as ``constraints.solve``."""
         return solve(table, limit.budget, self.constraints, limit.weights, robust=self.robust, window=window)
 
@@ -142,7 +140,7 @@ class Requirements:
             window = min(tried, key=lambda row: row.cost).window
         return table if window is None else windows.at_window(table, window)
 
-    def window_per_head(self, table: HeadScores, limit: Limit, window: int | None) -> dict[str, Layout]:
+    def window_per_head(self, table: HeadScores, limit: "Limit", window: int | None) -> dict[str, Layout]:
         """Return the layout with a window per head in the memory that the limit takes, or that is given or recorded.
 
         It is by name; none if the table has no costs of windows, or the limit counts head costs. Raises ``UserError``
@@ -163,7 +161,7 @@ class Requirements:
         layout = windows.window_per_head(table, cost, memory, self.constraints, robust=self.robust)
         return {layout.strategy: layout}
 
-    def fitted(self, table: HeadScores, limit: Limit, window: int | None) -> Limit:
+    def fitted(self, table: HeadScores, limit: "Limit", window: int | None) -> "Limit":
         """Lower a limit until the solution within it fits in the memory of an engine.
 
         A solution with fewer global heads than the limit can need more memory than one that reaches it.
@@ -181,7 +179,7 @@ class Requirements:
         return limit
 
     def solve_apart(
-        self, table: HeadScores, limit: Limit, window: int | None, *, excluded: Sequence[Layout], apart: int
+        self, table: HeadScores, limit: "Limit", window: int | None, *, excluded: Sequence[Layout], apart: int
     ) -> Layout | None:
         """Return the best layout that differs from each of ``excluded`` in at least ``apart`` heads; None without one.
 
@@ -252,7 +250,7 @@ class Requirements:
             sentence += f"\n{larger} global heads take no more memory there than {num_global}"
         return sentence
 
-    def probability(self, resampled: stability.Bootstrap, limit: Limit, *, progress: Progress | None = None) -> Float:
+    def probability(self, resampled: stability.Bootstrap, limit: "Limit", *, progress: Progress | None = None) -> Float:
         """Return [L, Hkv], the share of bootstrap resamples whose solution makes a head global."""
         table = resampled.table
         problem = integer_program.Problem(table.grid, self.constraints.on(table).named, limit.budget, limit.weights)

@@ -5,8 +5,6 @@ and other heads are candidates for a measurement. They are found one after the o
 program under one further cut for every earlier one, that their Hamming distance is at least ``apart``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +44,7 @@ class SeveralSolutions:
             raise UserError(f"solutions must be at least 2 and apart at least 1; found {self.number} and {self.apart}")
 
     @classmethod
-    def parse(cls, text: str) -> SeveralSolutions:
+    def parse(cls, text: str) -> "SeveralSolutions":
         """Read a request such as "5", or "5:apart=3". Raises ``UserError`` if it has no such form."""
         number, colon, apart = text.partition(":apart=")
         if not number.isdecimal() or (colon and not apart.isdecimal()):

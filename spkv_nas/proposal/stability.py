@@ -5,8 +5,6 @@ standard errors. Coverage intervals hold the layout fixed; selection probabiliti
 resample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -213,7 +211,7 @@ class Certainty:
         layouts: Mapping[str, Layout],
         budget: int,
         solved: Mapping[str, Float] | None = None,
-    ) -> Certainty:
+    ) -> "Certainty":
         """Summarise a bootstrap for the ``budget`` densest heads and the coverage of ``layouts``.
 
         Args:

@@ -1,7 +1,5 @@
 """Strategies of ``propose``: patterns A to D of the SP-KV paper, "Designing Stronger Hybrids", and a control."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +20,7 @@ class InterleavedFirst(Strategy):
     help = "whole layers at a fixed period, the first and the last global (pattern A of the paper)"
     whole_layers = True
 
-    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+    def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
         return interleaved_first(*scores.grid, budget)
 
@@ -35,7 +33,7 @@ class InterleavedLast(Strategy):
     help = "whole layers at a fixed period, each after its local ones, the last global (pattern B)"
     whole_layers = True
 
-    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+    def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
         return interleaved_last(*scores.grid, budget)
 
@@ -48,7 +46,7 @@ class RandomHeads(Strategy):
     help = "heads drawn uniformly at random (pattern C)"
     is_random = True
 
-    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+    def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of ``budget`` heads drawn with ``seed``."""
         return random_heads(*scores.grid, budget, seed)
 
@@ -60,7 +58,7 @@ class Densest(Strategy):
     name = "densest"
     help = "heads of highest score (pattern D)"
 
-    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+    def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of the ``budget`` heads of highest score; ties go to the earlier layer and head."""
         return densest(scores.values, budget)
 
@@ -73,7 +71,7 @@ class Sparsest(Strategy):
     help = "heads of lowest score, a control"
     is_control = True
 
-    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+    def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of the ``budget`` heads of lowest score; ties go to the earlier layer and head."""
         return densest(-scores.values, budget)
 

@@ -6,8 +6,6 @@ file and of its row in comparisons, so it must be a valid file name. The built-i
 ``init``, ``search``, their help and the report take it from there.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
@@ -37,7 +35,7 @@ class Strategy(Entry, ABC):
     whole_layers: ClassVar[bool] = False
 
     @abstractmethod
-    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+    def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of the global heads.
 
         Args:

@@ -1,7 +1,5 @@
 """Make axes with ticks at round values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 
@@ -32,7 +30,7 @@ def round_axis(title: str, low: float, high: float, *, exact: bool = False, padd
     return Axis(title, low, high, _plain(tick for tick in ticks if low <= tick <= high))
 
 
-def error_axis(title: str, values: pd.Series[float], errors: pd.Series[float]) -> Axis:
+def error_axis(title: str, values: "pd.Series[float]", errors: "pd.Series[float]") -> Axis:
     """Return an axis over 0 and values with error bars; NaN: no bar."""
     bars = errors.fillna(0.0)
     return round_axis(title, min(0.0, (values - bars).min()), max(0.0, (values + bars).max()), padded=True)

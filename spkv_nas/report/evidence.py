@@ -10,10 +10,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts import head_scores, search_table
+from spkv_nas.artifacts import head_scores, proposal, search_table
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, counted_from
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.proposal import is_equal_memory
 from spkv_nas.base.statistics import critical_errors
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.report.inputs import ReportInputs
@@ -72,7 +71,7 @@ class Evidence:
         return tuple(
             result
             for result in self.results
-            if (is_equal_memory((result.share, share)) if result.reach else result.num_global == number)
+            if (proposal.is_equal_memory((result.share, share)) if result.reach else result.num_global == number)
         )
 
     @property

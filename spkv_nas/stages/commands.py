@@ -8,8 +8,6 @@ workspace), so it repeats the user's model and text and never falls back to the 
 Users see a suggestion as one line, ``next: spkv-nas ...``; programs find it under ``next`` in the JSON document.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ class Suggestion:
     reason: str = ""  # sentence on the purpose of the command; empty where that is obvious
 
     @classmethod
-    def of(cls, options: object, reason: str = "") -> Suggestion:
+    def of(cls, options: object, reason: str = "") -> "Suggestion":
         """Suggest the command that gives a stage ``options``."""
         return cls(command_line(options), reason)
 

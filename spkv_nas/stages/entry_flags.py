@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
-from spkv_nas.base import entry, errors
-from spkv_nas.base.flag import default
+from spkv_nas.base import entry, errors, flag
 from spkv_nas.base.registry import Registry
 
 Options = TypeVar("Options")
@@ -31,7 +30,7 @@ def with_options_of(registry: Registry[Any], command: str) -> Callable[[type[Opt
                     "itself\nrename the option, or uninstall its package"
                 )
             options_class.__annotations__[name] = Annotated[option.type | None, option.flag]
-            setattr(options_class, name, default(None, option.default_text, note=takers_note([*option.defaults])))
+            setattr(options_class, name, flag.default(None, option.default_text, note=takers_note([*option.defaults])))
         return options_class
 
     return declare

@@ -3,8 +3,6 @@
 Command ``plan`` counts each stage as its command would run by default; ``probe --dry-run`` counts the probe's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +41,7 @@ class Forecast:
     remarks: tuple[str, ...]  # assumptions behind the numbers
 
     @classmethod
-    def of(cls, name: str, stages: Stages, costs: Iterable[StageCost], *remarks: str) -> Forecast:
+    def of(cls, name: str, stages: Stages, costs: Iterable[StageCost], *remarks: str) -> "Forecast":
         """Assemble a forecast of a model and site, with a remark on the memory that it assumes."""
         site = stages.site
         memory = f"memory: {site.memory / 1e9:.4g} GB on {site.name}, 10 % of it reserved for driver and allocator"

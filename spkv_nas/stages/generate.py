@@ -1,25 +1,22 @@
 """Declare the options of the ``generate`` command, check them, and run it; its docstring is the help."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from spkv_nas.base import errors, progress
-from spkv_nas.base.flag import Flag, default
+from spkv_nas.base import errors, flag, progress
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import REFERENCE, InDtype
 
 if TYPE_CHECKING:
     from spkv_nas.model.generation import Generation
 
-Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]
-PromptFile = Annotated[Path | None, Flag("Read the prompt from a file; - reads standard input.", ("--file", "-f"))]
-MaxNewTokens = Annotated[int, Flag("Maximum number of new tokens.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
-TopP = Annotated[float, Flag("Nucleus sampling: cumulative probability cut-off.", low=0.0, high=1.0)]
+Prompt = Annotated[str | None, flag.Flag("Text to continue.", argument=True)]
+PromptFile = Annotated[Path | None, flag.Flag("Read the prompt from a file; - reads standard input.", ("--file", "-f"))]
+MaxNewTokens = Annotated[int, flag.Flag("Maximum number of new tokens.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
+TopP = Annotated[float, flag.Flag("Nucleus sampling: cumulative probability cut-off.", low=0.0, high=1.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +26,7 @@ class GenerateOptions(InDtype):
     prompt: Prompt = None
     file: PromptFile = None
     model: flags.Model = REFERENCE
-    tau: flags.Tau = default(None, "the checkpoint's")
+    tau: flags.Tau = flag.default(None, "the checkpoint's")
     max_new_tokens: MaxNewTokens = 200
     temperature: flags.Temperature = 0.0
     top_p: TopP = 1.0
@@ -84,7 +81,7 @@ def generate(options: GenerateOptions, reporter: progress.Reporter) -> None:
     show(result)
 
 
-def show(result: Generation) -> None:
+def show(result: "Generation") -> None:
     """Print a generation's speed and cache size to standard error."""
     from spkv_nas.base.console import err
 

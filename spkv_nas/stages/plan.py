@@ -17,7 +17,6 @@ from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model import checkpoint, transformers_logging
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages import checks, engines, forecast, sized_model, subject
-from spkv_nas.stages.forecast import Forecast, gate_training, item_bytes, measuring_stages
 from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.stages.result import Result
 from spkv_nas.training import first_recipe, run_plan, step_cost
@@ -33,7 +32,7 @@ _BRANCHES = (("train the SP-KV reference", True), ("retrain a hybrid", False))  
 class PlanResult:
     """Result of ``plan``."""
 
-    forecast: Forecast  # cost of every stage
+    forecast: forecast.Forecast  # cost of every stage
     served: engines.Served | None  # every number of global layers in a serving engine; None without one
 
 
@@ -48,7 +47,7 @@ def plan(options: PlanOptions, reporter: progress.Reporter = progress.SILENT) ->
     context = sized_model.choose_context(options.context, size.positions, reporter)
     text = f"text: {tokens:,} held-out tokens (--heldout-tokens); everything but training runs on one device"
     costs = (*workflow, *_generated(stages, options, context))
-    result = Forecast.of(name, stages, costs, text, *remarks, _about_time(options))
+    result = forecast.Forecast.of(name, stages, costs, text, *remarks, _about_time(options))
     # Plan the cache in an engine
     sizes = {"window": stages.gates.window, "context": context}
     served = engines.serve(options, size.heads, size.num_sliding, options.kv_bytes, **sizes)
@@ -72,7 +71,7 @@ def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) ->
     checkpoint.check_dense(size, source)
     site = _site(options)
     config = gates or gate_config.GateConfig(window=gate_config.suitable_window(length))
-    stages = Stages(size, config, site, length, BATCH_SIZE, item_bytes(source, site, options.dtype))
+    stages = Stages(size, config, site, length, BATCH_SIZE, forecast.item_bytes(source, site, options.dtype))
     # Count the text
     data = DataConfig(sources=[*(options.data or ("stdlib",))])
     tokens, text = options.heldout_tokens or data.max_heldout_tokens, _ENOUGH
@@ -86,8 +85,8 @@ def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) ->
     recipe = draft.recipe(Path())
     schedule = _training(recipe, recipe.branch, size, site)
     training_stages = replace(stages, block_size=draft.block_size)
-    workflow = [] if gates is not None else [gate_training(stages, options.steps)]
-    workflow += measuring_stages(stages, tokens)
+    workflow = [] if gates is not None else [forecast.gate_training(stages, options.steps)]
+    workflow += forecast.measuring_stages(stages, tokens)
     workflow += [training_stages.train(name, schedule, gated=gated) for name, gated in _BRANCHES]
     return sized_model.model_name(source), stages, tokens, workflow, (draft.remark(),)
 
@@ -112,7 +111,7 @@ def _of_recipe(file: Path, options: PlanOptions, reporter: progress.Reporter) ->
         for name, phase, gated in phases
     ]
     tokens = options.heldout_tokens or planner.text.heldout(recipe.data)
-    return recipe.name, stages, tokens, [*trained, *measuring_stages(stages, tokens)], ()
+    return recipe.name, stages, tokens, [*trained, *forecast.measuring_stages(stages, tokens)], ()
 
 
 def _generated(stages: Stages, options: PlanOptions, context: int) -> Iterator[StageCost]:

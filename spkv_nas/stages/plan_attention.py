@@ -9,10 +9,8 @@ from rich.table import Table
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base import console, errors, units
-from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.cost.calibration import Calibration
-from spkv_nas.cost.formulas import Cost, cost, layout_density
+from spkv_nas.base import console, errors, progress, units
+from spkv_nas.cost import calibration, formulas
 from spkv_nas.stages.engines import Served, chosen_engine, serve
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.plan_attention import AttentionOptions
@@ -27,13 +25,13 @@ class AttentionCosts:
     name: str  # name of the level or model, as the user gave it
     shape: Shape  # shape of the model
     context: int  # tokens in the cache
-    costs: list[Cost]  # costs of full attention, of each layout and of a density, in this order
-    times: Calibration | None  # source of the seconds in ``costs``; None if nothing was measured that fits
+    costs: list[formulas.Cost]  # costs of full attention, of each layout and of a density, in this order
+    times: calibration.Calibration | None  # source of the seconds in ``costs``; None if nothing was measured that fits
     remedy: list[str]  # command that measures times, if there are none; at most one
     served: Served | None = None  # caches of full attention and of layouts in a serving engine; None without one
 
 
-def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> AttentionCosts:
+def attention(options: AttentionOptions, reporter: progress.Reporter = progress.SILENT) -> AttentionCosts:
     """Compute the cost of full attention, of each layout and at a density, for a level of the ladder or a model.
 
     Times come from the calibration that options name, or else from that of the level's or model's name if it exists
@@ -44,7 +42,7 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     shape, native = subject.shape, subject.native_windows
     tokens = choose_context(options.context, subject.positions, reporter)
     layouts = [Layout.read(path) for path in options.layout or []]
-    shares = [layout_density(shape, layout, native) for layout in layouts]
+    shares = [formulas.layout_density(shape, layout, native) for layout in layouts]
     needed = [layout.window for layout in layouts if not layout.windows] + (
         [options.window] if options.density is not None else []
     )
@@ -52,14 +50,14 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
     serving = chosen_engine(options)
     item = units.ITEM_BYTES["bfloat16" if serving is None or serving.kv_dtype is None else serving.kv_dtype]
 
-    def row(name: str, heads: Layout | float, density: float, window: int, sinks: int) -> Cost:
+    def row(name: str, heads: Layout | float, density: float, window: int, sinks: int) -> formulas.Cost:
         layout = heads if isinstance(heads, Layout) else None
         by_layer = [heads] * shape.num_layers if isinstance(heads, float) else heads
         seconds = None
         if times is not None and not (layout and layout.windows):  # times are measured with one window
             seconds = times.layout_seconds(by_layer, tokens, window=window, sinks=sinks)
         sizes: dict[str, Any] = {"native_windows": native, "element_size": item, "layout": layout}
-        counted = cost(name, shape, tokens, density=density, window=window + sinks, **sizes)
+        counted = formulas.cost(name, shape, tokens, density=density, window=window + sinks, **sizes)
         return replace(counted, decode_seconds=seconds, total_flops=None if subject.is_mixture else counted.total_flops)
 
     # Compute a row for full attention, each layout, and the density
@@ -74,8 +72,8 @@ def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> Attenti
 
 
 def _times(
-    options: AttentionOptions, subject: SizedModel, windows: Sequence[int], context: int, reporter: Reporter
-) -> tuple[Calibration | None, list[str]]:
+    options: AttentionOptions, subject: SizedModel, windows: Sequence[int], context: int, reporter: progress.Reporter
+) -> tuple[calibration.Calibration | None, list[str]]:
     """Return the times that options name or that fit, and the command that measures them if there are none."""
     name = options.calibration or subject.name
     calibrate = CalibrateOptions(level=options.level, model=options.model, name=name, workspace=options.workspace)
@@ -159,6 +157,6 @@ def document(result: AttentionCosts) -> dict[str, Any]:
     }
 
 
-def run(options: AttentionOptions, reporter: Reporter) -> Result:
+def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
     return Result(attention(options, reporter), show, document)

@@ -1,7 +1,5 @@
 """Format changes of NLL, standard errors and table cells, as every command prints them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -61,7 +59,7 @@ def about_selection(number: int, selected_by: Sequence[str]) -> None:
         )
 
 
-def identification(table: HeadScores) -> dict[str, Any]:
+def identification(table: "HeadScores") -> dict[str, Any]:
     """Return what identifies a table of head scores."""
     return {
         "name": table.name,
@@ -72,7 +70,7 @@ def identification(table: HeadScores) -> dict[str, Any]:
     }
 
 
-def evaluation_document(evaluation: Evaluation) -> dict[str, Any]:
+def evaluation_document(evaluation: "Evaluation") -> dict[str, Any]:
     """Return what ``--json`` prints for an evaluation: NLL in nats per token, threshold, density, size of the text."""
     nll = evaluation.nll
     return {

@@ -13,6 +13,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from spkv_nas.artifacts import diagnosis, gate_config, result_tables
 from spkv_nas.artifacts.defaults import (
     ABLATION_TOKENS,
     LEARNING_TOKENS,
@@ -20,10 +21,7 @@ from spkv_nas.artifacts.defaults import (
     SCORING_TOKENS,
     STRONG_SINK,
 )
-from spkv_nas.artifacts.diagnosis import about_small_domains
-from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.result_tables import ALARM
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.console import caution, out, say
 from spkv_nas.base.distributed import on_main
@@ -34,26 +32,20 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.alarms import check_text
 from spkv_nas.evaluation.micro_batch import fitting_batch, require_logits
 from spkv_nas.evaluation.zero_shot import cache_folder
+from spkv_nas.model import model_shape, transformers_logging, windows
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
-from spkv_nas.model.model_shape import check_tokens, config_shape
-from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.model.windows import default_window
+from spkv_nas.probing import priced, signals
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.signal import LAYER, Signal, parse_sinks
-from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.probing.window_choice import half_of
 from spkv_nas.probing.window_costs import NUM_BLOCKS
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages import checks, next_steps
+from spkv_nas.stages import checks, next_steps, printing, reference_run, result
 from spkv_nas.stages.options import REFERENCE
 from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal, memory_limit
-from spkv_nas.stages.printing import change, identification, show_alarm
 from spkv_nas.stages.record import OPTIONS, probe_records, recorded
-from spkv_nas.stages.reference_run import train_dense, train_reference
-from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import Measured, Subject
 from spkv_nas.training.run_files import run_lock
 
@@ -70,7 +62,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, reuse: bool = F
     of an earlier probe of the same inputs by this version, if there is one.
     """
     checks.check(options)
-    quiet_transformers(reporter)
+    transformers_logging.quiet_transformers(reporter)
     # Load the model and the text
     signal = chosen_signal(options)
     options = replace(options, signal=signal.name)
@@ -81,7 +73,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, reuse: bool = F
         tokens=SCORING_TOKENS if signal.computes_logits else None,
         learns=signal.needs_gates,
     )
-    if signal.name == WINDOW_COSTS.name and options.max_tokens is None:
+    if signal.name == signals.WINDOW_COSTS.name and options.max_tokens is None:
         measured = _half(measured, options, reporter)
     origin = _origin(subject, measured, options, reporter)
     run_options = _run_options(signal, subject, measured, options)
@@ -177,7 +169,7 @@ def _free_name(workspace: Workspace, name: str, inputs: str, reporter: Reporter)
 
 def _origin(subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter) -> dict[str, Any]:
     """Return the record of the model and the text, with a warning if the model does not know the text."""
-    window = options.window or default_window(measured.model, measured.whole.block_size)
+    window = options.window or windows.default_window(measured.model, measured.whole.block_size)
     with reporter.bar("checking the text"):
         _, text_alarm = check_text(measured.model, measured.whole, window, measured.separator)
     return {
@@ -185,7 +177,7 @@ def _origin(subject: Subject, measured: Measured, options: ProbeOptions, reporte
         "data": measured.text,
         **measured.dtypes,
         "separator": measured.separator.as_mapping(),
-        **({} if text_alarm is None else {ALARM: text_alarm}),
+        **({} if text_alarm is None else {result_tables.ALARM: text_alarm}),
     }
 
 
@@ -203,7 +195,7 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
     assert table.window is not None
     # Measure each head alone; if that is impossible, the ranking is not validated
     try:
-        check_tokens(model, blocks.largest_token)
+        model_shape.check_tokens(model, blocks.largest_token)
         size = fitting_batch(model, blocks)
         on_main(lambda: require_logits(model, size, length))  # all ranks continue, or none
         with reporter.bar("validating the ranking") as progress:
@@ -230,14 +222,14 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     """Attach gates to a model, train them or load the finished ones, and return a record of their training."""
     model, blocks = measured.model, measured.train
     assert blocks is not None
-    num_heads = math.prod(config_shape(model.config).grid)
+    num_heads = math.prod(model_shape.config_shape(model.config).grid)
     # Choose the window, the sink tokens and the target density
-    window, sinks = options.window or default_window(model, blocks.block_size), parse_sinks(options.sinks)
+    window, sinks = options.window or windows.default_window(model, blocks.block_size), parse_sinks(options.sinks)
     sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
-    config = GateConfig(
+    config = gate_config.GateConfig(
         window=window,
         sinks=sinks,
-        tau=GateConfig().tau if options.tau is None else options.tau,
+        tau=gate_config.GateConfig().tau if options.tau is None else options.tau,
         target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MAX_TARGET),
     )
     # Name the run by everything that its gates depend on
@@ -249,7 +241,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     # Train or resume
     start = time.perf_counter()
     with run_lock(folder, reporter.announce), reporter.bar("learning gates") as progress:
-        learned = learn_gates(model, blocks, config, state=folder / "state", progress=progress, **schedule)
+        learned = priced.learn_gates(model, blocks, config, state=folder / "state", progress=progress, **schedule)
     reporter.reused(learned.resumed_at, learned.steps, "gate training steps")
     if learned.resumed_at < learned.steps:
         reporter.announce(f"trained gates on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s")
@@ -266,14 +258,14 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
         subject = Subject.of(options, REFERENCE, "probe on")
     else:
         trained: dict[str, Any] = {"workspace": options.folders, "device": options.device, "reporter": reporter}
-        if SIGNALS[str(options.signal)].needs_gates:
-            checkpoint = train_reference(options.recipe, **trained).reference
+        if signals.SIGNALS[str(options.signal)].needs_gates:
+            checkpoint = reference_run.train_reference(options.recipe, **trained).reference
         else:
-            checkpoint = train_dense(options.recipe, **trained)
+            checkpoint = reference_run.train_dense(options.recipe, **trained)
         subject = Subject.of_recipe(options, options.recipe, checkpoint)
     subject = replace(subject, given_separator=options.separator)
     # Name the probe after its signal, unless that is density
-    if options.name is None and options.signal != DENSITY.name:
+    if options.name is None and options.signal != signals.DENSITY.name:
         suffix = f"{options.signal}-layer" if options.granularity == LAYER else options.signal
         return replace(subject, name=f"{subject.name}-{suffix}")
     return subject
@@ -281,7 +273,7 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
 
 def show(table: HeadScores) -> None:
     """Print a probe's mean score, its highest head, and its warnings."""
-    show_alarm(table.metadata.get("alarm"))
+    printing.show_alarm(table.metadata.get("alarm"))
     # Print the mean and the highest score
     densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
     measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
@@ -296,7 +288,7 @@ def show(table: HeadScores) -> None:
     # Print remarks and warnings
     if (sinks := _about_sinks(table)) is not None:
         say(sinks)
-    if (domain_warning := about_small_domains(table.rows)) is not None:
+    if (domain_warning := diagnosis.about_small_domains(table.rows)) is not None:
         say(domain_warning)
     for line in table.diagnosis():
         caution(line)
@@ -307,7 +299,7 @@ def _windows(tried: list[dict[str, Any]], chosen: int | None) -> Table:
     title = "windows tried, on documents that the ranking has not seen"
     printed = Table("window", "global heads", "KV cache %", "ΔNLL %", "blocks", box=None, title=title)
     for row in tried:
-        loss = change(row["change"], row["standard_error"])
+        loss = printing.change(row["change"], row["standard_error"])
         cells = (row["window"], row["num_global"], f"{100 * row['memory']:.1f}", loss, row["blocks"])
         printed.add_row(*map(str, cells), style="bold" if row["window"] == chosen else None)
     return printed
@@ -339,7 +331,7 @@ def _about_sinks(table: HeadScores) -> str | None:
 def document(table: HeadScores, folder: Path) -> dict[str, Any]:
     """Return a probe's mean over heads and the scores of every head."""
     return {
-        **identification(table),
+        **printing.identification(table),
         "mean": table.mean,
         "standard_deviation": table.std,
         "sinks": table.sinks,
@@ -353,12 +345,12 @@ def document(table: HeadScores, folder: Path) -> dict[str, Any]:
     }
 
 
-def run(options: ProbeOptions, reporter: Reporter) -> Result:
+def run(options: ProbeOptions, reporter: Reporter) -> result.Result:
     """Run the command."""
     table = probe(options, reporter)
-    return Result(
+    return result.Result(
         table,
         show,
         partial(document, folder=options.folders.probe_dir(table.name)),
-        next=() if ALARM in table.metadata else next_steps.after_probe(options, table),
+        next=() if result_tables.ALARM in table.metadata else next_steps.after_probe(options, table),
     )

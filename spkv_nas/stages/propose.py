@@ -1,7 +1,5 @@
 """Propose: layouts for one budget or several, and the agreement of probes on them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +15,8 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import SOLUTIONS, Workspace
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.probing.signal import LAYER
-from spkv_nas.proposal import budget_curve, stability
+from spkv_nas.proposal import budget, budget_curve, stability, windows
 from spkv_nas.proposal.answer import Answer, propose_for, random_spread, uneven_budgets, write_proposal
-from spkv_nas.proposal.budget import MATCH_BUDGET
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import (
     default_window,
@@ -32,7 +29,6 @@ from spkv_nas.proposal.propose import (
 )
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, write_solutions
-from spkv_nas.proposal.windows import WINDOW_PER_HEAD
 from spkv_nas.stages import engines, lookup, next_steps, printing, record
 from spkv_nas.stages.commands import Suggestion, command_line
 from spkv_nas.stages.options.propose import ProposeOptions
@@ -141,8 +137,8 @@ def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
     if (reason := price_advice(table, num_global)) is not None:
         return Suggestion(_probe_command(f"{num_global / table.num_heads:.0%}", table, options), reason)
     if options.tau is None and (reason := tau_advice(table, num_global)) is not None:
-        return Suggestion(command_line(replace(same_options, tau=MATCH_BUDGET)), reason)
-    if options.tau == MATCH_BUDGET and (reason := unmatched(table, num_global)) is not None:
+        return Suggestion(command_line(replace(same_options, tau=budget.MATCH_BUDGET)), reason)
+    if options.tau == budget.MATCH_BUDGET and (reason := unmatched(table, num_global)) is not None:
         return Suggestion("", reason)
     return None
 
@@ -182,7 +178,7 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
 
 def _by_costs(answer: Answer) -> str | None:
     """Return a sentence on what the costs of windows say that layouts lose; None without them."""
-    table, layout = answer.table, answer.layouts.get(WINDOW_PER_HEAD)
+    table, layout = answer.table, answer.layouts.get(windows.WINDOW_PER_HEAD)
     if layout is None:
         return None
     densest = answer.layouts["densest"]
@@ -300,7 +296,7 @@ def _solutions(solutions: Solutions, folder: Path) -> None:
     console.print_path("solutions", folder / SOLUTIONS)
 
 
-def _interval_note(name: str, lows: pd.Series[float]) -> str:
+def _interval_note(name: str, lows: "pd.Series[float]") -> str:
     """Return what the columns "from" and "to" beside a column are; empty where no interval is known."""
     return f"; from, to: {100 * stability.LEVEL:.0f} % interval of {name}" if lows.notna().any() else ""
 

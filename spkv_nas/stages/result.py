@@ -3,8 +3,6 @@
 The command line prints it (``cli.present``). This module imports nothing heavy, because ``--help`` needs it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ class Result:
     show: Callable[[Any], None]  # prints the value for people
     document: Callable[[Any], Any] = lambda value: value  # converts it to what ``--json`` prints
     exit_code: int = 0
-    next: Sequence[Suggestion] = ()  # commands to run next, the recommended one first
+    next: "Sequence[Suggestion]" = ()  # commands to run next, the recommended one first
 
 
 Results = Result | Iterator[Result]  # one result, or several that are printed as they arrive

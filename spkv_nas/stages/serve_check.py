@@ -4,16 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from spkv_nas.base import limits, progress
-from spkv_nas.base.flag import Flag, default
+from spkv_nas.base import flag, limits, progress
 from spkv_nas.engines.registry import checked_engines
 from spkv_nas.stages import flags, result
 
-Folder = Annotated[Path, Flag("Exported model folder.", argument=True)]
-Engine = Annotated[str, Flag("Inference engine to run.", values=checked_engines)]
-Intended = Annotated[Path | None, Flag("Layout (YAML) that the engine must run.")]
+Folder = Annotated[Path, flag.Flag("Exported model folder.", argument=True)]
+Engine = Annotated[str, flag.Flag("Inference engine to run.", values=checked_engines)]
+Intended = Annotated[Path | None, flag.Flag("Layout (YAML) that the engine must run.")]
 PromptTokens = Annotated[
-    int | None, Flag("Tokens of the prompt, more than the widest window.", low=2, high=limits.MAX_WHOLE)
+    int | None, flag.Flag("Tokens of the prompt, more than the widest window.", low=2, high=limits.MAX_WHOLE)
 ]
 
 
@@ -23,9 +22,9 @@ class ServeCheckOptions:
 
     folder: Folder
     engine: Engine
-    layout: Intended = default(None, "the folder's")
-    prompt_tokens: PromptTokens = default(None, "128 more than the widest window")
-    python: flags.EnginePython = default(None, "this one")
+    layout: Intended = flag.default(None, "the folder's")
+    prompt_tokens: PromptTokens = flag.default(None, "128 more than the widest window")
+    python: flags.EnginePython = flag.default(None, "this one")
 
 
 def check(options: ServeCheckOptions) -> None:

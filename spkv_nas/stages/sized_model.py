@@ -1,7 +1,5 @@
 """Name a model's results, and describe models by their sizes, context and the attention times that were measured."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
@@ -78,7 +76,7 @@ class SizedModel:
     is_mixture: bool = False
 
     @classmethod
-    def of(cls, level: str | None, model: str | None) -> SizedModel:
+    def of(cls, level: str | None, model: str | None) -> "SizedModel":
         """Look up a level of the ladder, a model, or the embedded reference. Raises ``UserError`` for both at once."""
         if level is not None and model is not None:
             raise UserError("give a level of the ladder or --model, not both")

@@ -4,8 +4,6 @@ Schedules are pure functions of the step, so that resumed runs agree. SP-KV pape
 "Hard Gated Training" and "Scaling analysis details".
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +41,7 @@ class RopeConfig(schema.Section):
     beta_slow: float | None = Field(None, gt=0.0, description="lower frequency boundary of yarn; default: 1")
 
     @model_validator(mode="after")
-    def _of_the_type(self) -> RopeConfig:
+    def _of_the_type(self) -> "RopeConfig":
         parameters = self.parameters
         if self.rope_type != "yarn" and (yarn_keys := [key for key in _YARN_KEYS if key in parameters]):
             raise ValueError(f"'{yarn_keys[0]}' requires rope_type: yarn")
@@ -119,7 +117,7 @@ class BranchConfig(schema.Section):
         return max(1, round(self.decay_fraction * self.steps))
 
     @model_validator(mode="after")
-    def _distills_throughout(self) -> BranchConfig:
+    def _distills_throughout(self) -> "BranchConfig":
         if self.distill is not None and self.extend is not None:
             raise ValueError(
                 "'distill' and 'extend' exclude each other: the dense checkpoint does not support longer blocks"
@@ -152,7 +150,7 @@ class GatesConfig(GateConfig):
     start_from: str | None = Field(None, description="checkpoint to initialise the predictors from")
 
     @model_validator(mode="after")
-    def _clips_samples(self) -> GatesConfig:
+    def _clips_samples(self) -> "GatesConfig":
         if self.p_min and self.mode != "sampled":
             raise ValueError("p_min requires mode: sampled")
         return self

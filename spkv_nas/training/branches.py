@@ -1,7 +1,5 @@
 """Branches of a dense checkpoint: train and evaluate them, and find finished ones by the names of their folders."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, replace
@@ -63,7 +61,7 @@ class BranchContext:
     @classmethod
     def prepare(
         cls, recipe: Recipe, base: Path, runs: Path, *, device: str | None = None, reporter: Reporter = SILENT
-    ) -> BranchContext:
+    ) -> "BranchContext":
         """Tokenize the text and train the dense model, or reuse earlier results; call ``join_processes`` first.
 
         ``precision: auto`` is resolved for the device of rank 0. The recipe's relative paths start from ``base``.

@@ -1,7 +1,5 @@
 """Loading of a recipe's text as token blocks, and connection of the torchrun ranks that train on it."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,7 +47,7 @@ class Corpus:
         return key.hexdigest()[:16]
 
     @cached_property
-    def _training_hash(self) -> Digest:
+    def _training_hash(self) -> "Digest":
         key = hashlib.sha256()
         self.train.feed(key)
         if self.essays is not None:

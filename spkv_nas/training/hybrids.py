@@ -21,7 +21,6 @@ from spkv_nas.base import distributed, progress, records, replace, version
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation import paired, ranking
 from spkv_nas.evaluation.alarms import Circumstances, alarm, control_alarm, packing_warning
-from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.training import corpus, harm
@@ -39,11 +38,11 @@ class Comparison:
     rows: pd.DataFrame
     models: tuple[TrainedModel, ...]  # checkpoints of the trained models, for every seed
     folder: Path  # folder of the report
-    documents: Mapping[str, DocumentNLL]  # held-out NLL by document, by strategy
+    documents: Mapping[str, paired.DocumentNLL]  # held-out NLL by document, by strategy
     alarm: str | None = None  # sentence if the numbers make no sense (evaluation.alarms)
 
     @property
-    def heldout(self) -> DocumentNLL:
+    def heldout(self) -> paired.DocumentNLL:
         """Return the held-out NLL by document of the unchanged dense model."""
         return self.documents[comparison.DENSE]
 
@@ -184,7 +183,7 @@ def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> di
 
 def zero_shot_scores(
     context: BranchContext, layouts: dict[str, Layout]
-) -> tuple[dict[str, DocumentNLL], Circumstances, str | None]:
+) -> tuple[dict[str, paired.DocumentNLL], Circumstances, str | None]:
     """Measure the held-out NLL of the unchanged dense checkpoint and of each layout applied to it without training.
 
     Must be called on all ranks. Warns if the numbers make no sense, before hours of training.
@@ -217,7 +216,7 @@ def comparison_rows(
     finished: dict[str, list[Branch]],
     variants: dict[str, Variant],
     covered: dict[str, float],
-    untrained: dict[str, DocumentNLL],
+    untrained: dict[str, paired.DocumentNLL],
     recipe: Recipe,
     names: Mapping[str, Sequence[str]],
 ) -> pd.DataFrame:
@@ -263,23 +262,23 @@ def comparison_rows(
     return pd.DataFrame(rows, columns=list(comparison.COLUMNS))
 
 
-def _nll_columns(nll: DocumentNLL, dense: DocumentNLL, control: DocumentNLL) -> dict[str, float]:
+def _nll_columns(nll: paired.DocumentNLL, dense: paired.DocumentNLL, control: paired.DocumentNLL) -> dict[str, float]:
     """Return NLL and its changes from the unchanged dense model and from the control; NaN against itself."""
     columns = {"nll": nll.mean}
     for baseline, column in ((dense, "delta_nll"), (control, "delta_control")):
-        change = PairedDifference(np.nan, np.nan) if baseline is nll else paired_difference(nll, baseline)
+        change = paired.PairedDifference(np.nan, np.nan) if baseline is nll else paired.paired_difference(nll, baseline)
         columns |= {f"{column}_percent": change.percent, f"{column}_standard_error": change.standard_error}
     return columns
 
 
-def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str, float]:
+def _zero_shot_columns(name: str, untrained: dict[str, paired.DocumentNLL]) -> dict[str, float]:
     """Return NLL without training and its change from the unchanged dense model; NaN for SP-KV."""
     if name == comparison.FULL_ATTENTION:
         return {"zero_shot_nll": untrained[comparison.DENSE].mean, "zero_shot_delta_percent": np.nan}
     score = untrained.get(name)  # None for SP-KV, which has no predictors before training
     if score is None:
         return {"zero_shot_nll": np.nan, "zero_shot_delta_percent": np.nan}
-    change = paired_difference(score, untrained[comparison.DENSE])
+    change = paired.paired_difference(score, untrained[comparison.DENSE])
     return {"zero_shot_nll": score.mean, "zero_shot_delta_percent": change.percent}
 
 
@@ -322,5 +321,5 @@ def _write(
         result_tables.keep_earlier(compared.folder, new, "comparison.yaml", tables, inputs, context.reporter)
 
 
-def _mean(parts: list[DocumentNLL]) -> DocumentNLL:
-    return DocumentNLL(np.mean([part.total for part in parts], axis=0), parts[0].num_tokens)
+def _mean(parts: list[paired.DocumentNLL]) -> paired.DocumentNLL:
+    return paired.DocumentNLL(np.mean([part.total for part in parts], axis=0), parts[0].num_tokens)

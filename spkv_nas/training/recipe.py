@@ -1,7 +1,5 @@
 """Recipe schema: one YAML file that configures the model, the text, training and the gates, parsed strictly."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -34,7 +32,7 @@ class ModelConfig(schema.Section):
     )
 
     @model_validator(mode="after")
-    def _one_origin(self) -> ModelConfig:
+    def _one_origin(self) -> "ModelConfig":
         if (self.path is None) == (self.config is None):
             raise ValueError("set either 'path' or 'config', not both")
         if self.config is not None and "model_type" not in self.config:
@@ -56,7 +54,7 @@ class TokenizerConfig(schema.Section):
     )
 
     @model_validator(mode="after")
-    def _one_origin(self) -> TokenizerConfig:
+    def _one_origin(self) -> "TokenizerConfig":
         if (self.path is None) == (self.vocab_size is None):
             raise ValueError("set either 'path' or 'vocab_size', not both")
         if self.bos and self.path is not None:
@@ -154,7 +152,7 @@ class Recipe(schema.Section):
         return find_level(model) if isinstance(model, str) else model
 
     @model_validator(mode="after")
-    def _consistent(self) -> Recipe:
+    def _consistent(self) -> "Recipe":
         # Model, dense phase and gates
         if self.model.config is not None and self.dense is None:
             raise ValueError("a new model (model.config) needs a 'dense' section that trains it")
@@ -225,12 +223,12 @@ class Recipe(schema.Section):
         return self.least_blocks(self.branch) * self.data.block_size
 
     @classmethod
-    def read(cls, path: Path) -> Recipe:
+    def read(cls, path: Path) -> "Recipe":
         """Read and validate a recipe file. Raises ``UserError`` if the file cannot be read, or a key is wrong."""
         return cls.parse(files.read_yaml(path, "recipe"), path.parent, f"recipe {path}")
 
     @classmethod
-    def parse(cls, data: Any, base: Path, where: str) -> Recipe:
+    def parse(cls, data: Any, base: Path, where: str) -> "Recipe":
         """Validate the data of a recipe, whose relative paths start from ``base``; ``where`` begins its errors.
 
         ``gates.layout``, a layout file, is converted to ``gates.heads`` (``branch_config.gates_of_layout``). Raises
@@ -266,7 +264,7 @@ class Recipe(schema.Section):
             gates["density_weight"] = 0.0 - gates.pop("price")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
-    def with_precision(self, dtype: str | None) -> Recipe:
+    def with_precision(self, dtype: str | None) -> "Recipe":
         """Return the recipe with ``precision`` set to ``dtype``, or unchanged if that is None.
 
         Raises ``UserError``: ``dtype`` is neither float32 nor bfloat16.
@@ -277,7 +275,7 @@ class Recipe(schema.Section):
             raise errors.UserError(f"--dtype {dtype}: training knows float32 and bfloat16")
         return self.model_copy(update={"precision": dtype})
 
-    def resolve_precision(self, device: str) -> Recipe:
+    def resolve_precision(self, device: str) -> "Recipe":
         """Return the recipe with ``precision: auto`` resolved for ``device``, so that results record the precision."""
         return self.with_precision(training_precision(device)) if self.precision == "auto" else self
 

@@ -5,8 +5,6 @@ changed, which only training detects. One training step is timed for each kind o
 (``step_cost``); memory is that of the formulas (``cost.stage_costs``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -110,7 +108,7 @@ class Planner:
         self._base, self._runs, self._text = base, runs, text
         self._costs: dict[Kind, StepCost] = {}
 
-    def with_recipe(self, recipe: Recipe) -> Planner:
+    def with_recipe(self, recipe: Recipe) -> "Planner":
         """Create a planner for another recipe in the same folders, which reuses measurements that apply to it."""
         sections = ("model", "tokenizer", "data")
         text = self._text if recipe.content_hash(*sections) == self.recipe.content_hash(*sections) else None

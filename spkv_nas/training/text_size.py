@@ -1,7 +1,5 @@
 """Size of a recipe's text, estimated from a prefix if the text is large, for planning."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -36,7 +34,7 @@ class TextSize:
         return round((1 - config.heldout) * self.tokens)
 
 
-def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: PreTrainedTokenizerBase) -> TextSize:
+def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: "PreTrainedTokenizerBase") -> TextSize:
     """Count the documents and tokens of a text, up to ``MAX_CHARACTERS`` characters; paths start from ``base``.
 
     Raises ``UserError``: a source does not exist.

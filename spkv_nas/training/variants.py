@@ -1,7 +1,5 @@
 """Attention variants of a dense checkpoint to train and compare: full attention, SP-KV, and hybrid layouts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,17 +24,17 @@ class Variant:
     layout: Layout | None = None  # the layout of a hybrid, otherwise None
 
     @classmethod
-    def full_attention(cls) -> Variant:
+    def full_attention(cls) -> "Variant":
         """Return the full-attention variant, the control of all comparisons."""
         return cls(Kind.FULL_ATTENTION, FULL_ATTENTION)
 
     @classmethod
-    def sp_kv(cls) -> Variant:
+    def sp_kv(cls) -> "Variant":
         """Return the SP-KV variant, with gates on the heads that the recipe names."""
         return cls(Kind.SP_KV, SP_KV)
 
     @classmethod
-    def hybrid(cls, layout: Layout) -> Variant:
+    def hybrid(cls, layout: Layout) -> "Variant":
         """Return a hybrid variant with the global and local heads of ``layout``."""
         return cls(Kind.HYBRID, layout.strategy, layout)
 

@@ -3,8 +3,6 @@
 The name of a file of answers has a hash of everything that its content depends on, and an existing file is complete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -61,12 +59,12 @@ class Checkpoint:
     """A loaded checkpoint that answers questions, at a threshold of its gates; None takes the checkpoint's own."""
 
     source: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
     tau: float | None = None
 
     @classmethod
-    def load(cls, options: InDtype, source: str, tau: float | None, reporter: progress.Reporter) -> Checkpoint:
+    def load(cls, options: InDtype, source: str, tau: float | None, reporter: progress.Reporter) -> "Checkpoint":
         """Load a checkpoint as ``load`` does."""
         return cls(source, *load(options, source, reporter), tau)
 
@@ -102,12 +100,12 @@ class SampledTable:
     """Result of an evaluation by samples: its name, table, the table's folder, and the folder of samples."""
 
     name: str
-    rows: pd.DataFrame
+    rows: "pd.DataFrame"
     folder: Path
     samples: Path
 
 
-def say_sample_count(counts: pd.Series[int], unit: str) -> None:
+def say_sample_count(counts: "pd.Series[int]", unit: str) -> None:
     """Print how many samples the standard errors of a table rest on."""
     low, high = int(counts.min()), int(counts.max())
     number = f"{high:,}" if low == high else f"{low:,} to {high:,}"

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.progress import Reporter
+from spkv_nas.base import flag, progress
 from spkv_nas.contrib.defaults import LADDER_DENSITY, PAPER
 from spkv_nas.contrib.reproduce.ablate.options import AblateOptions
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
@@ -14,7 +13,7 @@ from spkv_nas.stages.options import InWorkspace
 
 Runs = Annotated[
     Path | None,
-    Flag(
+    flag.Flag(
         "CSV with a row per run. Columns: train_flops (training compute), nll (nats per token); optional: name, "
         "variant (such as dense or sp-kv, each fitted separately) and held_out (1: predicted, not fitted).",
         argument=True,
@@ -28,11 +27,11 @@ class ScalingOptions(InWorkspace):
 
     command = "reproduce scaling"
 
-    runs: Runs = default(None, "the paper's levels")
+    runs: Runs = flag.default(None, "the paper's levels")
     name: flags.Name = None
 
 
-def scaling(options: ScalingOptions, reporter: Reporter) -> result.Result:
+def scaling(options: ScalingOptions, reporter: progress.Reporter) -> result.Result:
     """Fit the scaling law L(C) = L_inf + A C^-alpha to training runs, by default the paper's.
 
     Needs at least four runs of different compute per variant. Predicts the held-out runs. Writes
@@ -49,12 +48,12 @@ class LadderOptions(InWorkspace):
 
     command = "reproduce ladder"
 
-    density: flags.Density = default(None, f"{LADDER_DENSITY:g}")
+    density: flags.Density = flag.default(None, f"{LADDER_DENSITY:g}")
     context: flags.Context = "128k"
-    name: flags.Name = default(None, PAPER)
+    name: flags.Name = flag.default(None, PAPER)
 
 
-def ladder(options: LadderOptions, reporter: Reporter) -> result.Result:
+def ladder(options: LadderOptions, reporter: progress.Reporter) -> result.Result:
     """Compute FLOPs per token of the paper's model ladder: full attention, and SP-KV at a density.
 
     Writes reports/NAME/flops.csv and a figure of FLOPs against model size.

@@ -3,8 +3,6 @@
 Scores and retrainings are one study each in one storage (``search/storage.py``), for any number of processes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -51,7 +49,7 @@ class Search:
 
     def __init__(
         self,
-        evaluator: RecipeEvaluator,
+        evaluator: "RecipeEvaluator",
         space: Space,
         starts: Mapping[str, Layout],
         others: Mapping[str, Layout],

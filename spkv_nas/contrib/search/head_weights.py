@@ -10,8 +10,6 @@ sparse Bayesian learning (Tipping and Faul 2003). What depends only on the numbe
 t and the e_j maximise the evidence (MacKay 1992, "Bayesian Interpolation").
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,7 +37,7 @@ class HeadWeights:
         return drawn
 
     @classmethod
-    def of(cls, layouts: NDArray[np.bool_], scores: Float, signals: Float) -> HeadWeights | None:
+    def of(cls, layouts: NDArray[np.bool_], scores: Float, signals: Float) -> "HeadWeights | None":
         """Fit the model of highest evidence; None if scores are too few or too similar.
 
         Args:
@@ -76,7 +74,7 @@ class Evidence:
     freedom: int  # degrees of freedom, N minus the number of nuisances
 
     @classmethod
-    def of(cls, features: Float, values: Float, nuisances: Float) -> Evidence | None:
+    def of(cls, features: Float, values: Float, nuisances: Float) -> "Evidence | None":
         """Project nuisances [N, Q] out of features [N, P] and values [N]; None if nothing is left to fit."""
         basis = scipy.linalg.orth(nuisances)
         features, values = (x - basis @ (basis.T @ x) for x in (features, values))

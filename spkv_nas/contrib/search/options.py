@@ -1,14 +1,11 @@
 """Declare the options of the ``search`` command, whose docstring is the help, and make its specification from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from spkv_nas.base import errors, progress
-from spkv_nas.base.flag import Flag, default
+from spkv_nas.base import errors, flag, progress
 from spkv_nas.contrib.defaults import SAMPLER
 from spkv_nas.contrib.search.sampler import SAMPLERS
 from spkv_nas.proposal.budget import PAPER_BUDGET
@@ -23,28 +20,28 @@ if TYPE_CHECKING:  # pandas takes too long for --help
 
 Objective = Annotated[
     str,
-    Flag(
+    flag.Flag(
         "Objectives: nll; or nll,kv-bytes for the Pareto front of both.", metavar="NAMES",
         values=("nll", "nll,kv-bytes"),
     ),
 ]  # fmt: skip
-Trials = Annotated[int, Flag("Number of layouts to score without training.", low=1, high=10**6)]
+Trials = Annotated[int, flag.Flag("Number of layouts to score without training.", low=1, high=10**6)]
 Sampler = Annotated[
     str,
-    Flag(
+    flag.Flag(
         f"Sampler of layouts: {'; '.join(f'{entry.name} ({entry.help})' for entry in SAMPLERS)}.",
         values=SAMPLERS.names,
     ),
 ]
 Retrain = Annotated[
     int,
-    Flag(
+    flag.Flag(
         "Number of best layouts to retrain, beside the best start and the given ones: for a quarter of the recipe's "
         "steps, then in full unless behind the median; 0 retrains none, not even those.",
         low=0, high=10**6,
     ),
 ]  # fmt: skip
-Storage = Annotated[str | None, Flag("URL of the study's database, such as postgresql://...")]
+Storage = Annotated[str | None, flag.Flag("URL of the study's database, such as postgresql://...")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +54,18 @@ class SearchOptions(LayerOptions, RetrainsLayouts):
     machine with the same workspace, is another worker of the same study; after an interruption it resumes.
     """
 
-    layouts: flags.OptionalLayoutFiles = default(
+    layouts: flags.OptionalLayoutFiles = flag.default(
         note="Retrained, too; those within budget, window and constraints are also started from."
     )
-    budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
+    budget: flags.OptionalBudgets = flag.default(None, PAPER_BUDGET)
     objective: Objective = "nll"
     trials: Trials = 100
     sampler: Sampler = SAMPLER
     retrain: Retrain = 4
-    max_tokens: flags.MaxTokens = default(65_536, note="Held-out text for selection; at most half of it.")
+    max_tokens: flags.MaxTokens = flag.default(65_536, note="Held-out text for selection; at most half of it.")
     context: flags.OptionalContext = None
-    storage: Storage = default(None, "SQLite in runs/NAME/search/")
-    name: flags.Name = default(None, "the probe's")
+    storage: Storage = flag.default(None, "SQLite in runs/NAME/search/")
+    name: flags.Name = flag.default(None, "the probe's")
     seed: flags.Seed = 0
 
 
@@ -76,14 +73,14 @@ class SearchOptions(LayerOptions, RetrainsLayouts):
 class SearchSpecification:
     """Validated specification of a search, made without training."""
 
-    effort: Effort  # trials, sampler, seed and retrainings
+    effort: "Effort"  # trials, sampler, seed and retrainings
     context: int | None  # tokens of the sequence whose KV bytes are the second objective; None without one
-    space: Space
+    space: "Space"
     file: Path  # of the recipe
-    recipe: Recipe  # to retrain layouts by
+    recipe: "Recipe"  # to retrain layouts by
     name: str  # of the results
-    starts: dict[str, Layout]  # that the search starts from, by name: the strategies' and the given ones in the space
-    given: dict[str, Layout]  # that the user gave, by name
+    starts: "dict[str, Layout]"  # that the search starts from, by name: the strategies' and the given ones in the space
+    given: "dict[str, Layout]"  # that the user gave, by name
 
 
 def specify(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> SearchSpecification:
@@ -129,7 +126,7 @@ def specify(options: SearchOptions, reporter: progress.Reporter = progress.SILEN
     )
 
 
-def _check_given(space: Space, strategies: Mapping[str, Layout], given: Mapping[str, Layout]) -> None:
+def _check_given(space: "Space", strategies: "Mapping[str, Layout]", given: "Mapping[str, Layout]") -> None:
     """Raise ``UserError`` for a duplicate or reserved name, another window, or other sink tokens."""
     from spkv_nas.artifacts.comparison import check_layout_names
     from spkv_nas.proposal.coverage import coverage

@@ -4,8 +4,6 @@ Measurements are cached in files named by the layout's hash, so that an interrup
 short retrainings use held-out documents of the first half only, full retrainings the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -52,7 +50,7 @@ class RecipeEvaluator:
         max_tokens: int,
         device: str | None = None,
         reporter: progress.Reporter = progress.SILENT,
-    ) -> RecipeEvaluator:
+    ) -> "RecipeEvaluator":
         """Prepare as ``BranchContext.prepare``; concurrent workers wait for the first."""
         join_processes(recipe, device)
         context = branches.BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)

@@ -11,8 +11,6 @@ A study samples the layouts that ``spkv-nas search`` would sample, without its d
 As in Optuna, callbacks are called with the study and each finished trial, and may call ``study.stop()``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -72,7 +70,7 @@ class Study:
         self._scores: dict[str, PairedDifference] = {}
         self._goal = 0
 
-    def optimize(self, num_trials: int, callbacks: Sequence[Callback] = ()) -> Study:
+    def optimize(self, num_trials: int, callbacks: Sequence[Callback] = ()) -> "Study":
         """Try ``num_trials`` more layouts; ``callbacks`` get the study and each finished one. Return the study."""
         self._goal = len(self._finished) + arguments.convert("num_trials", int, num_trials)
         while len(self._finished) < self._goal:

@@ -1,7 +1,5 @@
 """Attention mass: share of attention outside the window (``measure.attention_mass``)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ class AttentionMass(Signal):
     unit = ATTENTION_UNIT
     takes_sinks = True
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
         """Measure the mass in one pass."""
         from spkv_nas.contrib.signals.measure.attention_mass import attention_mass
 

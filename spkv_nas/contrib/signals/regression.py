@@ -1,7 +1,5 @@
 """Regression: the NLL that a head saves on average over random layouts (``measure.regression``)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +28,7 @@ class Regression(Signal):
     num_layouts: Annotated[int, Flag("Random layouts to score.", low=1, high=MAX_REPEATS)] = REGRESSION_LAYOUTS
     seed: Seed = 0
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
         """Score ``num_layouts`` layouts of a ``budget`` and fit the gains."""
         from spkv_nas.contrib.signals.measure.regression import regression
 

@@ -1,7 +1,5 @@
 """Retrieval score: attention on the token to copy, in repeated random strings (``measure.retrieval``)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,7 @@ class Retrieval(Signal):
 
     seed: Seed = 0
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> HeadScores:
+    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
         """Measure the score, with needles drawn by ``seed``."""
         from spkv_nas.contrib.signals.measure.retrieval import retrieval
 

@@ -5,8 +5,6 @@ sentences of essays, joined by spaces, as in RULER (``hide``). A needle at depth
 ``floor(d * (parts + 1))``, so that its depth does not depend on the length.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ class Essays:
     sentences: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def read(cls, files: Sequence[str], asked_by: str = "--haystack") -> Essays:
+    def read(cls, files: Sequence[str], asked_by: str = "--haystack") -> "Essays":
         """Read half a million words from files and folders, which the option ``asked_by`` names."""
         all_sentences: list[tuple[str, ...]] = []
         num_words = 0

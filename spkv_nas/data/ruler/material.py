@@ -1,7 +1,5 @@
 """User-supplied material for RULER: essays to hide needles in, and questions on documents; neither is shipped."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ class Questions:
     questions: tuple[Question, ...]
 
     @classmethod
-    def read(cls, file: Path) -> Questions:
+    def read(cls, file: Path) -> "Questions":
         """Read a file in the form of SQuAD or HotpotQA; ``UserError`` for others, or if no question has an answer."""
         # Parse either format, and check that every text can be encoded
         try:
@@ -95,7 +93,7 @@ class Material:
         return hashlib.sha256(repr(self).encode("utf-8", "surrogateescape")).hexdigest()
 
     @classmethod
-    def read(cls, haystack: Sequence[str], questions: Sequence[str]) -> Material:
+    def read(cls, haystack: Sequence[str], questions: Sequence[str]) -> "Material":
         """Read the material; ``UserError`` for a malformed file, or two files of questions of the same form."""
         questions_by_task: dict[str, Questions] = {}
         for file in questions:

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from spkv_nas.base.flag import default
-from spkv_nas.base.progress import Reporter
+from spkv_nas.base import flag, progress
 from spkv_nas.stages import flags, result
 from spkv_nas.stages.options import REFERENCE, Measures
 
@@ -19,7 +18,7 @@ class Evaluation:
     """
 
     name: str
-    run: Callable[[Any, Reporter], result.Results | None]
+    run: Callable[[Any, progress.Reporter], result.Results | None]
     distributed: bool = False
 
 
@@ -32,9 +31,9 @@ class CheckpointOptions(Measures):
     """Options that name a checkpoint, its threshold, and a baseline."""
 
     model: flags.Model = REFERENCE
-    tau: flags.Tau = default(None, CHECKPOINT_TAU)
+    tau: flags.Tau = flag.default(None, CHECKPOINT_TAU)
     against: flags.Against = None
-    name: flags.Name = default(None, RECIPE_NAME)
+    name: flags.Name = flag.default(None, RECIPE_NAME)
 
 
 def check_checkpoints(options: CheckpointOptions) -> None:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spkv_nas.artifacts import defaults
-from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
-from spkv_nas.base.flag import default
+from spkv_nas.base import assets, flag
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages import flags
 
-DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
-REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
+DEFAULT_PROBE = assets.EMBEDDED.name  # name of the embedded reference's probe
+REFERENCE, DENSE = f"{assets.EMBEDDED_PREFIX}reference", f"{assets.EMBEDDED_PREFIX}dense"
 ONLY_PROBE, EMBEDDED_RECIPE = "the only one in the workspace", "the embedded models' recipe"
 LONGEST = "128k, or the model's maximum if shorter"
 
@@ -40,7 +39,7 @@ class InWorkspace:
 class ChoosesProbe(InWorkspace):
     """Options of a command that takes a probe."""
 
-    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
+    probe: flags.OptionalProbe = flag.default(None, ONLY_PROBE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +53,14 @@ class OnDevice:
 class InDtype(OnDevice):
     """Options of a command that runs a model."""
 
-    dtype: flags.Dtype = default(None, "the model's; float32 if the device only emulates it")
+    dtype: flags.Dtype = flag.default(None, "the model's; float32 if the device only emulates it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InPrecision(OnDevice):
     """Options of a command that trains by recipes."""
 
-    dtype: flags.Dtype = default(None, "the recipe's")
+    dtype: flags.Dtype = flag.default(None, "the recipe's")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ class Trains(InWorkspace, OnDevice):
 class RetrainsLayouts(ChoosesProbe, Trains):
     """Options of a command that retrains layouts by a recipe."""
 
-    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
+    recipe: flags.RecipeOption = flag.default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +88,16 @@ class SubjectOptions(Measures):
 
     model: flags.OptionalModel = None
     data: flags.Data = None
-    max_tokens: flags.OptionalMaxTokens = default(None, "all")
+    max_tokens: flags.OptionalMaxTokens = flag.default(None, "all")
     name: flags.Name = None
-    block_size: flags.BlockSize = default(None, f"the model's context, up to {defaults.CONTEXT:,}")
+    block_size: flags.BlockSize = flag.default(None, f"the model's context, up to {defaults.CONTEXT:,}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Serving engine that memory is counted for."""
 
-    engine: flags.EngineName = default(None, "keys and values alone")
+    engine: flags.EngineName = flag.default(None, "keys and values alone")
 
 
 @dataclass(frozen=True, kw_only=True)

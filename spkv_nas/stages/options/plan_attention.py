@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.flag import default
+from spkv_nas.base import errors, flag
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, REFERENCE, EngineOptions, InWorkspace
 
@@ -20,14 +19,14 @@ class AttentionOptions(InWorkspace, EngineOptions):
     command = "plan attention"
 
     level: flags.Level = None
-    model: flags.OptionalModel = default(None, REFERENCE, note="A config file is enough.")
+    model: flags.OptionalModel = flag.default(None, REFERENCE, note="A config file is enough.")
     layout: flags.Layouts = None
     density: flags.Density = None
-    context: flags.OptionalContext = default(None, LONGEST)
-    window: flags.Window = default(128, note="Applies to --density.")
-    sinks: flags.OptionalSinks = default(None, "0", note="Applies to --density.")
-    calibration: flags.CalibrationName = default(None, "the level's or model's, if one matches")
-    kv_bytes: flags.KvBytes = default(None, note="Applies to --engine.")
+    context: flags.OptionalContext = flag.default(None, LONGEST)
+    window: flags.Window = flag.default(128, note="Applies to --density.")
+    sinks: flags.OptionalSinks = flag.default(None, "0", note="Applies to --density.")
+    calibration: flags.CalibrationName = flag.default(None, "the level's or model's, if one matches")
+    kv_bytes: flags.KvBytes = flag.default(None, note="Applies to --engine.")
 
 
 def check(options: AttentionOptions) -> None:
@@ -43,6 +42,6 @@ def check(options: AttentionOptions) -> None:
     if options.density is not None:
         visible_keys(tokens, density=options.density, window=options.window + (options.sinks or 0))
     elif options.sinks is not None:
-        raise UserError("--sinks applies to --density alone; layouts have their own: remove it")
+        raise errors.UserError("--sinks applies to --density alone; layouts have their own: remove it")
     for file in options.layout or ():
         Layout.read(file)

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from spkv_nas.artifacts import defaults
-from spkv_nas.base.entry import check_options, shared_options
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.flag import default
+from spkv_nas.base import entry, errors, flag
 from spkv_nas.probing.signal import LAYER, Signal
 from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS
 from spkv_nas.stages import entry_flags, flags
@@ -27,20 +25,20 @@ class ProbeOptions(SubjectOptions, Trains):
     """
 
     recipe: flags.OptionalRecipeFile = None
-    max_tokens: flags.OptionalMaxTokens = default(None, f"all; {defaults.SCORING_TOKENS:,} for {_SCORING}")
-    signal: flags.Signal = default(
+    max_tokens: flags.OptionalMaxTokens = flag.default(None, f"all; {defaults.SCORING_TOKENS:,} for {_SCORING}")
+    signal: flags.Signal = flag.default(
         None, f"{DENSITY.name} if the model has gates, {WINDOW_COSTS.name} with --memory, else {defaults.RECOMMENDED}"
     )
-    window: flags.OptionalWindow = default(
+    window: flags.OptionalWindow = flag.default(
         None, "the model's, else the best for --memory, else 1/16 of a block, at most 128"
     )
-    sinks: flags.SinksOrAuto = default(None, "auto")
-    memory: flags.Memory = default(
+    sinks: flags.SinksOrAuto = flag.default(None, "auto")
+    memory: flags.Memory = flag.default(
         None,
         note="Replaces --budget, and chooses the window with the heads. Counted for the model's context, or as in "
         "20%:context=32k.",
     )
-    separator: flags.Separator = default(None, "measured on the model")
+    separator: flags.Separator = flag.default(None, "measured on the model")
     # Options of signals that the stage reads too
     tau: float | None = None
     ablation_tokens: int | None = None
@@ -66,7 +64,7 @@ def check(options: ProbeOptions) -> None:
     if options.recipe is None:
         subject.Subject.of(options, REFERENCE, "probe on").check()
     elif options.model is not None or options.data:
-        raise UserError("give a recipe, or --model with --data, not both: the recipe sets model and text")
+        raise errors.UserError("give a recipe, or --model with --data, not both: the recipe sets model and text")
     else:
         checks.check_recipe(options.recipe)
 
@@ -81,11 +79,11 @@ def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
     memory, setting, context = options.memory.partition(":context=")
     parse_memory(memory)
     if options.budget is not None:
-        raise UserError("give --memory or --budget, not both: the memory says how many heads are global")
+        raise errors.UserError("give --memory or --budget, not both: the memory says how many heads are global")
     if options.signal is not None and SIGNALS[options.signal].needs_gates:
-        raise UserError(f"signal {options.signal} has the window of its gates: give --memory to propose instead")
+        raise errors.UserError(f"signal {options.signal} has the window of its gates: give --memory to propose instead")
     if options.granularity == LAYER:
-        raise UserError("--memory counts single heads: leave out --memory, or --granularity layer")
+        raise errors.UserError("--memory counts single heads: leave out --memory, or --granularity layer")
     return memory, parse_context(context) if setting else None
 
 
@@ -106,6 +104,6 @@ def chosen_signal(options: ProbeOptions) -> Signal:
 
 def _with_options(options: ProbeOptions, name: str) -> Signal:
     """Return the signal of a name with the options that are given."""
-    signal, given = SIGNALS[name], {option: getattr(options, option) for option in shared_options(SIGNALS)}
-    check_options(SIGNALS, signal, given)
+    signal, given = SIGNALS[name], {option: getattr(options, option) for option in entry.shared_options(SIGNALS)}
+    entry.check_options(SIGNALS, signal, given)
     return signal.with_options({option: value for option, value in given.items() if value is not None})

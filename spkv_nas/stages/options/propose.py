@@ -5,20 +5,19 @@ from pathlib import Path
 from typing import Annotated
 
 from spkv_nas.artifacts.defaults import SOLUTIONS_APART
-from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MAX_REPEATS
+from spkv_nas.base import flag, limits
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.proposal.strategies import STRATEGIES
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import ChoosesProbe, EngineOptions, LayerOptions
 
-NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MAX_REPEATS)]
+NumRandom = Annotated[int, flag.Flag("Number of random layouts.", low=0, high=limits.MAX_REPEATS)]
 Robust = Annotated[
-    bool, Flag("Maximise the coverage of the worst domain, not of all text.", ("--robust",), panel=flags.MEMORY)
+    bool, flag.Flag("Maximise the coverage of the worst domain, not of all text.", ("--robust",), panel=flags.MEMORY)
 ]
 HeadCosts = Annotated[
     Path | None,
-    Flag(
+    flag.Flag(
         "Cost of each global head instead of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
         metavar="FILE.csv",
         panel=flags.MEMORY,
@@ -26,7 +25,7 @@ HeadCosts = Annotated[
 ]
 SeveralSolutions = Annotated[
     str | None,
-    Flag(
+    flag.Flag(
         "Also write the N best layouts, the best included, that differ from each other in at least "
         f"{SOLUTIONS_APART} KV heads, or in as many as apart says.",
         metavar="N[:apart=HEADS]",
@@ -44,13 +43,13 @@ class ProposeOptions(LayerOptions, EngineOptions, ChoosesProbe):
 
     context: flags.OptionalContext = None
     batch: flags.Batch = 1
-    budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
+    budget: flags.OptionalBudgets = flag.default(None, PAPER_BUDGET)
     tau: flags.ChosenTau = None
-    window: flags.OptionalWindow = default(None, "the probe's")
-    sinks: flags.OptionalSinks = default(None, "the probe's")
+    window: flags.OptionalWindow = flag.default(None, "the probe's")
+    sinks: flags.OptionalSinks = flag.default(None, "the probe's")
     num_random: NumRandom = 3
     seed: flags.Seed = 0
-    memory: flags.Memory = default(None, note="Replaces --budget.")
+    memory: flags.Memory = flag.default(None, note="Replaces --budget.")
     robust: Robust = False
     head_costs: HeadCosts = None
     solutions: SeveralSolutions = None

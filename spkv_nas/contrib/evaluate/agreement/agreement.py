@@ -13,8 +13,6 @@ continuation in one pass (teacher forcing), so that they predict every token fro
   randomness is exact, and in greedy decoding it is a count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +48,7 @@ class Agreement:
     kept: Float
 
     @classmethod
-    def of(cls, lines: Sequence[Mapping[str, Any]], temperature: float) -> Agreement:
+    def of(cls, lines: Sequence[Mapping[str, Any]], temperature: float) -> "Agreement":
         """Collect the records that ``compare`` returns."""
         longest = max(len(line["equal"]) for line in lines)
 

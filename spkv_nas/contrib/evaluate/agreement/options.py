@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from spkv_nas.base import assets, errors
-from spkv_nas.base.flag import default
+from spkv_nas.base import assets, errors, flag
 from spkv_nas.contrib.defaults import AGREEMENT_TOKENS
 from spkv_nas.evaluation.verdict.continuations import NewTokens
 from spkv_nas.stages import command_group, flags
@@ -21,9 +20,9 @@ class AgreementOptions(CheckpointOptions, SubjectOptions):
     model would then yield. Continuations and values by token are kept in runs/NAME/agreement/ and reused.
     """
 
-    against: flags.Against = default(None, f"{DENSE} for embedded models")
-    max_tokens: flags.OptionalMaxTokens = default(None, f"{AGREEMENT_TOKENS:,}")
-    new_tokens: NewTokens = default(None, "half a block")
+    against: flags.Against = flag.default(None, f"{DENSE} for embedded models")
+    max_tokens: flags.OptionalMaxTokens = flag.default(None, f"{AGREEMENT_TOKENS:,}")
+    new_tokens: NewTokens = flag.default(None, "half a block")
     seed: flags.Seed = 0
 
     @property

@@ -10,8 +10,6 @@ softmax. With chunked reading, the statistics cover all queries read so far, inc
 softmax is over the keys that are still cached.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +30,7 @@ class Rotation:
     sin: torch.Tensor
 
     @classmethod
-    def of(cls, model: PreTrainedModel, block_size: int) -> Rotation:
+    def of(cls, model: PreTrainedModel, block_size: int) -> "Rotation":
         """Compute the rotation for blocks; ``UserError`` unless it is by halves, in every layer alike."""
         refusal = UserError(
             "expected-attention needs rotary positions (RoPE) that rotate the halves of a head, equally in every "
@@ -70,7 +68,7 @@ class Rotation:
             model.get_decoder()(input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=model.device))
         return all(layer_fits)
 
-    def on(self, device: torch.device) -> Rotation:
+    def on(self, device: torch.device) -> "Rotation":
         """Return the same rotation on a device."""
         return Rotation(self.cos.to(device), self.sin.to(device))
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.flag import Flag, default
+from spkv_nas.base import errors, flag
 from spkv_nas.contrib import defaults
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, METHODS, PROTOCOLS
 from spkv_nas.stages import command_group, flags
@@ -12,17 +11,17 @@ from spkv_nas.stages.evaluate.evaluation import CHECKPOINT_TAU, Evaluation
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
 Methods = Annotated[
-    str | None, Flag("Comma-separated methods that choose the keys to keep.", metavar="NAMES", values=METHODS)
+    str | None, flag.Flag("Comma-separated methods that choose the keys to keep.", metavar="NAMES", values=METHODS)
 ]
 Densities = Annotated[
-    str, Flag("Comma-separated shares to keep of the keys outside the window.", ("--density",), "N%|LIST")
+    str, flag.Flag("Comma-separated shares to keep of the keys outside the window.", ("--density",), "N%|LIST")
 ]
 Sinks = Annotated[
-    str, Flag("Comma-separated numbers of attention sinks: first keys of a block, always kept.", metavar="N|LIST")
+    str, flag.Flag("Comma-separated numbers of attention sinks: first keys of a block, always kept.", metavar="N|LIST")
 ]
 ReadingProtocol = Annotated[
     str,
-    Flag(
+    flag.Flag(
         "exact: each query sees exactly --window recent keys. kvpress: each sees the --window keys before its chunk, "
         "and the chunk's keys up to its own.",
         metavar="|".join(PROTOCOLS), values=PROTOCOLS,
@@ -40,14 +39,14 @@ class BaselinesOptions(SubjectOptions):
     """
 
     model: flags.Model = DENSE
-    max_tokens: flags.OptionalMaxTokens = default(None, f"{defaults.BASELINE_TOKENS:,}")
-    methods: Methods = default(None, "all")
+    max_tokens: flags.OptionalMaxTokens = flag.default(None, f"{defaults.BASELINE_TOKENS:,}")
+    methods: Methods = flag.default(None, "all")
     densities: Densities = "20%,15%"
-    window: flags.OptionalWindow = default(None, "the window of --against, else 1/16 of a block, at most 128")
+    window: flags.OptionalWindow = flag.default(None, "the window of --against, else 1/16 of a block, at most 128")
     sinks: Sinks = "0,4"
     protocol: ReadingProtocol = EXACT
-    against: flags.Against = default(note="Must be an SP-KV checkpoint (with gates).")
-    taus: flags.OptionalTaus = default(None, CHECKPOINT_TAU, note="Applies to --against.")
+    against: flags.Against = flag.default(note="Must be an SP-KV checkpoint (with gates).")
+    taus: flags.OptionalTaus = flag.default(None, CHECKPOINT_TAU, note="Applies to --against.")
 
 
 def check(options: BaselinesOptions) -> None:
@@ -65,7 +64,7 @@ def check(options: BaselinesOptions) -> None:
     if options.against is not None:
         check_checkpoint(options.against)
     elif options.taus is not None:
-        raise UserError("--taus needs --against with an SP-KV checkpoint")
+        raise errors.UserError("--taus needs --against with an SP-KV checkpoint")
     Subject.of(options, DENSE, "prune on").check()
 
 

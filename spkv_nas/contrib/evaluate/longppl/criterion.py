@@ -4,8 +4,6 @@ The text of a document is what blocks hold of it, each part read by itself. All 
 tokens are positions, not spans of characters as in ``evaluate longppl``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base import arrays, errors
-from spkv_nas.base.flag import default
+from spkv_nas.base import arrays, errors, flag
 from spkv_nas.contrib.defaults import LONGPPL_SHORT
 from spkv_nas.contrib.evaluate.longppl.options import ShortContext
 from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
@@ -34,7 +31,7 @@ class KeyTokenNLL(criterion.Criterion):
     help = "rise of the NLL of key tokens, which need a long context, in percent"
     test = loss_tests.RelativeRise()
 
-    short_context: ShortContext = default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block")
+    short_context: ShortContext = flag.default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block")
 
     def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
         """Return the documents of the text whose parts in a block are longer than the short context."""
@@ -50,7 +47,7 @@ class KeyTokenRounds(rounds.Rounds):
     # 1 for key tokens, else 0, over all parts of the documents of a round
     prepared = (arrays.Array("is_key", "whole", "T", high=1),)
 
-    def __init__(self, blocks: TokenBlocks, key: KeyCriterion, identity: str) -> None:
+    def __init__(self, blocks: "TokenBlocks", key: "KeyCriterion", identity: str) -> None:
         """Collect the parts of each document that are longer than the short context; ``UserError`` without any."""
         self.identity, self._key, self._opening = identity, key, blocks.opening
         parts: dict[int, list[NDArray[np.int64]]] = {}
@@ -65,7 +62,7 @@ class KeyTokenRounds(rounds.Rounds):
         self._documents = [parts[document] for document in sorted(parts)]
         self.num_samples = len(self._documents)  # including those that turn out to have no key tokens
 
-    def prepare(self, index: int, dense: PreTrainedModel) -> dict[str, NDArray[Any]]:
+    def prepare(self, index: int, dense: "PreTrainedModel") -> dict[str, NDArray[Any]]:
         """Select the key tokens of a round with the dense model."""
         from spkv_nas.contrib.evaluate.longppl.reading import key_mask
         from spkv_nas.model.modes import evaluation_mode
@@ -75,7 +72,7 @@ class KeyTokenRounds(rounds.Rounds):
             masks = [key_mask(dense, ids, self._key, self._opening) for parts in documents for ids in parts]
         return {"is_key": np.concatenate(masks).astype(np.int64)}
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
+    def measure(self, index: int, model: "PreTrainedModel", prepared: rounds.Prepared) -> rounds.Float:
         """Return the NLL sum of each document's key tokens; ``NO_SCORE`` without any."""
         from spkv_nas.contrib.evaluate.longppl.reading import sequence_nll
         from spkv_nas.model.modes import evaluation_mode
@@ -93,7 +90,7 @@ class KeyTokenRounds(rounds.Rounds):
         return np.array(sums, dtype=np.float64)
 
 
-def _parts(blocks: TokenBlocks) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def _parts(blocks: "TokenBlocks") -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Yield (document, its tokens) of each stretch of a document in a block, without opening tokens."""
     first = len(blocks.opening)
     for tokens, document in zip(blocks.tokens[:, first:], blocks.document[:, first:], strict=True):

@@ -11,8 +11,6 @@ Log-likelihoods are computed in float32 from the model's logits; the package com
 changes the LongPPL of bfloat16 models by 0.4 to 5 %.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -56,7 +54,7 @@ class Criterion:
     beta: float = LONGPPL_BETA
 
     @classmethod
-    def of(cls, length: int, short: int | None = None) -> Criterion:
+    def of(cls, length: int, short: int | None = None) -> "Criterion":
         """Return the criterion for texts of at most ``length`` tokens, by default with a quarter for the short context.
 
         Raises ``UserError`` if the short context leaves nothing of a text.

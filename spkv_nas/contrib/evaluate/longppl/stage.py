@@ -1,7 +1,5 @@
 """Evaluate a checkpoint by LongPPL, alone or beside a second one, to ``reports/<name>/``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -161,7 +159,7 @@ def _by_text(
     return [row for part in distributed.gathered(lines) for row in part]
 
 
-def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
+def _texts(options: LongPPLOptions, tokenizer: "PreTrainedTokenizerBase", length: int, short: int) -> list[LongText]:
     """Read the texts. Raises ``UserError`` if none is long enough."""
     if options.max_tokens is not None and options.max_tokens <= short:
         raise errors.UserError(
@@ -191,7 +189,7 @@ def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
     )
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase) -> str:
+def _opening(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the part of an identity that says how sequences begin; empty where they begin with the text."""
     opening = special_tokens.tokens_before(tokenizer)
     return f" opening {opening}" if opening else ""
@@ -264,7 +262,7 @@ class _Sums:
     density: float
 
     @classmethod
-    def of(cls, readings: Sequence[Reading], documents: NDArray[np.int64]) -> _Sums:
+    def of(cls, readings: Sequence[Reading], documents: NDArray[np.int64]) -> "_Sums":
         """Sum readings; ``documents`` holds the document index of each."""
         total, tokens, key_total, keys, density = np.array([astuple(reading) for reading in readings]).T
         return cls(
@@ -280,7 +278,7 @@ class _Sums:
         """Return the number of key tokens."""
         return int(self.keys.sum())
 
-    def mean(self, less: _Sums | None = None) -> tuple[float, float]:
+    def mean(self, less: "_Sums | None" = None) -> tuple[float, float]:
         """Return the mean NLL of key tokens in nats, or its difference to that of ``less``, and the standard error."""
         has_keys = self.keys > 0
         keys, total = self.keys[has_keys], self.key_total[has_keys]

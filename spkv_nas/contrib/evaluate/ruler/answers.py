@@ -3,8 +3,6 @@
 The score of a sample is the share of its answers that occur in the model's output; see ``score``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ class Questions:
     @classmethod
     def read(
         cls, lengths: str, tasks: str | None, haystack: Sequence[str] | None, qa: Sequence[str] | None
-    ) -> Questions:
+    ) -> "Questions":
         """Read the material, and parse lists by comma; by default all tasks that there is material for."""
         material = Material.read(haystack or [], qa or [])
         names = available(material) if tasks is None else [name.strip() for name in tasks.split(",")]
@@ -73,7 +71,7 @@ class Answers:
     densities: NDArray[np.float64]
 
     @classmethod
-    def of(cls, lines: Sequence[Mapping[str, Any]], number: int) -> Answers:
+    def of(cls, lines: Sequence[Mapping[str, Any]], number: int) -> "Answers":
         """Collect the records that ``answer`` returns for samples 0 to ``number`` - 1."""
         columns = np.full((2, number), np.nan)
         for line in lines:

@@ -1,7 +1,5 @@
 """Criterion ``ruler``: RULER's questions, by generated answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,7 +10,7 @@ import numpy as np
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
-from spkv_nas.contrib.evaluate.ruler.options import Haystack, OptionalLengths, Questions, RulerTasks, check_questions
+from spkv_nas.contrib.evaluate.ruler import options
 from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
 
 if TYPE_CHECKING:
@@ -35,11 +33,11 @@ class RulerQuestions(criterion.Criterion):
     noun, reads_text = "questions", False
     test = loss_tests.MeanDrop()
 
-    lengths: OptionalLengths = None
-    tasks: RulerTasks = default(None, "all")
+    lengths: options.OptionalLengths = None
+    tasks: options.RulerTasks = default(None, "all")
     questions: MaxQuestions = QUESTIONS
-    haystack: Haystack = default(None, "RULER's noise")
-    qa: Questions = default(None, "none; qa_1 and qa_2 are left out")
+    haystack: options.Haystack = default(None, "RULER's noise")
+    qa: options.Questions = default(None, "none; qa_1 and qa_2 are left out")
 
     def check(self) -> None:
         """Check the lengths, the tasks and the material of RULER."""
@@ -48,7 +46,7 @@ class RulerQuestions(criterion.Criterion):
                 "--margin ruler=... needs lengths, comma-separated prompt lengths in tokens, such as "
                 "ruler=2:lengths=512,4k"
             )
-        check_questions(self.lengths, self.tasks, self.haystack, self.qa)
+        options.check_questions(self.lengths, self.tasks, self.haystack, self.qa)
 
     def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
         """Return RULER's questions, each of a random task and length."""
@@ -73,8 +71,8 @@ class QuestionRounds(rounds.Rounds):
     def __init__(
         self,
         cells: Sequence[tuple[str, int]],
-        make: MakeSample,
-        tokenizer: PreTrainedTokenizerBase,
+        make: "MakeSample",
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         number: int,
         seed: int,
@@ -91,7 +89,7 @@ class QuestionRounds(rounds.Rounds):
             self._questions.append((*cell, counts[cell]))
             counts[cell] += 1
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
+    def measure(self, index: int, model: "PreTrainedModel", prepared: rounds.Prepared) -> rounds.Float:
         """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""
         from spkv_nas.contrib.evaluate.ruler.answers import answer
 

@@ -4,22 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MAX_REPEATS
+from spkv_nas.base import flag, limits
 from spkv_nas.contrib import defaults
 from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 
-_LENGTHS = Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")
+_LENGTHS = flag.Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")
 Lengths = Annotated[str, _LENGTHS]
 OptionalLengths = Annotated[str | None, _LENGTHS]
-RulerTasks = Annotated[str | None, Flag("Comma-separated RULER tasks, such as niah_single_1,vt.", metavar="NAMES")]
-Haystack = Annotated[list[str] | None, Flag("Essays to hide needles in: files or folders; repeat for several.")]
+RulerTasks = Annotated[str | None, flag.Flag("Comma-separated RULER tasks, such as niah_single_1,vt.", metavar="NAMES")]
+Haystack = Annotated[list[str] | None, flag.Flag("Essays to hide needles in: files or folders; repeat for several.")]
 Questions = Annotated[
     list[str] | None,
-    Flag("Question files of SQuAD (qa_1) or HotpotQA (qa_2); repeat for both.", metavar="FILE.json"),
+    flag.Flag("Question files of SQuAD (qa_1) or HotpotQA (qa_2); repeat for both.", metavar="FILE.json"),
 ]
-Samples = Annotated[int | None, Flag("Samples per task and length.", low=1, high=MAX_REPEATS)]
+Samples = Annotated[int | None, flag.Flag("Samples per task and length.", low=1, high=limits.MAX_REPEATS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +30,11 @@ class RulerOptions(CheckpointOptions):
     """
 
     lengths: Lengths
-    tasks: RulerTasks = default(None, "all")
-    samples: Samples = default(None, str(defaults.RULER_SAMPLES))
-    haystack: Haystack = default(None, "RULER's noise")
-    qa: Questions = default(None, "none; qa_1 and qa_2 are skipped")
-    window: flags.OptionalWindow = default(None, "the checkpoint's", note="Applies to the floor.")
+    tasks: RulerTasks = flag.default(None, "all")
+    samples: Samples = flag.default(None, str(defaults.RULER_SAMPLES))
+    haystack: Haystack = flag.default(None, "RULER's noise")
+    qa: Questions = flag.default(None, "none; qa_1 and qa_2 are skipped")
+    window: flags.OptionalWindow = flag.default(None, "the checkpoint's", note="Applies to the floor.")
     seed: flags.Seed = 0
 
 

@@ -1,7 +1,5 @@
 """Criterion ``tasks``: samples of lm-eval's tasks."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,8 +72,8 @@ class TaskRounds(rounds.Rounds):
 
     def __init__(
         self,
-        suite: Sequence[SelectedTasks],
-        tokenizer: PreTrainedTokenizerBase,
+        suite: "Sequence[SelectedTasks]",
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         seed: int,
         allow_code: bool = False,
@@ -90,7 +88,7 @@ class TaskRounds(rounds.Rounds):
         key = "\0".join([version("lm-eval"), str(seed), *(group.name for group in suite), *tasks])
         self.identity = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
+    def measure(self, index: int, model: "PreTrainedModel", prepared: rounds.Prepared) -> rounds.Float:
         """Return the score in [0, 1] of each sample of a round."""
         from spkv_nas.contrib.evaluate.tasks import language_model, run
         from spkv_nas.contrib.evaluate.tasks.suite import code_allowed
@@ -107,7 +105,7 @@ class TaskRounds(rounds.Rounds):
         return scores
 
 
-def _in_random_order(suite: Sequence[SelectedTasks], seed: int) -> list[tuple[Any, int]]:
+def _in_random_order(suite: "Sequence[SelectedTasks]", seed: int) -> list[tuple[Any, int]]:
     """Return (task, index of its document), each of a random name of the suite, until one of them has no more."""
     random = np.random.default_rng((seed, _STREAM))
     by_name = [[(task, number) for task in group.tasks for number in range(len(task.eval_docs))] for group in suite]

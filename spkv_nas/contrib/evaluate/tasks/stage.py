@@ -1,7 +1,5 @@
 """Evaluate a checkpoint on downstream tasks, alone or beside a second one, to ``reports/<name>/``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -65,10 +63,10 @@ def _run_tasks(
     options: TasksOptions,
     source: str,
     tau: float | None,
-    suite: Sequence[SelectedTasks],
+    suite: "Sequence[SelectedTasks]",
     samples: Path,
     reporter: progress.Reporter,
-) -> tuple[list[list[TaskResult]], dict[str, Any]]:
+) -> "tuple[list[list[TaskResult]], dict[str, Any]]":
     """Run every task on one checkpoint, reusing finished ones; return results by requested name, and the origin."""
     from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
     from spkv_nas.contrib.evaluate.tasks.run import run_task

@@ -1,7 +1,5 @@
 """Schema and parser of an ablations file, a list of overrides of one recipe. Does not import torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ class Row(BaseModel):
         return variant
 
     @model_validator(mode="after")
-    def _has_trained_gates(self) -> Row:
+    def _has_trained_gates(self) -> "Row":
         if not self.trained and self.layout is None and self.variant == SP_KV:
             raise ValueError("gates are trained: trained: false needs variant: full-attention, or a layout")
         return self
@@ -70,7 +68,7 @@ class AblationPlan:
     untrained: frozenset[str] = frozenset()
 
     @classmethod
-    def read(cls, path: Path, dtype: str | None = None) -> AblationPlan:
+    def read(cls, path: Path, dtype: str | None = None) -> "AblationPlan":
         """Read and validate an ablations file; ``dtype`` overrides the precision of the rows.
 
         Raises ``UserError`` if a row is invalid; the message names the row and the key.

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from spkv_nas.base.assets import EMBEDDED
-from spkv_nas.base.flag import Flag, default
+from spkv_nas.base import assets, flag
 from spkv_nas.stages.options import InPrecision, Trains
 
-EMBEDDED_FILE = EMBEDDED / "ablations.yaml"
-AblationsFile = Annotated[Path | None, Flag("Ablation file (YAML): name, recipe and rows.", argument=True)]
+EMBEDDED_FILE = assets.EMBEDDED / "ablations.yaml"
+AblationsFile = Annotated[Path | None, flag.Flag("Ablation file (YAML): name, recipe and rows.", argument=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,7 @@ class AblateOptions(Trains, InPrecision):
     reports/NAME/ablations.csv. Runs resume where they stopped.
     """
 
-    file: AblationsFile = default(None, "the embedded ones")
+    file: AblationsFile = flag.default(None, "the embedded ones")
 
 
 def check(options: AblateOptions) -> None:

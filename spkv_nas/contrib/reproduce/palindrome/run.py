@@ -8,8 +8,6 @@ not share KV heads: a shared gate must keep what any of its query heads needs, a
 (``reports/LOG.md``).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass
@@ -85,7 +83,7 @@ class PalindromeRun(Measures):
     curve: pd.DataFrame
 
     @classmethod
-    def read(cls, final: Path) -> PalindromeRun:
+    def read(cls, final: Path) -> "PalindromeRun":
         """Read the results of ``train_variant``. Raises ``UserError`` if the folder is damaged."""
         manifest.check_manifest(final)
         record = files.read_json(final / "run.json", "run record")

@@ -11,8 +11,6 @@ head gets gain 0. Standard errors combine the sampling error over documents with
 different domains are treated as independent.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,7 +97,7 @@ def _layouts(like: Layout, layers: list[int], num_global: int, number: int, seed
     return layouts
 
 
-def _fit(layouts: list[Layout], nll: Float) -> Ridge:
+def _fit(layouts: list[Layout], nll: Float) -> "Ridge":
     """Regress ``nll`` [layouts] (nats per token) on the layouts' global-head masks; warn if the fit explains little."""
     fit = Ridge.fit(np.stack([layout.global_mask.ravel() for layout in layouts]).astype(float), nll)
     if fit.explained < _EXPLAINED:
@@ -112,7 +110,7 @@ def _fit(layouts: list[Layout], nll: Float) -> Ridge:
 
 
 def _gains(
-    fit: Ridge, totals: Float, counts: NDArray[np.int64], blocks: TokenBlocks, grid: Grid, layers: list[int]
+    fit: "Ridge", totals: Float, counts: NDArray[np.int64], blocks: TokenBlocks, grid: Grid, layers: list[int]
 ) -> list[HeadMeans]:
     """Compute gains by domain, 0 outside ``layers``, from ``totals`` [layouts, documents] over ``counts`` tokens."""
     # Gains by document, shifted so that the least useful head has gain 0: [L, Hkv, documents]
@@ -146,7 +144,7 @@ class Ridge:
     explained: float
 
     @classmethod
-    def fit(cls, design: Float, responses: Float) -> Ridge:
+    def fit(cls, design: Float, responses: Float) -> "Ridge":
         """Fit with the penalty of least squared leave-one-out error, where each error is residual / (1 - leverage)."""
         number = len(design)
         design, centred = design - design.mean(0), responses - responses.mean()

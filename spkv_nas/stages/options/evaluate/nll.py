@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.flag import default
+from spkv_nas.base import errors, flag
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
@@ -19,7 +18,7 @@ class NLLOptions(CheckpointOptions, SubjectOptions):
     written to reports/NAME/tau-sweep.csv, with a figure. The tokens of --data are kept in runs/NAME/blocks/.
     """
 
-    taus: flags.OptionalTaus = default(note="Open gates are measured too, as the baseline.")
+    taus: flags.OptionalTaus = flag.default(note="Open gates are measured too, as the baseline.")
 
 
 def check(options: NLLOptions) -> None:
@@ -32,5 +31,5 @@ def check(options: NLLOptions) -> None:
     if options.taus is not None:
         parse_taus(options.taus)
         if options.tau is not None or options.against is not None:
-            raise UserError("--taus compares thresholds of one checkpoint: remove --tau and --against")
+            raise errors.UserError("--taus compares thresholds of one checkpoint: remove --tau and --against")
     subject.check()
