@@ -67,7 +67,6 @@ class GateConfig(BaseModel):
 
     @model_validator(mode="after")
     def _sound(self) -> "GateConfig":
-        """Check the fields against each other."""
         # Check the predictor
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd; found {self.kernel_size}")

@@ -49,7 +49,6 @@ class EvaluationGroup(TyperGroup):
 
 @cache
 def _command(name: str) -> Any:
-    """Return the command of an evaluation."""
     holder = typer.Typer(add_completion=False)
     command(holder, name)(EVALUATIONS[name].run)
     return typer.main.get_command(holder)

@@ -110,7 +110,6 @@ class _Rows:
         return self._shown
 
     def _hide(self) -> None:
-        """Stop the display."""
         if self._shown is not None:
             self._shown.stop()
             self._shown = None
@@ -145,7 +144,6 @@ class _Cell(ProgressColumn):
 
 
 def _title(task: Task) -> RenderableType:
-    """Return the name of the step."""
     return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 

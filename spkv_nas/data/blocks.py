@@ -145,7 +145,6 @@ class TokenBlocks:
         return self._part(np.sort(np.concatenate([np.flatnonzero(rank < last_round), some])))
 
     def _part(self, blocks: NDArray[np.intp] | slice) -> "TokenBlocks":
-        """Return the blocks with these indices."""
         return replace(self, tokens=self.tokens[blocks], document=self.document[blocks], largest=None)
 
     def nested(self, ends: Sequence[int]) -> "list[TokenBlocks]":

@@ -134,7 +134,6 @@ def changes_alarm(circumstances: Circumstances, changes: Sequence[PairedDifferen
 
 
 def _sentence(symptom: str, circumstances: Circumstances) -> str:
-    """Return the sentence of an alarm."""
     cause = circumstances.cause
     return f"these numbers make no sense: {symptom}. Likely cause: {cause}. No layout is recommended."
 

@@ -156,7 +156,6 @@ def _write_duo_attention(files: Sequence[Path], scores: ForeignScores) -> str:
 
 
 def _write_layout(target: Path, layout: Layout) -> list[str]:
-    """Write a layout file; return a message."""
     layout.write(target)
     return [f"{target}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}, hash {layout.hash}"]
 
@@ -177,5 +176,4 @@ def _lines(values: NDArray[np.float64], number: str) -> str:
 
 
 def _is_layout(path: Path) -> bool:
-    """Return true if the file name is that of a layout."""
     return path.suffix in (".yaml", ".yml")

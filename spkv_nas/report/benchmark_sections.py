@@ -20,12 +20,10 @@ _DELTA = ("delta_nll_percent", "delta_nll_standard_error")
 
 
 def _digits(column: str, digits: int, factor: float = 1.0) -> Cell:
-    """Return the cell of a number."""
     return lambda line: number(factor * line[column], digits)
 
 
 def _with_error(column: str, error: str, form: Callable[[float, float], str] = change) -> Cell:
-    """Return the cell of a number with its standard error."""
     return lambda line: form(line[column], line[error])
 
 
@@ -206,7 +204,6 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
 
 
 def _longppl(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
-    """Return the section of LongPPL."""
     evaluator, withheld = record.get("evaluator") or {}, record.get("withheld") or {}
     evaluator_note = f" by {without_folder(str(evaluator['model']))}" if "model" in evaluator else ""
     # Add columns if there is a baseline

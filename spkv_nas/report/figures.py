@@ -42,6 +42,5 @@ def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> N
 
 
 def _remove(folder: Path, name: str) -> None:
-    """Delete the picture files of one name."""
     for suffix in (".png", ".svg", ".pdf"):
         (folder / f"{name}{suffix}").unlink(missing_ok=True)

@@ -81,7 +81,6 @@ def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
 
 
 def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], groups: Groups, figures: list[str]) -> str:
-    """Return the page's HTML."""
     table = inputs.table
     # Split panels into their charts, as the page shows them
     charts = {

@@ -67,7 +67,6 @@ class Picture(Figure):
     """A figure that notebooks display by itself, although it was made without pyplot."""
 
     def _repr_png_(self) -> bytes:
-        """Return PNG bytes for IPython."""
         return _bytes(self, "png", dpi=160)
 
 
@@ -101,7 +100,6 @@ def drawing() -> Iterator[None]:
 
 
 def _bytes(figure: Figure, suffix: str, **options: Any) -> bytes:
-    """Return a figure in the format of ``suffix``."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix, **options)
     return buffer.getvalue()
@@ -134,7 +132,6 @@ def draw(chart: Chart | Panels) -> Picture:
 
 
 def _size(chart: Chart) -> tuple[float, float]:
-    """Return a chart's (width, height)."""
     cells = chart.heatmap
     if cells is None:
         return chart.width, chart.height + LINE * (_legend_shape(chart)[0] + bool(chart.heading))
@@ -178,7 +175,6 @@ def _draw_chart(ax: Axes, chart: Chart) -> None:
 
 
 def _draw_axis(ruler: Ruler, axis: Axis) -> None:
-    """Set the ticks and the label of one axis."""
     ruler.set_ticks([value for value, _ in axis.ticks], [text for _, text in axis.ticks])
     ruler.set_minor_locator(NullLocator())
     ruler.set_label_text(axis.title)
@@ -212,7 +208,6 @@ def _draw_mark(ax: Axes, mark: Any, name: str) -> None:
 
 
 def _point_style(points: Points) -> dict[str, Any]:
-    """Return matplotlib's options for points."""
     colour, marker = TONES[points.tone], _MARKERS[points.shape]
     size = (2.4 if points.shape == "triangle" else 2.0) * points.size
     style = {"color": colour, "marker": marker, "linestyle": "", "markersize": size, "clip_on": False}

@@ -119,13 +119,11 @@ def _line(rows: pd.DataFrame, tone: Tone = "accent") -> Line:
 
 
 def _rule_tip(name: str, row: pd.Series) -> str:
-    """Return the tooltip of a pruning rule."""
     delta = change(*(row[column] for column in _DELTA))
     return f"{name}, {row['sinks']:g} sinks\ndensity {row['density']:.1f} %\n{delta} %"
 
 
 def _tip(row: pd.Series, baseline: str) -> str:
-    """Return the tooltip of a row of the comparison."""
     if row["strategy"] == baseline:
         return f"{baseline}\nthe reference, at 0"
     delta = change(*(row[column] for column in _DELTA))
@@ -174,7 +172,6 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
 
 
 def _cache_tip(result: Result, scale: float, unit: str) -> str:
-    """Return a point's tooltip."""
     memory = f"{scale * result.share:,.3g} MiB, " if unit == "MiB" else ""
     cache = f"{memory}{100 * result.share:.1f} % of the full cache"
     return f"{result.name}\n{cache}\n{change(result.delta, result.error)} %"

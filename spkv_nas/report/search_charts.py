@@ -96,7 +96,6 @@ def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
 
 
 def _names(rows: pd.DataFrame) -> tuple[str, ...]:
-    """Return the layouts' names, shortened."""
     return tuple(formatting.short(str(name), 22) for name in rows["name"])
 
 

@@ -139,7 +139,6 @@ def _marks(group: pd.DataFrame, axis: Axis, margin: float, noun: str) -> Iterabl
 
 
 def _row(row: Mapping[Any, Any], record: Record) -> Row:
-    """Return the row of a candidate and a criterion."""
     is_known = not (math.isnan(row["low"]) and math.isnan(row["high"]))
     cells = (
         str(row["criterion"]),
@@ -152,7 +151,6 @@ def _row(row: Mapping[Any, Any], record: Record) -> Row:
 
 
 def _tip(row: Mapping[Any, Any], noun: str) -> str:
-    """Return a candidate's loss in words."""
     return (
         f"{row['candidate']} {row['answer']}: {_loss(row['loss'])} {row['unit']}, interval {_loss(row['low'])} to "
         f"{_loss(row['high'])}, after {number(row['num_samples'], 0)} {noun}"

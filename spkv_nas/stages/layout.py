@@ -96,7 +96,6 @@ def _show(shown: list[ShownLayout]) -> None:
 
 
 def _document(shown: list[ShownLayout]) -> dict[str, Any]:
-    """Return the layouts' heads and coverage."""
     return {
         "layouts": [
             {"file": entry.file, **heads_document(entry.layout), "coverage": entry.coverage} for entry in shown
@@ -125,7 +124,6 @@ def compare(files: Sequence[Path]) -> ComparedLayouts:
 
 
 def _show_difference(files: Sequence[Path], compared: ComparedLayouts) -> None:
-    """Print how the layouts of two files differ."""
     first, second, delta = compared.first, compared.second, compared.difference
     if compared.is_same:
         out.print(f"the same layout: {describe(first)}", soft_wrap=True)
@@ -141,7 +139,6 @@ def _show_difference(files: Sequence[Path], compared: ComparedLayouts) -> None:
 
 
 def _difference_document(compared: ComparedLayouts) -> dict[str, Any]:
-    """Return how two layouts differ."""
     return {
         "same": compared.is_same,
         "layouts": [heads_document(compared.first), heads_document(compared.second)],

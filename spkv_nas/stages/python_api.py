@@ -77,7 +77,6 @@ def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]
 
 @cache
 def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a function's parameters."""
     try:
         return get_type_hints(function)
     except NameError:  # of a class that is imported for types only

@@ -79,7 +79,6 @@ def _found(workspace: Workspace, table: head_scores.HeadScores, kind: ResultTabl
 
 
 def _hashes(file: ResultFile) -> set[str]:
-    """Return the hashes of the layouts of a verdict."""
     recorded = file.record.get("layouts", {})
     layouts = (file.layout(name, each["heads"]) for name, each in recorded.items())
     return {layout.hash for layout in layouts if layout is not None}

@@ -91,7 +91,6 @@ def _check(model: PreTrainedModel, blocks: TokenBlocks, heldout: TokenBlocks) ->
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the dense model, in place of an earlier one."""
     with replace.new_folder(folder) as new:
         checkpoint.save(model, tokenizer, new)
 

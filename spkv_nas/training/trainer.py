@@ -242,7 +242,6 @@ class SPKVTrainer(Trainer):
             run_files.save_learned(self.model, Path(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Load what ``_save`` wrote."""
         if not run_files.load_learned(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

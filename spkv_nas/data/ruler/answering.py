@@ -38,7 +38,6 @@ class DocumentQuestions:
         )
 
     def _ask(self, request: Request, questions: Questions, question: Question) -> Sample:
-        """Generate a sample for one question."""
         rng, related = request.rng, {*question.documents, *question.related}
         # Choose documents: the question's own, then those of its article, then others
         akin = rng.sample(question.related, len(question.related))

@@ -48,7 +48,6 @@ class CommonWords:
         return sample.first_fitting(partial(self._make, request, form) for form in forms)
 
     def _make(self, request: sample.Request, form: _Form) -> sample.Sample:
-        """Generate a sample in one form."""
         rng = request.rng
         prefix = f"Answer: The {self.num_common} most frequent words of the list are"
         # Write the worked example

@@ -79,6 +79,5 @@ class RulerBlocks:
         return first_fitting(partial(self._generate, task, index, length) for task in order)
 
     def _generate(self, task: str, index: int, length: int) -> Sample:
-        """Generate a sample of one task, with its answer."""
         seed = _FIRST_SEED + self.seed
         return generate(task, seed, index, length, self.tokenizer, self.material, is_answered=True)

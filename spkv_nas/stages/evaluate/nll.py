@@ -178,7 +178,6 @@ def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
 
 
 def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
-    """Write table, origin and figure."""
     from spkv_nas.report import plot, result_charts
 
     result_tables.ResultTable("tau-sweep").write(folder, rows, origin, reporter)

@@ -53,7 +53,6 @@ def _density(text: str) -> float:
 
 
 def _sinks(text: str) -> int:
-    """Parse one number of sink tokens."""
     if not (text.isascii() and text.isdigit() and len(text) < 9):
         raise UserError(f"--sinks must be whole numbers of tokens; found '{text}'; give for example 0,4")
     return int(text)

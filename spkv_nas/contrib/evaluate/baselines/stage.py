@@ -273,7 +273,6 @@ def baselines_table(measurements: Sequence[Measurement]) -> pd.DataFrame:
 
 
 def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
-    """Write table, origin and figure."""
     from spkv_nas.report import plot, result_charts
 
     result_tables.BASELINES.write(folder, rows, origin, reporter)

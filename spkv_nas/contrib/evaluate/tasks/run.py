@@ -119,7 +119,6 @@ def _named(value: Any) -> str:
 
 
 def _write(file: Path, task: Task, density: float, samples: list[dict[str, Any]]) -> None:
-    """Write a finished task."""
     header = {"task": task.task_name, "num_fewshot": task.get_config("num_fewshot"), "density": density}
     write_samples(file, [header, *map(_sample, samples)], default=handle_non_serializable)
 
@@ -136,7 +135,6 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(file: Path, task: Task, was_kept: bool) -> TaskResult:
-    """Read a finished task."""
     header, *samples = read_samples(file)
     has_filters = len({sample["filter"] for sample in samples}) > 1
     values: dict[str, list[Any]] = {}
@@ -216,7 +214,6 @@ def _cells(results: Results) -> list[tuple[str, Cell]]:
 
 
 def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> Cell:
-    """Return the cell of a metric of one task."""
     values = result.values[metric]
     aggregate = result.wholes.get(metric)
     value, error = _spread(aggregate, values)

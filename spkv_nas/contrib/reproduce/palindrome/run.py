@@ -220,7 +220,6 @@ class UtilityCallback(TrainerCallback):
 
 
 def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> TrainingArguments:
-    """Return the arguments of a variant's training."""
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=settings.steps,
