@@ -197,7 +197,6 @@ def _warn_if_different(subject: str, label: str, numbers: Mapping[str, int | Non
         listed = "; ".join(f"{label.format(number)}: {', '.join(members[number])}" for number in sorted(members))
         warnings.warn(
             f"layouts with {len(members)} different {subject} are compared ({listed})\n"
-            f"{cause} the loss whichever heads are global, so the choice of heads cannot be "
-            f"compared: {remedy}",
+            f"{cause} the loss whichever heads are global, so the choice of heads cannot be compared: {remedy}",
             stacklevel=4,
         )

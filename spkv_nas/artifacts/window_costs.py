@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts.grid import Grid, grid_words
-from spkv_nas.base import errors, files, limits, tables
+from spkv_nas.base import arrays, errors, files, limits, tables
 
 MAX_NATS = 1e3  # bound of a cost
 _COLUMNS = (
@@ -33,10 +32,10 @@ class WindowCosts:
     """
 
     windows: tuple[int, ...]
-    values: NDArray[np.float64]
+    values: arrays.Float
     domains: tuple[str, ...]
 
-    def at(self, window: int) -> NDArray[np.float64]:
+    def at(self, window: int) -> arrays.Float:
         """Return the costs [P, L, Hkv] of any window, interpolated in its logarithm between those measured."""
         position = np.interp(np.log2(window), np.log2(self.windows), np.arange(len(self.windows)))
         low = min(int(position), len(self.windows) - 2) if len(self.windows) > 1 else 0

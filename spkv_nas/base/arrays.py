@@ -2,6 +2,7 @@
 
 The module of a file format declares its arrays once, as ``Array`` values: kind, shape and the range that is safe to
 index, divide and take logarithms with. The checksum of zip detects a flipped bit, but not an array of another run.
+The types of numpy arrays are named here, too.
 """
 
 import math
@@ -19,6 +20,10 @@ from numpy.typing import NDArray
 from spkv_nas.base import files, limits
 from spkv_nas.base.errors import UserError, first_line
 
+Float = NDArray[np.float64]
+Int = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Tokens = NDArray[np.int32]
 _MAX_UNPACKED = 1 << 30, 100  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
 _KINDS = {"text": ("U", "text"), "number": ("iuf", "numbers"), "whole": ("iu", "whole numbers")}  # dtypes, words
 

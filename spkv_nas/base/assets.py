@@ -9,9 +9,6 @@ PAPER_TABLE = ASSETS / "ladder.csv"  # both tables of the SP-KV paper's appendix
 
 
 def constraints_file() -> Path:
-    """Return the list of tested dependency versions.
-
-    A wheel contains it (``hatch_build.py``); otherwise it is that of the checkout.
-    """
+    """Return the list of tested versions: in a wheel that of ``hatch_build.py``, else that of the checkout."""
     shipped = ASSETS / "constraints.txt"
     return shipped if shipped.is_file() else ASSETS.parents[1] / shipped.name

@@ -1,7 +1,4 @@
-"""Print results to standard output and everything else to standard error.
-
-Lines are wrapped only in a terminal, never in a pipe or file.
-"""
+"""Print results to standard output, all else to standard error; only a terminal gets wrapped lines."""
 
 import textwrap
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Upper limits of values in files, configs and options, far beyond practical use.
-
-Larger values would exhaust the memory or fail inside a library.
-"""
+"""Upper limits of values in files, configs and options: larger ones exhaust the memory, or fail in a library."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -34,8 +34,7 @@ Root = Annotated[
     typer.Option(*WORKSPACE.names, help=WORKSPACE.help, rich_help_panel=_PANEL, show_default="current folder"),
 ]
 Device = Annotated[
-    str | None,
-    typer.Option(*DEVICE.names, help=DEVICE.help, rich_help_panel=_PANEL, show_default="cuda if available"),
+    str | None, typer.Option(*DEVICE.names, help=DEVICE.help, rich_help_panel=_PANEL, show_default="cuda if available")
 ]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.", rich_help_panel=_PANEL)

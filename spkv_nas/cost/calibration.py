@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from pydantic import Field
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base import limits, replace, schema, tables
+from spkv_nas.base import arrays, limits, replace, schema, tables
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_record, write_record
 from spkv_nas.cost.formulas import visible_keys
@@ -35,8 +34,6 @@ COLUMNS = (
 )
 _MAX_COUNTS = 5  # maximum numbers of global heads to measure
 _FIRST_CONTEXT = 1024
-
-Float = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ class Calibration:
         return total
 
     @cached_property
-    def grid(self) -> tuple[Float, Float, Float]:
+    def grid(self) -> tuple[arrays.Float, arrays.Float, arrays.Float]:
         """Return contexts [C] and numbers of global heads [N], both ascending, and seconds per token [C, N]."""
         points = pd.DataFrame(self.timings, columns=Timing._fields).groupby(["context", "num_global"])
         grid = points["seconds_per_token"].first().unstack()

@@ -128,10 +128,7 @@ class Level:
 
 @cache
 def ladder() -> dict[str, Level]:
-    """Return all presets by name.
-
-    They are ``level-0`` .. ``level-10``, ``level-13``, ``llama-3-8b``, and ``micro-0`` .. ``micro-4``.
-    """
+    """Return the presets ``level-0`` .. ``level-10``, ``level-13``, ``llama-3-8b``, and ``micro-0`` .. ``micro-4``."""
     with assets.PAPER_TABLE.open(newline="") as file:
         rows = list(csv.DictReader(file))
     whole = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "batch_tokens")

@@ -50,10 +50,7 @@ class BlockCache:
         self._decided = (_FORMAT, fingerprint(tokenizer), f"{block_size} {settings} {self.boundaries}")
 
     def find_or_write(self, has_all: Callable[[Path], bool], write: Callable[[], Path], reporter: Reporter) -> Path:
-        """Return the folder of the text in its current state, if ``has_all`` accepts one; else ``write`` it.
-
-        One process writes at a time.
-        """
+        """Return the folder of the current text if ``has_all`` accepts one, else ``write`` it, one process at once."""
         if (folder := self._find(has_all)) is not None:
             return folder
         with locks.locked(self.root, "reads and tokenises the text", reporter.announce):

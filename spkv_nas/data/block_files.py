@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-from spkv_nas.base import files, manifest, replace, schema
+from spkv_nas.base import arrays, files, manifest, replace, schema
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.data import sources, tokenizer
 from spkv_nas.data.blocks import REMEDY, DocumentInfo, TokenBlocks, aligned, check_enough
@@ -43,7 +42,7 @@ class _Record(_Notes):
 
 def write_blocks(
     partial: Path,
-    documents: Iterable[tuple[sources.Document, NDArray[np.int32]]],
+    documents: Iterable[tuple[sources.Document, arrays.Tokens]],
     block_size: int,
     what: str,
     boundaries: tokenizer.Boundaries = tokenizer.PLAIN,
@@ -61,7 +60,7 @@ def write_blocks(
         token_file, owner_file, lines = ((partial / name).open("wb") for name in (_TOKENS, _OWNER, _DOCUMENTS))
         with token_file, owner_file, lines:
 
-            def pieces() -> Iterator[tuple[NDArray[np.int32], int]]:
+            def pieces() -> Iterator[tuple[arrays.Tokens, int]]:
                 """Yield the tokens of each document and its index, and write its line."""
                 nonlocal num_documents
                 for number, (document, ids) in enumerate(documents):

@@ -54,10 +54,7 @@ class DocumentInfo:
 
 @dataclass(frozen=True, repr=False)
 class TokenBlocks:
-    """``N`` blocks of ``T`` tokens.
-
-    The arrays may be memory-mapped files (``block_files``), of which only the parts in use are read.
-    """
+    """``N`` blocks of ``T`` tokens; arrays may be memory-mapped files (``block_files``), read only where used."""
 
     tokens: NDArray[np.int32]  # int32 [N, T]
     # int32 [N, T], index into ``documents`` of each token's document. A separator belongs to the document that it ends,

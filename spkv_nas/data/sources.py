@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from spkv_nas.base import errors, files
+from spkv_nas.base import arrays, errors, files
 from spkv_nas.base.progress import Progress
 from spkv_nas.data import config, readers
 from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, Tokenizer, cut, encode, piece_size
@@ -195,7 +194,7 @@ def encodable(text: str) -> str:
 
 def tokenised(
     documents: Iterable[Document], tokenizer: Tokenizer, separator: tuple[int, ...]
-) -> Iterator[tuple[Document, NDArray[np.int32]]]:
+) -> Iterator[tuple[Document, arrays.Tokens]]:
     """Yield each document with its tokens, followed by the separator."""
     end = np.array(separator, dtype=np.int32)
     for batch in _batches(documents):

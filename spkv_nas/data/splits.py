@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from spkv_nas.base import errors, files, manifest
+from spkv_nas.base import arrays, errors, files, manifest
 from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
 from spkv_nas.data.block_cache import BlockCache, ContentKey
 from spkv_nas.data.block_files import is_written, map_blocks, publish, read_notes, write_blocks
@@ -247,7 +246,7 @@ class _Split:
         # Tokenise in one pass: held-out documents go to the sample, the others to the training blocks
         with _reading(config.sources, self.base, config.block_size, self.reporter) as (texts, content, left_out):
 
-            def training() -> Iterator[tuple[Document, NDArray[np.int32]]]:
+            def training() -> Iterator[tuple[Document, arrays.Tokens]]:
                 for document, ids in tokenised(filter(is_tokenised, texts), cache.tokenizer, limits.separator):
                     if heldout(document, share):
                         sample.add(document, ids)

@@ -10,16 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from spkv_nas.base.arrays import Tokens
 from spkv_nas.data import sources, tokenizer
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, packed, spread_order
 
 _LARGEST_SHARE = 0.1  # maximum share of tokens from one document, if there are enough documents
 _TWICE_EVEN = 2.0  # maximum multiple of a document's even share, if there are few
-
-Tokens = NDArray[np.int32]
 
 
 class _Key(NamedTuple):

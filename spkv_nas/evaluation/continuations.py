@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base import distributed, errors, memory
@@ -15,7 +14,6 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import generation, model_shape, modes
 
-Float = NDArray[np.float64]
 Line = dict[str, Any]
 
 _TOGETHER = 1 << 14  # tokens per batch of prompts and continuations

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts.comparison import DENSE
 from spkv_nas.base import errors, files, statistics
-from spkv_nas.base.arrays import Array, read_arrays
+from spkv_nas.base.arrays import Array, Float, Int, read_arrays
 
 MAX_NATS = 1e15  # upper bound per document; its square is still far from the largest float
 _ARRAYS = (Array("total", "number", "documents", low=-1, high=MAX_NATS), Array("num_tokens", "whole", "documents"))
@@ -30,8 +29,8 @@ _ROWS = (
 class DocumentNLL:
     """NLL sums ``total`` [documents] in nats, and numbers ``num_tokens`` of predicted tokens, by held-out document."""
 
-    total: NDArray[np.float64]
-    num_tokens: NDArray[np.int64]
+    total: Float
+    num_tokens: Int
 
     @property
     def mean(self) -> float:

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.base import files, progress, statistics
+from spkv_nas.base.arrays import Float, Int, Tokens
 from spkv_nas.base.errors import UserError
 from spkv_nas.data import config, sources
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
@@ -32,8 +32,6 @@ _DOCUMENT = 256  # maximum tokens of a document; a separator matters most right 
 _CHARACTERS = 16  # read of a document per token that is used
 _SIGNIFICANT, _MIN_GAIN = 2.0, 0.002  # standard errors, share of NLL
 _CHUNK_TOKENS = 4096  # per forward pass
-
-Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -154,11 +152,11 @@ def shared_separator(
     return report
 
 
-def _best(sums: dict[str, NDArray[np.float64]], convention: str) -> str:
+def _best(sums: dict[str, Float], convention: str) -> str:
     """Return the first separator that is not clearly worse than the best: the convention, then the shortest."""
     best = min(sums.values(), key=lambda values: float(values.sum()))
 
-    def is_close(values: NDArray[np.float64]) -> bool:
+    def is_close(values: Float) -> bool:
         ratio, error = statistics.jackknife_ratio(values - best, best)
         return not float(ratio) > max(_MIN_GAIN, _SIGNIFICANT * float(error))
 
@@ -205,10 +203,10 @@ def _groups(documents: Sequence[Tokens], size: int) -> list[list[Tokens]]:
     return groups
 
 
-def _sums(model: PreTrainedModel, groups: Sequence[Sequence[Tokens]], limits: Boundaries) -> NDArray[np.float64]:
+def _sums(model: PreTrainedModel, groups: Sequence[Sequence[Tokens]], limits: Boundaries) -> Float:
     """Return the NLL of each document, without its first token, where the documents of a group are in one sequence."""
     # Lay the documents of each group out, and remember where they start
-    sequences: list[NDArray[np.int64]] = []
+    sequences: list[Int] = []
     starts = []
     for group in groups:
         parts: list[Any] = [limits.opening]

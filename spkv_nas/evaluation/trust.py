@@ -10,16 +10,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts.head_tables import Gains
+from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.evaluation.ranking import spearman
 
 _CLEAR = 2.0  # standard errors above which a head's gain is significant
 MIN_DOCUMENTS = 8  # minimum number of documents for naming single heads
-
-Float = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -23,7 +22,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from spkv_nas.base import errors, progress, special_tokens
+from spkv_nas.base import arrays, errors, progress, special_tokens
 from spkv_nas.model import attention, config_section, generation_cache, model_shape, modes
 
 NOT_FINITE = (  # error for logits that are not finite
@@ -186,16 +185,13 @@ class Continuations:
     texts: list[str]  # one per prompt
     # float64 [B], density of each prompt's keys after it; NaN for a model with neither gates nor a layout, and for a
     # prompt no longer than the window
-    densities: NDArray[np.float64]
+    densities: arrays.Float
 
 
 def continue_greedily(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: Sequence[int]
 ) -> Continuations:
-    """Decode the most probable continuation of each prompt, up to its ``max_new_tokens``.
-
-    Raises ``UserError``: logits that are not finite.
-    """
+    """Decode each prompt greedily, up to its ``max_new_tokens``. Raises ``UserError``: logits that are not finite."""
     # Encode the prompts
     ids = [special_tokens.prompt_tokens(tokenizer, prompt) for prompt in prompts]
     longest, positions = max(map(len, ids)), model_shape.num_positions(model)

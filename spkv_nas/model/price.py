@@ -99,10 +99,7 @@ class KeyBenefitEstimator:
         self._benefits[layer] = self._benefits.get(layer, torch.zeros_like(benefit)) + benefit
 
     def stop(self) -> NDArray[np.float64]:
-        """Stop recording and return the benefits [gated layers, KV heads].
-
-        They are NaN for heads without a gate, and 0 if nothing was recorded.
-        """
+        """Stop recording; return benefits [gated layers, KV heads], NaN without a gate, 0 if nothing was recorded."""
         self._watch.close()
         benefits = [self._benefits[layer].cpu() for layer in sorted(self._benefits)]
         return torch.stack(benefits).double().numpy() if benefits else np.zeros((self._num_layers, self._num_heads))

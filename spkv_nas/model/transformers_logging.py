@@ -4,10 +4,7 @@ from spkv_nas.base import distributed, progress
 
 
 def quiet_transformers(reporter: progress.Reporter) -> None:
-    """Silence the progress bars and log messages of transformers.
-
-    A verbose reporter shows its info messages instead, on rank 0 only.
-    """
+    """Silence transformers' progress bars and messages; a verbose reporter shows its info messages, on rank 0."""
     from transformers.utils import logging
 
     if distributed.process_index():

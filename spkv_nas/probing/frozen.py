@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.base import distributed, errors
+from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.cost.formulas import PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
@@ -85,7 +84,7 @@ def blocks_per_step(blocks: TokenBlocks, step_tokens: int) -> int:
     return min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
 
 
-def rank_tokens(blocks: TokenBlocks, indices: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def rank_tokens(blocks: TokenBlocks, indices: arrays.Int, device: torch.device) -> torch.Tensor:
     """Return this rank's tokens of a step, int64 [B, T] on ``device``; B may be 0.
 
     Args:
@@ -128,7 +127,7 @@ def check_finite(what: str, loss: float, step: int, gradient: torch.Tensor | Non
 def learned_table(
     signal: str,
     unit: str,
-    values: NDArray[np.float64],
+    values: arrays.Float,
     blocks: TokenBlocks,
     window: int,
     tokens_seen: int,

@@ -67,11 +67,7 @@ def gains(
     other.
     """
     measured = _measure(model, blocks, window, opens=opens, **options)
-    table_metadata = {
-        **(metadata or {}),
-        "granularity": measured.granularity,
-        "nll_before": measured.nll_before,
-    }
+    table_metadata = {**(metadata or {}), "granularity": measured.granularity, "nll_before": measured.nll_before}
     return signal_table(
         signal,
         domain_means(blocks, measured.sums, measured.num_tokens),

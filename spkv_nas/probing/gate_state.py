@@ -49,10 +49,7 @@ class GateState:
         return cls(tensors, step, dict(numbers))
 
     def write(self, folder: Path) -> None:
-        """Write the checkpoint atomically, replacing an earlier one in ``folder``.
-
-        Raises ``UserError``: the folder cannot be written.
-        """
+        """Write the checkpoint atomically over an earlier one. Raises ``UserError``: ``folder`` cannot be written."""
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
         header = {"step": str(self.step), "numbers": json.dumps(self.numbers)}
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -67,10 +64,7 @@ class GateState:
 
     @classmethod
     def read(cls, folder: Path) -> "GateState | None":
-        """Read the checkpoint in ``folder``, or return None if there is no complete one.
-
-        Raises ``UserError``: the checkpoint is damaged.
-        """
+        """Read the checkpoint in ``folder``; None without a complete one. Raises ``UserError``: it is damaged."""
         if not manifest.is_complete(folder):
             return None
         manifest.check_manifest(folder, what="gates")
@@ -81,10 +75,7 @@ class GateState:
 
     @torch.no_grad()
     def restore(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Copy the state into ``parameters`` and ``optimizer``.
-
-        Raises ``UserError``: the checkpoint belongs to another model's gates.
-        """
+        """Copy the state into ``parameters`` and ``optimizer``. Raises ``UserError``: it is that of other gates."""
         if {name for name in self.tensors if "|" not in name} != set(parameters):
             raise errors.UserError(
                 "the saved gates belong to another model: give another folder for the checkpoint of the gates"

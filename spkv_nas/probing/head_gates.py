@@ -26,11 +26,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import defaults, head_scores, kinds, local_layers
-from spkv_nas.base import distributed, memory
+from spkv_nas.base import arrays, distributed, memory
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -109,7 +108,7 @@ def _slope(
     states: Sequence[attention.LayerState],
     gates: torch.Tensor,
     blocks: TokenBlocks,
-    block_indices: NDArray[np.int64],
+    block_indices: arrays.Int,
     micro_batch: memory.AdaptiveBatchSize,
 ) -> tuple[float, torch.Tensor]:
     """Return the KL divergence of a step in nats per token, and its gradient, float64 [layers, KV heads] on the CPU.

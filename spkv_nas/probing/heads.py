@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from spkv_nas.artifacts import head_scores, head_tables, kinds
-from spkv_nas.base import distributed, errors, statistics
+from spkv_nas.base import arrays, distributed, errors, statistics
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import not_finite
 
@@ -76,11 +75,11 @@ def attention_weights(
 class HeadMeans:
     """Mean score of every head [L, Hkv] on one domain, the amount of text, and standard errors if available."""
 
-    values: NDArray[np.float64]
+    values: arrays.Float
     domain: str
     num_tokens: int
     num_documents: int
-    standard_error: NDArray[np.float64] | None = None
+    standard_error: arrays.Float | None = None
 
 
 class HeadSums:
@@ -110,12 +109,12 @@ class HeadSums:
         """Sum over all ranks after the last ``add``; must be called on all ranks."""
         self.sums, self.counts = distributed.sum_over_processes(self.sums), distributed.sum_over_processes(self.counts)
 
-    def means(self, sums: NDArray[np.float64] | None = None) -> list[HeadMeans]:
+    def means(self, sums: arrays.Float | None = None) -> list[HeadMeans]:
         """Return ``domain_means`` of the accumulated sums, or of ``sums`` [L, Hkv, documents] over the same tokens."""
         return domain_means(self._blocks, self.sums.cpu().numpy() if sums is None else sums, self.counts)
 
 
-def domain_means(blocks: TokenBlocks, sums: NDArray[np.float64], counts: NDArray[np.int64]) -> list[HeadMeans]:
+def domain_means(blocks: TokenBlocks, sums: arrays.Float, counts: arrays.Int) -> list[HeadMeans]:
     """Compute token means by domain, with jackknife standard errors of the ratio estimator over documents.
 
     Args:

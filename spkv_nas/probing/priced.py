@@ -20,13 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import defaults, diagnosis
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.base import distributed, memory
+from spkv_nas.base import arrays, distributed, memory
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
@@ -184,7 +183,7 @@ class _Learning:
             group["lr"] = self._rates[number]
         self._optimizer.step()
 
-    def _add_gradients(self, parts: Iterator[Tensor], num_blocks: int) -> tuple[Tensor, NDArray[np.float64] | None]:
+    def _add_gradients(self, parts: Iterator[Tensor], num_blocks: int) -> tuple[Tensor, arrays.Float | None]:
         """Compute a step's gradients from zero, one micro-batch of ``parts`` at a time.
 
         Args:

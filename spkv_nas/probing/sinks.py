@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import defaults, local_layers
-from spkv_nas.base import distributed, errors
+from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import attention, config_section, windows
@@ -66,13 +65,13 @@ class SinkReport:
         massive: the largest activation of each decoder layer.
     """
 
-    mass: NDArray[np.float64] = field(repr=False)  # long
+    mass: arrays.Float = field(repr=False)  # long
     num_kv_heads: int
     average: float
     massive: tuple[MassiveActivation, ...]
 
     @property
-    def excess(self) -> NDArray[np.float64]:
+    def excess(self) -> arrays.Float:
         """Return the mass [layers, Hq, positions] beyond what a token gets on average, at least 0."""
         return np.maximum(self.mass - self.average, 0.0)
 
@@ -82,7 +81,7 @@ class SinkReport:
         return float(self.mass[..., 0].mean())
 
     @property
-    def kv_mass(self) -> NDArray[np.float64]:
+    def kv_mass(self) -> arrays.Float:
         """Return the attention on the first four tokens together by KV head [layers, Hkv], mean over its queries."""
         together = self.mass[..., :_WITHIN].sum(-1)  # [layers, Hq]
         groups = together.shape[1] // self.num_kv_heads

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.proposal.coverage import domain_coverage, provenance
 from spkv_nas.proposal.integer_program import Problem, Solution
 
-Float = NDArray[np.float64]
 CONSTRAINED, ROBUST = "constrained", "robust"  # strategy names of the layouts from ``solve``
 _WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight", "number", above=0, high=1e30))
 
@@ -116,7 +115,7 @@ class Constraints:
             )
         return replace(self, local_layers=tuple(sorted(native | set(self.local_layers))))
 
-    def broken_by(self, mask: NDArray[np.bool_]) -> list[str]:
+    def broken_by(self, mask: Mask) -> list[str]:
         """Return the options, such as "--granularity layer", that a mask [L, Hkv] of global heads does not meet."""
         # Count the global heads of the layers that a minimum or maximum applies to, and of those that mix
         counts, num_kv_heads = mask.sum(1), mask.shape[1]

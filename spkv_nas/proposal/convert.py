@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.base import errors, version
+from spkv_nas.base import arrays, errors, version
 from spkv_nas.base.files import write_atomic, write_json
 from spkv_nas.base.replace import new_folder, replacing
 from spkv_nas.proposal.foreign_formats import CONFIG_NAME, TSV_NAME, ForeignScores, read_scores
@@ -170,7 +169,7 @@ def _write_prulong(target: Path, layout: Layout) -> list[str]:
     ]
 
 
-def _lines(values: NDArray[np.float64], number: str) -> str:
+def _lines(values: arrays.Float, number: str) -> str:
     """Format values [L, Hkv] as tab-separated lines, one per layer."""
     return "".join("\t".join(number.format(value) for value in row) + "\n" for row in values)
 

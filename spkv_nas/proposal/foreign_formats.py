@@ -36,11 +36,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts import head_scores, head_tables, kinds
 from spkv_nas.artifacts.grid import check_grid
-from spkv_nas.base import errors, files, limits
+from spkv_nas.base import arrays, errors, files, limits
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.strategy import densest
 
@@ -63,7 +62,7 @@ class ForeignScores:
         sink_size: number of first keys that a local head sees besides its window; None if no file gives it.
     """
 
-    values: NDArray[np.float64]
+    values: arrays.Float
     origin: str
     source: str
     window: int | None = None
@@ -85,7 +84,7 @@ class ForeignScores:
 
     def choose(
         self, *, budget: int | str | None = None, sparsity: float | None = None, threshold: float | None = None
-    ) -> NDArray[np.bool_]:
+    ) -> arrays.Mask:
         """Return a bool mask [L, Hkv], true for global heads; without options, the mask that the scores already are.
 
         Args:
@@ -164,7 +163,7 @@ def read_score_table(path: Path) -> head_scores.HeadScores:
     return read_scores(path).table(path.resolve().parent.name if named_by_folder else path.stem)
 
 
-def _read_values(file: Path) -> NDArray[np.float64]:
+def _read_values(file: Path) -> arrays.Float:
     """Read values [L, Hkv] in [0, 1]. Raises ``UserError`` that names line and column."""
     where = f"head scores {file}"
     text = files.read_text(file, "head scores")

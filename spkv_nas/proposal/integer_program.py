@@ -171,12 +171,7 @@ class _Program:
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        constraints: Mapping[str, Any],
-        budget: float,
-        weights: Float,
-        mixed: int | None,
+        self, grid: Grid, constraints: Mapping[str, Any], budget: float, weights: Float, mixed: int | None
     ) -> None:
         # Set bounds: 0 or 1 per head, fixed for layers that are all global or all local
         """Build variable bounds and constraint rows; ``mixed`` is the number of global heads in a mixed layer."""
@@ -212,14 +207,7 @@ class _Program:
         if at_least:
             self._rows.append((self._wide(np.ones((1, self._num_heads))), at_least, np.inf))
 
-    def best(
-        self,
-        gain: Float,
-        *,
-        relax: bool = False,
-        nonempty: bool = False,
-        gap: float = 0.0,
-    ) -> _Optimum | None:
+    def best(self, gain: Float, *, relax: bool = False, nonempty: bool = False, gap: float = 0.0) -> _Optimum | None:
         """Maximise the lowest of the gains [P, L * Hkv] summed over global heads; None if infeasible."""
         # Set up the objective: the single gain, or the lowest of several
         rows = self._rows + self._densest_first(gain)

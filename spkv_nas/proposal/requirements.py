@@ -5,11 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes
@@ -19,7 +17,6 @@ from spkv_nas.proposal import integer_program, stability, windows
 from spkv_nas.proposal.budget import MATCH_BUDGET, is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve, solve_apart
 
-Float = NDArray[np.float64]
 _RESAMPLE_GAP, _ROUGH_GAP = 1e-4, 1e-3  # relative MIP gap per bootstrap resample; the second if robust and many heads
 NO_CONTEXT = "--engine needs --context, the maximum number of tokens of a request"
 _LARGE = 200  # number of heads above which the rough gap is used
@@ -256,7 +253,7 @@ class Requirements:
         problem = integer_program.Problem(table.grid, self.constraints.on(table).named, limit.budget, limit.weights)
         gap = _ROUGH_GAP if self.robust and table.num_heads > _LARGE else _RESAMPLE_GAP
 
-        def choose(density: Float) -> NDArray[np.bool_]:
+        def choose(density: Float) -> Mask:
             """Return the optimal mask [L, Hkv] for densities [P, L, Hkv]."""
             best = problem.optimum(density, gap=gap)
             assert best is not None  # feasibility does not depend on the densities

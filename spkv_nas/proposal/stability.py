@@ -11,16 +11,14 @@ from functools import cached_property
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts import head_scores, histogram
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import FEW_DOCUMENTS
 from spkv_nas.proposal.strategy import densest
 
-Float = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 NUM_RESAMPLES = 1000
 NUM_SOLVED = 100  # resamples in which a constrained layout is solved for
 LEVEL = 0.95  # confidence level of intervals, and the probability from which a head's choice counts as certain
@@ -206,11 +204,7 @@ class Certainty:
 
     @classmethod
     def of(
-        cls,
-        resampled: Bootstrap,
-        layouts: Mapping[str, Layout],
-        budget: int,
-        solved: Mapping[str, Float] | None = None,
+        cls, resampled: Bootstrap, layouts: Mapping[str, Layout], budget: int, solved: Mapping[str, Float] | None = None
     ) -> "Certainty":
         """Summarise a bootstrap for the ``budget`` densest heads and the coverage of ``layouts``.
 

@@ -96,16 +96,12 @@ def interleaved_first(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
     """Return pattern A: layer 0, every p-th layer after it, and the last one.
 
     Example: 21 layers, 6 of them global, give layers 0, 4, 8, 12, 16, 20. If no period p gives the required number of
-    layers, they are spread evenly from the first to the last layer.
+    layers, they are spread evenly from the first to the last layer. One layer is the last, as in both patterns.
     """
     count = nearest_layers(num_layers, num_kv_heads, budget)
-    if count == 1:  # the last layer is global in both patterns
-        return _layers([num_layers - 1], num_layers, num_kv_heads)
-    periodic = _periodic(num_layers, count, local_first=False)
-    if periodic:
-        return _layers(periodic, num_layers, num_kv_heads)
-    spread = np.linspace(0, num_layers - 1, count).round().astype(int)
-    return _layers(spread.tolist(), num_layers, num_kv_heads)
+    spread = np.linspace(0, num_layers - 1, count).round().astype(int).tolist()
+    layers = [num_layers - 1] if count == 1 else _periodic(num_layers, count, local_first=False) or spread
+    return _layers(layers, num_layers, num_kv_heads)
 
 
 def interleaved_last(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
@@ -114,14 +110,10 @@ def interleaved_last(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
     Example: 21 layers, 6 of them global, give layers 3, 7, 11, 15, 19, 20.
     """
     count = nearest_layers(num_layers, num_kv_heads, budget)
-    if count == 1:
-        return _layers([num_layers - 1], num_layers, num_kv_heads)
-    periodic = _periodic(num_layers, count, local_first=True)
-    if periodic:
-        return _layers(periodic, num_layers, num_kv_heads)
-    spread = np.linspace(0, num_layers - 1, count).round().astype(int)
-    ends = [int(layer) - 1 for layer in spread[1:]]  # the layer before each global layer of A but the first
-    return _layers([*ends, num_layers - 1], num_layers, num_kv_heads)
+    spread = np.linspace(0, num_layers - 1, count).round().astype(int).tolist()
+    ends = [layer - 1 for layer in spread[1:]]  # the layer before each global layer of A but the first
+    layers = _periodic(num_layers, count, local_first=True) or [*ends, num_layers - 1]
+    return _layers(layers, num_layers, num_kv_heads)
 
 
 def nearest_layers(num_layers: int, num_kv_heads: int, budget: int) -> int:

@@ -59,10 +59,7 @@ _COLUMNS: dict[str, tuple[str, Cell]] = {  # title and cell of every column that
 
 
 def read_benchmarks(folder: Path) -> tuple[chart.Section, ...]:
-    """Return the sections of the result tables in a folder.
-
-    Raises ``UserError``: a table cannot be read.
-    """
+    """Return the sections of the result tables in a folder. Raises ``UserError``: a table cannot be read."""
     tables = {kind: kind.read(folder) for kind in SECTIONS}
     return tuple(SECTIONS[kind](kind.name, *table) for kind, table in tables.items() if table is not None)
 
@@ -141,9 +138,8 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     spkv = [f"SP-KV, τ = {tau:g}" if tau else "SP-KV, gates open" for tau in rows["tau"]]
     return _section(
         "Post-hoc KV-cache compression",
-        "The dense model with keys evicted by training-free rules, on "
-        f"{_text_size(record)}, read in chunks of {record.get('chunk', '?')} tokens{protocol}; the window of "
-        f"{record.get('window', '?')} is always kept. "
+        f"The dense model with keys evicted by training-free rules, on {_text_size(record)}, read in chunks of "
+        f"{record.get('chunk', '?')} tokens{protocol}; the window of {record.get('window', '?')} is always kept. "
         "Density is the share of keys outside the window that are kept, sinks included. ΔNLL is against the model with "
         "all keys, ± one standard error, paired by document; “not significantly different” is within two of them. "
         "SP-KV is a separate model.",

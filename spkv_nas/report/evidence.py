@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts import head_scores, proposal, search_table
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, counted_from
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.arrays import Mask
 from spkv_nas.base.statistics import critical_errors
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.report.inputs import ReportInputs
 
-Mask = NDArray[np.bool_]
 COMPARISON, SEARCH, SCORES, VERDICT = "comparison", "search", "scores", "verdict"
 PASSES = "passes"  # first word of what a verdict says of a layout that it lets replace the dense model
 _UNTRAINED = "not retrained"

@@ -15,12 +15,11 @@ from gzip import compress
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts import head_scores, score_kind
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
-from spkv_nas.base import errors, limits
+from spkv_nas.base import arrays, errors, limits
 from spkv_nas.base.files import yaml_line
 from spkv_nas.cost.cache_cost import token_bytes
 from spkv_nas.proposal.coverage import coverage, densest_candidates, densest_coverage, provenance
@@ -224,7 +223,7 @@ def tables_at_thresholds(tables: list[head_scores.HeadScores]) -> dict[str, Any]
     }
 
 
-def levels(values: NDArray[np.float64], measure: score_kind.Measure) -> list[int]:
+def levels(values: arrays.Float, measure: score_kind.Measure) -> list[int]:
     """Quantise values to half units of the last digit of ``Measure.exact``.
 
     Value v has level n if v lies in [n, n + 1) / (2 * 10^decimals). Both ``exact`` and the map round at the ends of

@@ -56,8 +56,7 @@ OptionalModel = Annotated[str | None, _MODEL]
 Data = Annotated[list[str] | None, Flag("Text to measure on: one or more files or folders, stdlib, or installed.")]
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
 Separator = Annotated[
-    str | None,
-    Flag("What stands between documents: none, eos, bos, eos+bos, another token, or auto.", metavar="TOKEN"),
+    str | None, Flag("What stands between documents: none, eos, bos, eos+bos, another token, or auto.", metavar="TOKEN")
 ]
 MaxTokens = Annotated[int, _MAX_TOKENS]
 OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]

@@ -97,9 +97,7 @@ def _show(shown: list[ShownLayout]) -> None:
 
 def _document(shown: list[ShownLayout]) -> dict[str, Any]:
     return {
-        "layouts": [
-            {"file": entry.file, **heads_document(entry.layout), "coverage": entry.coverage} for entry in shown
-        ],
+        "layouts": [{"file": entry.file, **heads_document(entry.layout), "coverage": entry.coverage} for entry in shown]
     }
 
 

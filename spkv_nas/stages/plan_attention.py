@@ -112,8 +112,7 @@ def show(result: AttentionCosts) -> None:
     shape, times, served = result.shape, result.times, result.served
     console.out.print(
         f"[bold]{escape(result.name)}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
-        f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads of size {shape.head_dim}; "
-        f"{result.context:,} tokens"
+        f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads of size {shape.head_dim}; {result.context:,} tokens"
     )
     # Table of costs
     sizes = ("KV bytes\nper token", "KV cache\nMiB", "attention\nGFLOPs", "total\nGFLOPs")

@@ -14,13 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts import diagnosis, gate_config, result_tables
-from spkv_nas.artifacts.defaults import (
-    ABLATION_TOKENS,
-    LEARNING_TOKENS,
-    PRICED_STEPS,
-    SCORING_TOKENS,
-    STRONG_SINK,
-)
+from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS, STRONG_SINK
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.console import caution, out, say

@@ -206,10 +206,7 @@ def is_for_several(options: ProposeOptions) -> bool:
 
 
 def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> BudgetsResult:
-    """Find the best layout at each of several budgets.
-
-    Layouts, curve and figure are written to ``layouts/<name>/budgets/``.
-    """
+    """Find the best layout at each of several budgets; write them, curve and figure to ``layouts/<name>/budgets/``."""
     from spkv_nas.report import figures, result_charts
 
     table = with_sinks(lookup.chosen_table(options, reporter), options.sinks)

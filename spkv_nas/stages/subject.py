@@ -111,10 +111,7 @@ class Subject:
             self._length()
 
     def _length(self) -> int:
-        """Return the block length in tokens, by default the model's context up to ``CONTEXT``.
-
-        Raises ``UserError`` if ``max_tokens`` is less.
-        """
+        """Return the block length, by default the context up to ``CONTEXT``; ``UserError`` if above ``max_tokens``."""
         options = self.options
         length = (
             (options.block_size or default_block_size(self.source)) if options.data else self.recipe.data.block_size
@@ -204,12 +201,7 @@ class Subject:
         return on_main(lambda: shared_separator(file, checkpoint_hash(self.source), measure, reporter))
 
     def read(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        separator: str,
-        reporter: Reporter = SILENT,
-        *,
-        learns: bool = False,
+        self, tokenizer: PreTrainedTokenizerBase, separator: str, reporter: Reporter = SILENT, *, learns: bool = False
     ) -> tuple[TokenBlocks | None, TokenBlocks]:
         """Read the text without loading the model; must be called on all ranks.
 

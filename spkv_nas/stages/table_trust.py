@@ -8,16 +8,16 @@ import warnings
 from collections.abc import Iterator
 
 from spkv_nas.artifacts import defaults, head_scores, head_tables, probe_file
-from spkv_nas.base import errors, records
+from spkv_nas.base import arrays, errors, records
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation.trust import Mask, Trust
+from spkv_nas.evaluation.trust import Trust
 from spkv_nas.stages.record import is_comparable, is_of, model_identity, probe_records
 
 _SINKS = ("sink tokens:", "--sinks")
 _ADD_ONE_HEAD = "add-one-head"  # signal whose values are gains
 
 
-def trust(workspace: Workspace, table: head_scores.HeadScores, chosen: Mask) -> Trust | None:
+def trust(workspace: Workspace, table: head_scores.HeadScores, chosen: arrays.Mask) -> Trust | None:
     """Say how well ``table`` ranks its heads, at its threshold; None where no gains were measured.
 
     ``chosen`` bool [L, Hkv] are its densest heads. Warns of another probe of the same model that cannot be read.
@@ -36,10 +36,7 @@ def unknown_trust(table: head_scores.HeadScores) -> str | None:
 
 
 def window_advice(workspace: Workspace, table: head_scores.HeadScores) -> str | None:
-    """Return a remark if the model's recommended probe has another window or other sinks; else None.
-
-    Layouts of the two then do not compare.
-    """
+    """Return a remark if the recommended probe has another window or other sinks, so that layouts do not compare."""
     model = model_identity(table.metadata)
     if table.window is None or model is None or table.signal == defaults.RECOMMENDED:
         return None

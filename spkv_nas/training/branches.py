@@ -227,10 +227,7 @@ def _record(
 
 
 def read_branch(final: Path) -> Branch:
-    """Read a finished branch from its folder, without its weights.
-
-    Raises ``UserError``: a file other than the weights is damaged.
-    """
+    """Read a finished branch from its folder, without its weights. Raises ``UserError``: a file is damaged."""
     manifest.check_manifest(
         final, [name for name in manifest.read_manifest(final) if not name.endswith(manifest.WEIGHT_ENDINGS)]
     )

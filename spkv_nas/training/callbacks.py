@@ -4,11 +4,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from spkv_nas.base import distributed, interrupt, progress
+from spkv_nas.base import arrays, distributed, interrupt, progress
 from spkv_nas.model import density_tracker, distillation, gates, modes, price, rope
 from spkv_nas.training.branch_config import ExtendConfig, GateSchedule, GatesConfig
 
@@ -115,7 +114,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         """Follow the gate phases of ``schedule``."""
         self._schedule, self._options = schedule, options
         self._tracker: density_tracker.DensityTracker | None = None
-        self.density: NDArray[np.float64] | None = None
+        self.density: arrays.Float | None = None
         self._controller = None if options.target_density is None else price.Price(options.target_density)
         self._benefits: price.KeyBenefitEstimator | None = None
 

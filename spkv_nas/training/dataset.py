@@ -102,12 +102,7 @@ class ExtendedDataset(Dataset[Item]):
         return [self._long[number + offset] for offset in range(count)]
 
 
-def training_data(
-    recipe: Recipe,
-    corpus: Corpus,
-    phase: DenseConfig | BranchConfig,
-    seed: int,
-) -> Dataset[Item]:
+def training_data(recipe: Recipe, corpus: Corpus, phase: DenseConfig | BranchConfig, seed: int) -> Dataset[Item]:
     """Build the dataset of a phase of a recipe, in the order drawn by ``seed``.
 
     Raises ``UserError``: a task of the mixture does not fit in a block, or the text has less than a batch of longer

@@ -132,10 +132,7 @@ def _buildable(options: Mapping[str, Any], recipe: Recipe) -> PreTrainedConfig:
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Initialize the recipe's new model with random weights.
-
-    Raises ``UserError``: the model cannot be built or run, or is too large for memory.
-    """
+    """Initialize the recipe's new model at random. Raises ``UserError``: it cannot be built or run, or is too large."""
     # Check the size before memory is allocated
     config = new_config(recipe, tokenizer)
     bytes_per_parameter = 4 if torch.cuda.is_available() else 16  # with a GPU, AdamW's state is there

@@ -127,12 +127,10 @@ class Recipe(schema.Section):
     )
     compile: bool = Field(False, description="compile decoder layers with torch.compile")
     optimizer: OptimizerName = Field(
-        DEFAULT_OPTIMIZER,
-        description="AdamW variant, by the trainer's name; 8-bit and paged ones need bitsandbytes",
+        DEFAULT_OPTIMIZER, description="AdamW variant, by the trainer's name; 8-bit and paged ones need bitsandbytes"
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="dtype of matrix products in training; auto: bfloat16 if the device supports it natively",
+        "auto", description="dtype of matrix products in training; auto: bfloat16 if the device supports it natively"
     )
     sharding: Literal["none", "fsdp", "fsdp-offload"] = Field(
         "none",

@@ -28,10 +28,7 @@ def fsdp_config(sharding: str) -> dict[str, Any]:
 
 
 def shard_added_modules(model: torch.nn.Module, plugin: Any, *, bfloat16: bool) -> None:
-    """Make predictors and learned sinks FSDP units, and set the precision of those that ``plugin`` will make.
-
-    ``plugin`` is accelerate's.
-    """
+    """Make predictors and learned sinks FSDP units of accelerate's ``plugin``, and set the precision of the others."""
     if bfloat16:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*gates.predictors(model).values(), *learned_sinks(model)):

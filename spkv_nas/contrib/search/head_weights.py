@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 import scipy
-from numpy.typing import NDArray
 
-Float = NDArray[np.float64]
+from spkv_nas.base.arrays import Float, Int, Mask
 
 _REACH = 12.0  # bound on the change of a log prior scale during optimisation
 
@@ -37,7 +36,7 @@ class HeadWeights:
         return drawn
 
     @classmethod
-    def of(cls, layouts: NDArray[np.bool_], scores: Float, signals: Float) -> "HeadWeights | None":
+    def of(cls, layouts: Mask, scores: Float, signals: Float) -> "HeadWeights | None":
         """Fit the model of highest evidence; None if scores are too few or too similar.
 
         Args:
@@ -179,7 +178,7 @@ def _standardised(signals: Float) -> Float:
     return result
 
 
-def offsets(numbers: NDArray[np.int64]) -> Float:
+def offsets(numbers: Int) -> Float:
     """Return the nuisance regressors [N, 3], a parabola in the numbers [N] of global heads."""
     scaled = (numbers - numbers.mean()) / max(1.0, float(np.ptp(numbers)))
     return np.stack([np.ones(len(numbers)), scaled, scaled**2], 1)

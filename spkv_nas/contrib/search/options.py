@@ -29,8 +29,7 @@ Trials = Annotated[int, flag.Flag("Number of layouts to score without training."
 Sampler = Annotated[
     str,
     flag.Flag(
-        f"Sampler of layouts: {'; '.join(f'{entry.name} ({entry.help})' for entry in SAMPLERS)}.",
-        values=SAMPLERS.names,
+        f"Sampler of layouts: {'; '.join(f'{entry.name} ({entry.help})' for entry in SAMPLERS)}.", values=SAMPLERS.names
     ),
 ]
 Retrain = Annotated[

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import search_table, selection
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base import errors, progress
+from spkv_nas.base import arrays, errors, progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, paired
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
@@ -92,11 +91,11 @@ class RecipeEvaluator:
         return heldout.text_ids - selects if fidelity == "full" else selects
 
     @property
-    def evaluation_tokens(self) -> NDArray[np.int64]:
+    def evaluation_tokens(self) -> arrays.Int:
         """Return the tokens of each held-out document that is not used for selection, int64 [documents]."""
         heldout = self._context.corpus.heldout
         counts = np.bincount(heldout.document.ravel(), minlength=len(heldout.documents))
-        unseen_counts: NDArray[np.int64] = counts[~self._selection_documents]
+        unseen_counts: arrays.Int = counts[~self._selection_documents]
         return unseen_counts
 
     @cached_property

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spkv_nas.base import entry, registry
+from spkv_nas.base.arrays import Float
 
 if TYPE_CHECKING:  # pandas and scipy take too long for --help
     from spkv_nas.artifacts.layout import Layout
@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # pandas and scipy take too long for --help
     from spkv_nas.contrib.search.space import Space
     from spkv_nas.contrib.search.trials import Trial
 
-Float = NDArray[np.float64]
 
 TRIALS_PER_ROUND = 10  # layouts sampled together from the scores of all earlier ones
 

@@ -5,18 +5,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.proposal.constraints import CONSTRAINED, Constraints, solve
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import layout_by
 from spkv_nas.proposal.strategies import STRATEGIES
 from spkv_nas.proposal.strategy import densest
-
-Float = NDArray[np.float64]
 
 _GAP = 1e-6  # relative MIP gap for the best untried layout: gains are estimates, and do not tie
 
@@ -46,7 +44,7 @@ class Space:
         """Return the sink tokens of local heads, which are those of the table."""
         return self.table.sinks
 
-    def random(self, generator: np.random.Generator, suggested: NDArray[np.bool_] | None = None) -> Layout:
+    def random(self, generator: np.random.Generator, suggested: Mask | None = None) -> Layout:
         """Return a random layout of a random budget with as many of the ``suggested`` heads [L, Hkv] as possible."""
         noise = generator.random(self.grid)
         low, high = self.budgets
@@ -96,7 +94,7 @@ class Space:
             mask = densest(gain, budget)
         return self._with(mask)
 
-    def _with(self, mask: NDArray[np.bool_]) -> Layout:
+    def _with(self, mask: Mask) -> Layout:
         """Return the layout of a mask [L, Hkv] with this window and these sinks."""
         return Layout.from_mask(mask, window=self.window, sinks=self.sinks)
 

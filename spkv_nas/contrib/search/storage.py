@@ -47,10 +47,7 @@ def open_storage(url: str) -> RDBStorage:
             try:
                 with _stable():
                     return RDBStorage(
-                        url,
-                        engine_kwargs=_OPTIONS.get(dialect, {}),
-                        heartbeat_interval=HEARTBEAT,
-                        grace_period=GRACE,
+                        url, engine_kwargs=_OPTIONS.get(dialect, {}), heartbeat_interval=HEARTBEAT, grace_period=GRACE
                     )
             except SQLAlchemyError as error:
                 if attempt + 1 == _ATTEMPTS or not any(word in str(error) for word in ("exist", "UNIQUE")):

@@ -41,8 +41,7 @@ Source = Annotated[
     ),
 ]
 Target = Annotated[
-    Path,
-    Flag("Output: .yaml writes a layout, .tsv a PruLong mask, a folder DuoAttention's two files.", argument=True),
+    Path, Flag("Output: .yaml writes a layout, .tsv a PruLong mask, a folder DuoAttention's two files.", argument=True)
 ]
 Sparsity = Annotated[
     float | None, Flag("Make heads below this quantile of the scores local, as DuoAttention and PruLong do.")

@@ -24,10 +24,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.result_tables import AGREEMENT
+from spkv_nas.base.arrays import Float
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import NORMAL_95, jackknife_ratio, unseen_share
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.continuations import Float, Line, by_continuation
+from spkv_nas.evaluation.continuations import Line, by_continuation
 
 GREEDY, SAMPLED = "greedy", "sampled"
 

@@ -34,10 +34,7 @@ from spkv_nas.model.windows import full_attention
 
 
 class Chunk(NamedTuple):
-    """A chunk of queries, start to stop.
-
-    Keys before ``edge`` are outside the window of some query of the chunk, and are decided on before it.
-    """
+    """A chunk of queries; keys before ``edge`` are outside of some query's window, and are decided on before it."""
 
     start: int
     stop: int
@@ -54,10 +51,7 @@ class Protocol:
     kind: str = EXACT
 
     def check(self, block_size: int) -> None:
-        """Check that the protocol is valid and that blocks of ``block_size`` tokens leave keys to decide on.
-
-        Raises ``UserError`` if not.
-        """
+        """Raise ``UserError``: an invalid protocol, or blocks of ``block_size`` tokens leave no keys to decide on."""
         if self.kind not in PROTOCOLS:
             raise UserError(f"--protocol must be {' or '.join(PROTOCOLS)}; found '{self.kind}'")
         if self.chunk > self.window:

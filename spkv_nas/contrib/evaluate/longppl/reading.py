@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base import errors, memory, special_tokens
+from spkv_nas.base.arrays import Float, Int, Mask
 from spkv_nas.contrib.defaults import LONGPPL_ALPHA, LONGPPL_BETA, LONGPPL_SHORT
 from spkv_nas.data.sources import Document
 from spkv_nas.model import config_section, density_tracker, loss, model_shape
@@ -108,7 +108,7 @@ def stretches(
     return texts
 
 
-def _ends(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int64]:
+def _ends(tokenizer: PreTrainedTokenizerBase, text: str) -> Int:
     """Return where a text may end, between two tokens that are not of the same character, ascending.
 
     [2, N]: index of the character after each end, the last after the text, and the tokens before it.
@@ -119,9 +119,7 @@ def _ends(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int64]:
     return np.array([[*stops[last], len(text)], [*last + 1, len(stops)]])
 
 
-def _longest(
-    tokenizer: PreTrainedTokenizerBase, text: str, ends: NDArray[np.int64], start: int, limit: int
-) -> tuple[int, int]:
+def _longest(tokenizer: PreTrainedTokenizerBase, text: str, ends: Int, start: int, limit: int) -> tuple[int, int]:
     """Return the end of the longest text from ``start`` on of at most ``limit`` tokens, and its number of tokens.
 
     The number is 0 for a first character of more tokens, after which the text then ends.
@@ -149,9 +147,7 @@ def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
 
 
 @torch.inference_mode()
-def key_mask(
-    evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion: Criterion, opening: tuple[int, ...]
-) -> NDArray[np.bool_]:
+def key_mask(evaluator: PreTrainedModel, ids: Int, criterion: Criterion, opening: tuple[int, ...]) -> Mask:
     """Return which tokens of ``ids`` [T] are key tokens, bool [T], where every sequence begins with ``opening``."""
     is_key = np.zeros(len(ids), dtype=np.bool_)
     if len(ids) > criterion.short:
@@ -162,9 +158,7 @@ def key_mask(
     return is_key
 
 
-def _short_losses(
-    evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion: Criterion, opening: tuple[int, ...]
-) -> NDArray[np.float64]:
+def _short_losses(evaluator: PreTrainedModel, ids: Int, criterion: Criterion, opening: tuple[int, ...]) -> Float:
     """Compute the NLL of the tokens from ``short`` on, each after ``short`` to ``short + stride`` tokens of context."""
     # Cut overlapping windows, of which the last may be shorter
     short, size = criterion.short, criterion.short + criterion.stride
@@ -173,7 +167,7 @@ def _short_losses(
     last_windows = [window for window in windows if len(window) < size]
 
     # Read the windows of full size in batches that fit in memory, and the last ones singly
-    def run(part: range) -> list[NDArray[np.float64]]:
+    def run(part: range) -> list[Float]:
         return list(sequence_nll(evaluator, np.stack(full_windows[part.start : part.stop]), opening))
 
     parts = memory.AdaptiveBatchSize(_TOGETHER // size).run_all(run, range(len(full_windows)))
@@ -223,7 +217,7 @@ def _merged(offsets: Iterable[tuple[int, int]]) -> Spans:
     return spans
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Int, list[tuple[int, int]]]:
     """Return (tokens, the characters of each), without special tokens; ``UserError`` for a slow tokenizer."""
     try:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -236,7 +230,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[NDArray[np.
 
 
 @torch.inference_mode()
-def sequence_nll(model: PreTrainedModel, ids: NDArray[np.int64], opening: tuple[int, ...]) -> NDArray[np.float64]:
+def sequence_nll(model: PreTrainedModel, ids: Int, opening: tuple[int, ...]) -> Float:
     """Compute the finite NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``."""
     begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
     model_shape.check_length(model, begun.shape[1], "give a smaller --block-size", warns=False)

@@ -11,24 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import LONGPPL
-from spkv_nas.base import assets, console, distributed, errors, special_tokens, statistics, version
+from spkv_nas.base import arrays, assets, console, distributed, errors, special_tokens, statistics, version
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.contrib.defaults import LONGPPL_LENGTH
 from spkv_nas.contrib.evaluate.longppl.options import LongPPLOptions
-from spkv_nas.contrib.evaluate.longppl.reading import (
-    Criterion,
-    LongText,
-    Reading,
-    Spans,
-    key_spans,
-    read,
-    stretches,
-)
+from spkv_nas.contrib.evaluate.longppl.reading import Criterion, LongText, Reading, Spans, key_spans, read, stretches
 from spkv_nas.contrib.evaluate.samples import (
     Checkpoint,
     SampledTable,
@@ -257,12 +248,12 @@ class _Sums:
 
     nll: float
     num_tokens: int
-    key_total: NDArray[np.float64]
-    keys: NDArray[np.float64]
+    key_total: arrays.Float
+    keys: arrays.Float
     density: float
 
     @classmethod
-    def of(cls, readings: Sequence[Reading], documents: NDArray[np.int64]) -> "_Sums":
+    def of(cls, readings: Sequence[Reading], documents: arrays.Int) -> "_Sums":
         """Sum readings; ``documents`` holds the document index of each."""
         total, tokens, key_total, keys, density = np.array([astuple(reading) for reading in readings]).T
         return cls(

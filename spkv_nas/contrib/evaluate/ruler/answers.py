@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import RULER
-from spkv_nas.base import distributed, memory, statistics, units
+from spkv_nas.base import arrays, distributed, memory, statistics, units
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import NoRoomError, Sample
@@ -67,8 +66,8 @@ class Questions:
 class Answers:
     """Scores and densities, both [samples], of one task at one length; NaN for samples that do not fit in it."""
 
-    scores: NDArray[np.float64]
-    densities: NDArray[np.float64]
+    scores: arrays.Float
+    densities: arrays.Float
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]], number: int) -> "Answers":

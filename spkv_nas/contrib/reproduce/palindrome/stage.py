@@ -12,12 +12,7 @@ from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.base import console, progress, records, replace, tables, version
 from spkv_nas.base.device import choose_device
 from spkv_nas.contrib.reproduce.palindrome.options import NAME, PalindromeOptions
-from spkv_nas.contrib.reproduce.palindrome.run import (
-    SLIDING_WINDOW,
-    PalindromeRun,
-    PalindromeSettings,
-    compare,
-)
+from spkv_nas.contrib.reproduce.palindrome.run import SLIDING_WINDOW, PalindromeRun, PalindromeSettings, compare
 from spkv_nas.contrib.reproduce.palindrome.task import Palindromes
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.report.axes import round_axis

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import head_scores, kinds, local_layers
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.arrays import Float, Int
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.contrib.defaults import REGRESSION_LAYOUTS
@@ -35,8 +35,6 @@ from spkv_nas.proposal.budget import parse_budget
 _MIN_LAYOUTS = 10  # minimum number of layouts
 _EXPLAINED = 0.1  # explained share of the variance between layouts below which to warn
 _PENALTIES = np.logspace(-6, 3, 55)  # in units of the mean square of the design's singular values
-
-Float = NDArray[np.float64]
 
 
 def regression(
@@ -110,7 +108,7 @@ def _fit(layouts: list[Layout], nll: Float) -> "Ridge":
 
 
 def _gains(
-    fit: "Ridge", totals: Float, counts: NDArray[np.int64], blocks: TokenBlocks, grid: Grid, layers: list[int]
+    fit: "Ridge", totals: Float, counts: Int, blocks: TokenBlocks, grid: Grid, layers: list[int]
 ) -> list[HeadMeans]:
     """Compute gains by domain, 0 outside ``layers``, from ``totals`` [layouts, documents] over ``counts`` tokens."""
     # Gains by document, shifted so that the least useful head has gain 0: [L, Hkv, documents]

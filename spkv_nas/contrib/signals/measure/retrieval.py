@@ -19,12 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import head_scores, kinds
-from spkv_nas.base import distributed, errors
+from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -105,10 +104,10 @@ class Needles:
     """Needles ``tokens`` int64 [N, m] that are hidden in N blocks of text at positions ``depth`` int64 [N]."""
 
     blocks: TokenBlocks
-    tokens: NDArray[np.int64]
-    depth: NDArray[np.int64]
+    tokens: arrays.Int
+    depth: arrays.Int
 
-    def rows(self, start: int, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def rows(self, start: int, number: int) -> tuple[arrays.Int, arrays.Int]:
         """Return (blocks [number, T] from ``start`` on, with a needle inside and again at the end; its positions)."""
         part = slice(start, start + number)
         text_length = self.blocks.block_size - 2 * self.tokens.shape[1]
@@ -143,7 +142,7 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
     return Needles(blocks, np.stack(tokens).astype(np.int64), depth)
 
 
-def _accuracy(num_correct: NDArray[np.int64], num_tokens: int) -> float:
+def _accuracy(num_correct: arrays.Int, num_tokens: int) -> float:
     """Return the share of needle tokens predicted, and warn if it is small; must be called on all ranks."""
     accuracy = float(distributed.sum_over_processes(num_correct)[0]) / num_tokens
     if accuracy < _MIN_ACCURACY:
@@ -173,7 +172,7 @@ def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor,
     return observe
 
 
-def _best_of_group(sums: NDArray[np.float64], num_kv_heads: int) -> NDArray[np.float64]:
+def _best_of_group(sums: arrays.Float, num_kv_heads: int) -> arrays.Float:
     """Select the query head with the highest total in each group: [L, Hq, documents] -> [L, Hkv, documents]."""
     grouped = sums.reshape(sums.shape[0], num_kv_heads, -1, sums.shape[2])
     best = grouped.sum(-1).argmax(-1)[:, :, None, None]
