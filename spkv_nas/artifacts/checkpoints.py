@@ -58,10 +58,7 @@ class RunOrigin(NamedTuple):
 
 
 def run_origin(checkpoint: Path) -> RunOrigin | None:
-    """Return the recipe and variant that produced a checkpoint, or None if no recipe's run did.
-
-    A branch has a run record; a dense model is in ``runs/<recipe>/<run>/final``.
-    """
+    """Return the recipe and variant of a checkpoint of ``runs/``; None if no recipe's run produced it."""
     if files.is_file(file := checkpoint / RUN_RECORD):
         record = files.read_json(file, "run record")
         content = record.get("recipe")

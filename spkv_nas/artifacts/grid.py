@@ -52,10 +52,7 @@ def check_grid(what: str, grid: Grid, other: str, expected: Grid, remedy: str = 
 
 
 def grid_html(caption: str, values: "NDArray[Any]", texts: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table, for notebooks, with one column per layer and one row per KV head.
-
-    ``values`` [L, Hkv] in [0, 1] darken the cells, which hold ``texts`` by layer and KV head.
-    """
+    """Return an HTML table, layers across: ``values`` [L, Hkv] in [0, 1] darken cells, which hold ``texts``."""
 
     def cell(value: float, text: str) -> str:
         colour = ", ".join(f"{round(255 + value * (full - 255))}" for full in _FULL)

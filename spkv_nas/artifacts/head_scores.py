@@ -241,10 +241,7 @@ class HeadScores(OnGrid):
         return replace(self, rows=rows, tau=tau, documents=documents, **earlier)
 
     def tau_for_density(self, rho: float) -> float:
-        """Return the threshold whose mean density is closest to ``rho``, of those that keep any tokens.
-
-        Raises ``UserError`` if ``rho`` is outside [0, 1], or the table has no histogram.
-        """
+        """Return the threshold with mean density closest to ``rho``; ``UserError``: not in [0, 1], or no histogram."""
         if not 0.0 <= rho <= 1.0:
             raise UserError(f"the density to match must lie in [0, 1]; found {rho}")
         histogram = self._need_histogram()

@@ -111,10 +111,7 @@ class LogitHistogram:
 
     @classmethod
     def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> "LogitHistogram | None":
-        """Read the histogram from a file; None if it does not exist.
-
-        Raises ``UserError`` if it is damaged, is for another ``grid``, or lacks one of the ``domains``.
-        """
+        """Read the histogram; None without a file. Raises ``UserError``: damaged, other ``grid``, lacks ``domains``."""
         if not files.is_file(path):
             return None
         remedy = "probe again, or remove it: only --tau needs it"
@@ -180,10 +177,7 @@ class DocumentCounts:
 
     @classmethod
     def read(cls, path: Path, domains: tuple[str, ...], density: ArrayLike) -> "DocumentCounts | None":
-        """Read the counts from a file; None if it does not exist.
-
-        Raises ``UserError`` if it is damaged, or is for other ``domains`` or another ``density`` [P, L, Hkv].
-        """
+        """Read the counts; None without a file. Raises ``UserError``: damaged, other ``domains`` or ``density``."""
         if not files.is_file(path):
             return None
         remedy = "probe again, or remove the file: only confidence intervals need it"

@@ -23,10 +23,7 @@ _MIN_HIGH = 1e-6  # smallest end of a scale: a smaller one would show rounding e
 
 @dataclass(frozen=True)
 class Scale:
-    """Colour scale from ``low`` (lightest) to ``high`` (darkest), asinh instead of linear if ``is_stretched``.
-
-    Values are multiplied by ``factor`` when they are written on a shade.
-    """
+    """Colour scale from ``low`` (light) to ``high``, asinh if ``is_stretched``; written values are times ``factor``."""
 
     low: float = 0.0
     high: float = 1.0

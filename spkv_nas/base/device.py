@@ -13,10 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def choose_device(device: str | None = None) -> str:
-    """Return ``device``, or by default "cuda" if there is a GPU, else "cpu".
-
-    Raises ``UserError`` for "cuda" without a GPU, and for ``AUTO``, which only some commands support.
-    """
+    """Return ``device``, by default "cuda" if there is a GPU, else "cpu"; ``UserError``: no GPU, or ``AUTO``."""
     import torch
 
     check_device(device)

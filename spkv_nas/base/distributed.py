@@ -59,10 +59,7 @@ def own_share(number: int) -> range:
 
 
 def connect(device: str | None = None, *, offloads: bool = False) -> None:
-    """Join the process group: NCCL if there are GPUs, gloo with ``device="cpu"`` or without GPUs.
-
-    ``offloads`` says whether tensors on the CPU are exchanged beside those on GPUs.
-    """
+    """Join the process group: NCCL, or gloo on CPUs; both if it ``offloads``, that is exchanges CPU tensors too."""
     if num_processes() == 1:
         return
     import torch
@@ -174,10 +171,7 @@ def gathered(value: Result) -> list[Result]:
 
 
 def sum_over_processes(values: Values) -> Values:
-    """Sum values over the processes, on their device: integers exactly, others in float64.
-
-    Collective; the result has the same bits on every process.
-    """
+    """Sum over processes, integers exactly, else in float64; all get the same bits. Collective."""
     if num_connected() == 1:
         return values
     import torch

@@ -24,10 +24,7 @@ Configured = TypeVar("Configured", bound="Entry")
 
 @dataclass(frozen=True)
 class EntryOption:
-    """Option of an entry on the command line: the type of its values, its flag, and its default as the help shows it.
-
-    Entries that share an option share its flag.
-    """
+    """Option of an entry: its type, its flag, which may be shared, and its default as the help shows it."""
 
     type: Any
     flag: Flag

@@ -67,10 +67,7 @@ def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
 
 
 def check_manifest(folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint") -> None:
-    """Check the files of ``folder`` (those with ``names``, or all) against its manifest, if it has one.
-
-    Added files are ignored, unless loading a model would read them.
-    """
+    """Check files of ``folder`` (those with ``names``, or all, and added ones that loading reads) by its manifest."""
     with manifest_checked(folder, names, what=what):
         pass
 

@@ -97,10 +97,7 @@ def check_new(folder: Path) -> Path:
 
 @contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """Yield a temporary folder that atomically becomes ``final``, replacing it, when the block ends without an error.
-
-    Only one process at a time may create it (``base.locks``).
-    """
+    """Yield a temporary folder that replaces ``final`` when the block ends without an error; one process at a time."""
     partial = final.with_name(f".{final.name}.partial")
     # Remove a partial folder of an interrupted run
     with as_user_error(final):

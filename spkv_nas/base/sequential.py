@@ -56,10 +56,7 @@ def bounds_so_far(samples: Float, sizes: Float) -> Float:
 
 
 def anytime_p(log_e: Float) -> Float:
-    """Return the p-value after each sample, valid at any stopping time, from the logarithm [..., n] of an e-process.
-
-    It is 1 / the largest e-value so far, at most 1.
-    """
+    """Return p-values valid at any stopping time, 1 / largest e-value so far, from log e-values [..., n]."""
     p: Float = np.exp(-np.maximum.accumulate(np.maximum(log_e, 0.0), axis=-1))
     return p
 

@@ -26,10 +26,7 @@ def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) 
 
 
 def effective_number(sizes: ArrayLike) -> float:
-    """Return the effective number of clusters, (sum of sizes)^2 / (sum of squared sizes); 0 for no clusters.
-
-    It is the number of clusters of equal size that give the same precision.
-    """
+    """Return how many clusters of equal size are as precise: (sum of sizes)^2 / (sum of their squares); 0 for none."""
     number: NDArray[np.float64] = np.asarray(sizes, dtype=np.float64)
     squares = float((number**2).sum())
     return float(number.sum()) ** 2 / squares if squares > 0 else 0.0

@@ -47,10 +47,7 @@ class Column:
 
 
 def write_csv(path: Path, rows: pd.DataFrame, *, digits: int | None = 6) -> None:
-    """Write a table with a header, as ``write_atomic``.
-
-    ``digits`` are the significant digits of fractional numbers; None for as many as needed to tell them apart.
-    """
+    """Write a table with a header, as ``write_atomic``; ``digits`` significant ones, None: as many as needed."""
     files.write_atomic(path, csv_text(rows, digits=digits))
 
 

@@ -71,10 +71,7 @@ class CacheCost:
         return self.total(num_heads - len(self.native_heads), num_heads)
 
     def num_global_within(self, limit: float, num_heads: int, most: int | None = None) -> int:
-        """Return the largest number of global heads, at most ``most`` or all that can be, that fit in ``limit`` bytes.
-
-        It is 0 if none of these numbers does.
-        """
+        """Return the largest number of global heads, at most ``most``, that fits in ``limit`` bytes; 0 if none does."""
         most = num_heads - len(self.native_heads) if most is None else most
         # Try every number, because an engine's memory need not grow with it
         return next((number for number in range(most, 0, -1) if self.total(number, num_heads) <= limit), 0)
@@ -160,10 +157,7 @@ class EngineCost(CacheCost):
         return f" in {self.serving.engine.title}"
 
     def layout_plan(self, layout: Layout) -> CachePlan | None:
-        """Plan the cache of a layout in the form that takes least; None if it has more sinks than the engine keeps.
-
-        Raises ``UserError`` if it has more windows than the engine serves.
-        """
+        """Plan a layout's smallest cache; None: too many sinks for the engine. ``UserError``: too many windows."""
         if layout.sinks > self.serving.engine.max_sinks:
             return None
         self.serving.engine.check_windows(len(layout.windows), "leave out --engine, or use fewer windows")
@@ -182,10 +176,7 @@ class EngineCost(CacheCost):
         return self.serving.cache((num_heads, 1), **sizes)
 
     def max_heads_same_memory(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
-        """Return the largest number of global heads that takes no more memory than ``num_global``.
-
-        ``stride`` is the number of heads by which budgets grow, such as Hkv for whole layers.
-        """
+        """Return the most global heads that take no more memory than ``num_global``, in steps of ``stride`` heads."""
         limit = self.total(num_global, num_heads)
         larger = range(num_heads, num_global, -stride)
         return next((number for number in larger if self.total(number, num_heads) <= limit), num_global)

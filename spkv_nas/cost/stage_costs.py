@@ -140,10 +140,7 @@ class Stages:
         return formulas.num_predictor_parameters(self.size, self.gates)
 
     def learn_gates(self, name: str, steps: int, step_tokens: int, room: float, *, mixes: int = 0) -> StageCost:
-        """Return the cost of training gates of keys, or shares of heads that mix ``mixes`` kinds of attention.
-
-        The model is frozen; ``room`` is the share of the memory for passes.
-        """
+        """Return the cost of training gates or shares of ``mixes`` attentions; ``room``: memory share for passes."""
         of_keys = not mixes
         # Memory: as many blocks per pass as fit
         learning = (FLOAT32 + MOMENTS) * self.num_predictor_parameters if of_keys else 0

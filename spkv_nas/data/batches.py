@@ -70,10 +70,7 @@ def num_spare_batches(num_blocks: int, batch_size: int) -> int:
 
 
 def _shared(num_blocks: int, batch_size: int) -> tuple[int, range]:
-    """Return (blocks per batch, range of the batches that this process runs).
-
-    With 24 blocks and batches of up to 8, two processes run two batches of 6 each.
-    """
+    """Return (blocks per batch, this process's batches): 24 blocks by 8 are two batches of 6 for two processes."""
     per_process = math.ceil(num_blocks / num_connected())
     size = batch_size if num_connected() == 1 else math.ceil(per_process / max(1, math.ceil(per_process / batch_size)))
     size = max(1, size)

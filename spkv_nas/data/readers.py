@@ -294,10 +294,7 @@ def _json_lines(file: Path) -> Iterator[Row]:
 
 
 def _parquet(file: Path, options: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield every row, reading only the needed fields.
-
-    This uses pyarrow itself: the ``datasets`` library reads a whole row group at once, which may be the whole file.
-    """
+    """Yield every row with the needed fields, by pyarrow: ``datasets`` reads whole row groups at once."""
     import pyarrow.parquet
 
     try:

@@ -35,10 +35,7 @@ def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
 
 
 def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: progress.Reporter = progress.SILENT) -> int:
-    """Return the micro-batch size: ``BATCH_SIZE`` blocks, or as many as fit in memory (``cost.formulas``).
-
-    Must be called on all ranks; the smallest size of any rank is returned.
-    """
+    """Return the micro-batch size, ``BATCH_SIZE`` or what fits in every rank's memory. Call on all ranks."""
     from spkv_nas.model import config_section, device_map, model_shape
 
     # Find the largest batch that fits on every rank

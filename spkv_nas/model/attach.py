@@ -128,10 +128,7 @@ def detached(model: PreTrainedModel) -> Iterator[None]:
 
 
 def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int]) -> list[str | None]:
-    """Return the head letters (S, G or L) of each hooked layer; None for a layer that is local by design.
-
-    Raises ``UserError`` if ``config.heads`` does not fit the model.
-    """
+    """Return the letters (S, G, L) of hooked layers; None: local by design. ``UserError``: unfit ``config.heads``."""
     local = {i for i, state in enumerate(attention.layer_states(model)) if state.is_always_local}
     if config.heads is None:
         return [None if i in local else GATED * heads for i, heads in enumerate(num_kv_heads)]
@@ -162,10 +159,7 @@ def install_gates(
 
 
 def hook_layers(model: PreTrainedModel) -> None:
-    """Switch ``model`` to ``spkv`` and hook its attention layers; do nothing if it is already hooked.
-
-    Raises ``UserError``: the model cannot be hooked (see ``attention.py``).
-    """
+    """Switch ``model`` to ``spkv`` and hook its layers, once. Raises ``UserError``: it cannot (``attention.py``)."""
     if attention.attention_layers(model):
         return
     if not isinstance(model, PreTrainedModel):
@@ -319,10 +313,7 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
 
 
 def check_hooks(calls: list[attention_calls.AttentionCall], what: str) -> None:
-    """Raise ``UserError`` about ``what`` unless each attention layer has a hook whose state agrees with its call.
-
-    The states come from a file, which may be wrong.
-    """
+    """Raise ``UserError`` about ``what`` unless each attention layer has a hook whose state agrees with its call."""
     for index, call in enumerate(calls):
         state = getattr(call.module, "spkv", None)
         if not isinstance(state, attention.LayerState):

@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts import gate_config, shape
 from spkv_nas.base import errors, limits, memory
@@ -226,7 +220,7 @@ def _load_weights(
     """Build the model and read its weights; ``placed`` are further keyword arguments of ``from_pretrained``."""
     # Check that the model fits into memory
     restored = None if config_section.saved_layers(config) is None else restore.restoring_class(_model_class(config))
-    build = AutoModelForCausalLM.from_config if restored is None else restored._from_config
+    build = transformers.AutoModelForCausalLM.from_config if restored is None else restored._from_config
     quantized = getattr(config, "quantization_config", None) is not None  # may take less than a byte per parameter
     item_bytes = 0.0 if mapped else 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
     num_parameters = model_shape.check_size(config, item_bytes, what, build=build)
@@ -238,7 +232,7 @@ def _load_weights(
         return restored.from_pretrained(folder, **options)
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
     with quiet_report():
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     check_loaded(model, info, what)
     return model
 
@@ -290,7 +284,7 @@ def read_config(source: str, what: str) -> PreTrainedConfig:
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():  # check counts first, because AutoConfig builds lists of these lengths
             limits.check_counts(read_model_config(file), what)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         vars(config).pop("auto_map", None)  # names code that is neither run nor carried over
     return config
 
@@ -312,7 +306,7 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
         )
     with _as_user_error(f"tokenizer {source}"):
         name, commit = pinned(source)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, **({} if commit is None else {"revision": commit})
         )
         # Use it once, because wrong types of settings raise only then
@@ -340,9 +334,9 @@ def _as_user_error(what: str) -> Iterator[None]:
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the transformers decoder class for a config. Raises ``UserError`` if there is none."""
     kind = custom_model_type.native_class(config)
-    if kind not in AutoModelForCausalLM._model_mapping:
+    if kind not in transformers.AutoModelForCausalLM._model_mapping:
         raise errors.UserError(f"models of type '{config.model_type}' are not text-generating decoders")
-    model_class: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[kind]
+    model_class: type[PreTrainedModel] = transformers.AutoModelForCausalLM._model_mapping[kind]
     return model_class
 
 

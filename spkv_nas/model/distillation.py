@@ -96,10 +96,7 @@ class Distillation:
 
 
 class _DistilledPass(DecoderPass):
-    """Decoder pass of a student whose loss mixes the NLL with the divergence from the teacher.
-
-    The teacher's decoder runs first, on the same arguments.
-    """
+    """Decoder pass of a student, after its teacher's on the same arguments; the loss mixes NLL and divergence."""
 
     def __init__(self, student: PreTrainedModel, distillation: Distillation) -> None:
         """Replace the student's decoder until it is called."""
@@ -151,10 +148,7 @@ class _Distilled(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, reference: Tensor, targets: Tensor, weight: float, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute loss, NLL and divergence, float32 [n], from the student's and the teacher's logits [n, V].
-
-        ``targets``, int64 [n], are ``NO_TARGET`` where nothing counts.
-        """
+        """Compute loss, NLL, divergence, float32 [n], from logits [n, V]; ``targets`` int64 [n] or ``NO_TARGET``."""
         scores, is_target = logits.float(), targets != NO_TARGET
         ids = targets.where(is_target, 0)[:, None]
         # Divergence

@@ -11,15 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-)
+import transformers
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from spkv_nas.base import arrays, errors, progress, special_tokens
@@ -95,7 +88,7 @@ def generate(
     hard_gates = modes.gate_mode(model, "hard", tau) if gates else nullcontext()
     with torch.random.fork_rng(), modes.evaluation_mode(model), hard_gates, decoding_by(model, config):
         torch.manual_seed(seed)
-        options = {"streamer": streamer, "logits_processor": LogitsProcessorList([OnlyFinite()])}
+        options = {"streamer": streamer, "logits_processor": transformers.LogitsProcessorList([OnlyFinite()])}
         options |= {"past_key_values": fitting_cache(model), "return_dict_in_generate": True}
         result = model.generate(input_ids=inputs, **options)
     # Collect text, times and cache sizes; some models replace the cache on the way
@@ -127,11 +120,8 @@ def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: 
 
 
 @contextmanager
-def decoding_by(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Let ``generate`` follow ``config`` alone inside the ``with`` block.
-
-    Otherwise it takes whatever the config leaves open from the checkpoint, such as a penalty for repeated tokens.
-    """
+def decoding_by(model: PreTrainedModel, config: transformers.GenerationConfig) -> Iterator[None]:
+    """Let ``generate`` follow ``config`` alone in the block, with nothing from the checkpoint, such as penalties."""
     before, model.generation_config = model.generation_config, config
     try:
         yield
@@ -150,7 +140,7 @@ def generation_config(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
-) -> GenerationConfig:
+) -> transformers.GenerationConfig:
     """Build the config of ``generate``; the end-of-text token is the model's, or else the tokenizer's."""
     model_config = model.generation_config
     eos = (
@@ -159,7 +149,7 @@ def generation_config(
         else tokenizer.eos_token_id
     )
     options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
-    return GenerationConfig(
+    return transformers.GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=temperature > 0,
         use_cache=True,
@@ -256,7 +246,7 @@ def _generate(
     model: PreTrainedModel,
     inputs: torch.Tensor,
     mask: torch.Tensor,
-    config: GenerationConfig,
+    config: transformers.GenerationConfig,
     *processors: LogitsProcessor,
 ) -> torch.Tensor:
     """Generate greedily from ``inputs`` [B, T], where ``mask`` is 1, after ``processors``; int64 [B, T + new]."""
@@ -266,16 +256,13 @@ def _generate(
             input_ids=inputs.to(model.device),
             attention_mask=mask.to(model.device),
             past_key_values=fitting_cache(model),
-            logits_processor=LogitsProcessorList([OnlyFinite(), *processors]),
+            logits_processor=transformers.LogitsProcessorList([OnlyFinite(), *processors]),
         )
     return generated
 
 
 class OnlyFinite(LogitsProcessor):
-    """Raise ``UserError`` on logits that are NaN or infinite.
-
-    Greedy decoding would choose an arbitrary token, and sampling would fail with an obscure error.
-    """
+    """Raise ``UserError`` on NaN or infinite logits, from which decoding picks arbitrary tokens or fails obscurely."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return ``scores`` [B, V] unchanged; -inf is allowed for tokens ruled out before, unless all are."""
@@ -285,7 +272,7 @@ class OnlyFinite(LogitsProcessor):
         return scores
 
 
-class _TimedStreamer(TextStreamer):
+class _TimedStreamer(transformers.TextStreamer):
     """Pass text on to a callback, and record the times of the prompt and of each token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: progress.Announce | None) -> None:

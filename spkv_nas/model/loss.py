@@ -175,10 +175,7 @@ class DecoderPass:
         return torch.cat([self._loss(*part, forward) for part in self._chunks(targets)]).view(targets.shape[:2])
 
     def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """Compute the sum of ``losses`` with gradients, chunk by chunk, so that logits are computed only once.
-
-        Gradients of the weights are summed in float32.
-        """
+        """Compute the sum of ``losses`` with gradients, summed in float32; by chunks, so logits are computed once."""
         if not torch.is_grad_enabled():
             return self.losses(targets, forward).sum()
         parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]

@@ -16,10 +16,7 @@ from spkv_nas.model import attention, config_section, gates
 
 
 def gate_settings(model: torch.nn.Module) -> attention.GateSettings:
-    """Return the gate settings of a hooked model, to be read; the functions of this module change them.
-
-    Raises ``UserError``: the model has no gates.
-    """
+    """Return a hooked model's gate settings, for reading only. Raises ``UserError``: the model has no gates."""
     gated = [state for state in attention.layer_states(model) if state.gate_window is not None]
     if not gated:
         raise UserError("this model has no gates: call attach_gates(model) first")

@@ -59,10 +59,7 @@ def check_attention(config: PreTrainedConfig, attn_implementation: str | None, w
 
 
 def _put_section(model: PreTrainedModel) -> None:
-    """Attach to a model what the section of its config describes: hooks, and empty predictors, or windows and sinks.
-
-    Learned sinks are 0 until weights are loaded.
-    """
+    """Attach what a config's section describes: hooks, and empty predictors or windows and sinks (learned: 0)."""
     config = model.config
     gates, saved, layout = (
         config_section.saved_gates(config),

@@ -63,10 +63,7 @@ class _Part(NamedTuple):
 
 
 class Bins:
-    """Bins of the logit histograms: fine bins by domain, and coarse bins (2 to 32 fine ones each) by document.
-
-    The first and the last bin hold the logits outside ``BIN_LIMIT``.
-    """
+    """Bins of logits: fine by domain, 2 to 32 joined by document; the outer ones hold those beyond ``BIN_LIMIT``."""
 
     num_fine = round(2 * BIN_LIMIT / BIN_WIDTH) + 2
 
@@ -193,10 +190,7 @@ class GateCounter:
         self.counts.document_bins[:, layer].index_add_(0, self._groups, coarse.int())
 
     def end(self, start: int, number: int) -> None:
-        """Count the buffered logits of a pass over ``number`` blocks from block ``start``.
-
-        Completed documents are added to the moments; the last one stays open.
-        """
+        """Count a pass over ``number`` blocks from ``start``, and add documents to the moments once complete."""
         self._prepare(start, start + number)
         for layer, logits in self._logits.items():
             self._count(layer, logits.to(self.counts.kept.device))
@@ -214,10 +208,7 @@ class GateCounter:
             self._open = part
 
     def finish(self) -> Counts:
-        """Return the counts of all ranks; must be called on all ranks.
-
-        Raises ``UserError``: a utility was NaN, which would look like a density of 0.
-        """
+        """Return the counts; call on all ranks. Raises ``UserError``: a NaN utility, which would look like 0."""
         # Sum over ranks and reject NaN utilities
         outer = [part._replace(kept=part.kept.cpu()) for part in (self._first, self._open) if part is not None]
         self.counts = self.counts.of_all_processes()

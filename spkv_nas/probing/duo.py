@@ -160,10 +160,7 @@ def _add_gradients(
     regularisation: float,
     micro_batch: memory.AdaptiveBatchSize,
 ) -> float:
-    """Return the distillation loss of a step and set alphas' gradients; must be called on all ranks.
-
-    ``step_tokens`` are this rank's, int64 [B, T]; B may be 0.
-    """
+    """Return the loss of a step and set alphas' gradients, on all ranks; ``step_tokens`` int64 [B, T], B may be 0."""
     alphas = [mixture.share for mixture in mixtures]
 
     def gradients(parts: Iterator[Tensor]) -> Tensor:

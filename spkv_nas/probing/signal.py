@@ -144,10 +144,7 @@ class Signal(entry.Entry, ABC):
 
 
 def parse_sinks(text: str | None) -> int | None:
-    """Return the number of sink tokens that a user chose; None for "auto" or no choice.
-
-    Raises ``UserError``: ``text`` is neither "auto" nor a whole number within bounds.
-    """
+    """Return the chosen number of sink tokens, None for "auto" or none; ``UserError`` for any other ``text``."""
     if text in (None, "auto"):
         return None
     if not str(text).isdecimal() or int(str(text)) > limits.MAX_WINDOW:

@@ -57,10 +57,7 @@ def domain_coverage(table: head_scores.HeadScores, layout: Layout) -> dict[str, 
 
 
 def coverage_curve(table: head_scores.HeadScores) -> pd.DataFrame:
-    """Return the best possible and the expected random coverage by budget, columns budget, densest, random.
-
-    Raises ``UserError``: every density is 0.
-    """
+    """Return best and random coverage, columns budget, densest, random. Raises ``UserError``: all densities are 0."""
     descending = np.sort(table.density.ravel())[::-1]
     budget = np.arange(1, descending.size + 1)
     return pd.DataFrame(

@@ -105,10 +105,7 @@ class Requirements:
         return EngineCost(*sizes, sinks=table.sinks, serving=self.serving, **cache_facts)
 
     def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> "Limit":
-        """Resolve the budget to a limit in heads, or in the unit of the weights.
-
-        Raises ``UserError``: the budget is invalid, or options contradict each other.
-        """
+        """Resolve the budget to heads or the weights' unit; ``UserError``: it is invalid, or options conflict."""
         # Convert the memory limit to a number of heads
         if self.kv_bytes is not None:
             if budget is not None or self.head_costs is not None:
@@ -178,10 +175,7 @@ class Requirements:
     def solve_apart(
         self, table: HeadScores, limit: "Limit", window: int | None, *, excluded: Sequence[Layout], apart: int
     ) -> Layout | None:
-        """Return the best layout that differs from each of ``excluded`` in at least ``apart`` heads; None without one.
-
-        It fits in the memory of an engine, as in ``fitted``.
-        """
+        """Return the best layout ``apart`` heads from each of ``excluded``, within an engine's memory; None without."""
         cost = self.cache_cost(table, window)
         memory = None
         if self.kv_bytes is not None and cost is not None:

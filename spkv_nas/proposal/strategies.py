@@ -105,10 +105,7 @@ def interleaved_first(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
 
 
 def interleaved_last(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
-    """Return pattern B: like A, but each period starts with its local layers.
-
-    Example: 21 layers, 6 of them global, give layers 3, 7, 11, 15, 19, 20.
-    """
+    """Return pattern B: as A, local layers first; of 21 layers, 6 global are 3, 7, 11, 15, 19, 20."""
     count = nearest_layers(num_layers, num_kv_heads, budget)
     spread = np.linspace(0, num_layers - 1, count).round().astype(int).tolist()
     ends = [layer - 1 for layer in spread[1:]]  # the layer before each global layer of A but the first

@@ -197,10 +197,7 @@ def _value_axis(table: HeadScores) -> Axis:
 
 
 def position_profile(table: HeadScores) -> pd.DataFrame | None:
-    """Return density over heads by token position; None if it was not recorded.
-
-    Its columns are start, end, mean, low and high (10th and 90th percentile of heads).
-    """
+    """Return density by position: start, end, mean, low, high (10th, 90th percentile of heads); None if unknown."""
     if table.positions is None or table.positions.empty:
         return None
     buckets = table.positions.groupby(["start", "end"], sort=True)["density"]

@@ -13,10 +13,7 @@ SEARCH_FIGURES = ("search-retrained", "search-front")
 
 
 def save_figure(folder: Path, chart: Chart | Panels) -> Path | None:
-    """Write a table's picture and return its PNG file.
-
-    If the drawing libraries are not installed, return None, warn, and remove a picture of an earlier table.
-    """
+    """Write a table's picture, return its PNG; without drawing libraries remove an older one, warn, return None."""
     try:
         from spkv_nas.report.plot import save_chart
 

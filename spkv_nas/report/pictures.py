@@ -13,10 +13,7 @@ def plot_head_scores(scores: HeadScores) -> Picture:
 
 
 def plot_layout(layout: Layout, scores: HeadScores | None = None) -> Picture:
-    """Plot a layout's global heads as a matplotlib figure; with head scores, marked on these as in the report.
-
-    Raises ``UserError``: the scores have another grid.
-    """
+    """Plot a layout's global heads, marked on head scores if given; ``UserError``: the scores have another grid."""
     if scores is None:
         return picture(density_charts.grid_chart(layout))
     return picture(density_charts.layout_chart(scores, layout.strategy, layout, coverage(scores, layout), number=1))

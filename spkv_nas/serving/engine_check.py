@@ -228,10 +228,7 @@ class _Reference:
 
     @torch.no_grad()
     def run(self, windows: Windows, sinks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probability of each token after the first, and the likeliest tokens there: [T - 1] each.
-
-        Without ``sinks``, local heads see those of the layout.
-        """
+        """Return each later token's log-probability, and the likeliest tokens, [T - 1]; ``sinks`` as the layout's."""
         for state, row, learned in zip(self.states, windows, self.learned, strict=True):
             state.set_windows(row, self.layout.sinks if sinks is None else sinks)
             state.learned_sinks = learned and any(takes_sinks(state, window) for window in row)

@@ -23,10 +23,7 @@ _WRITING = (options.Measures, options.Trains)
 
 
 def check(command_options: object) -> None:
-    """Check the options of a command, an instance of its options dataclass.
-
-    Raises ``UserError``, which names the option or the file that is wrong.
-    """
+    """Check a command's options dataclass; ``UserError`` names the option or the file that is wrong."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the stage reads the same files and warns then
         # Check each kind of options, from the base class on
@@ -43,10 +40,7 @@ def check(command_options: object) -> None:
 
 
 def check_recipe(file: Path, dtype: str | None = None, *, needs_text: bool = True) -> Recipe:
-    """Read a recipe, with ``dtype`` for its precision if given, and check its files; its text only if it is needed.
-
-    Raises ``UserError``, which names the key or the file.
-    """
+    """Read a recipe, in ``dtype`` if given, check its files and the needed text; ``UserError`` names key or file."""
     recipe = Recipe.read(file).with_precision(dtype)
     check_files(recipe, file.parent, needs_text=needs_text)
     return recipe

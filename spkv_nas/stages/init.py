@@ -154,10 +154,7 @@ def _source_from(base: Path, source: str) -> str:
 
 
 def _absolute(model: str) -> str:
-    """Return the absolute path of a model folder; return an id unchanged.
-
-    A recipe's relative text sources start from its folder, but its model does not.
-    """
+    """Return a model folder's absolute path, as recipes read it from where they run; ids stay unchanged."""
     return os.path.abspath(Path(model).expanduser()) if Path(model).expanduser().exists() else model
 
 

@@ -10,22 +10,12 @@ from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, RECOMM
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.stages import lookup, subject
+from spkv_nas.stages import lookup, record, subject
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.options import init, report, score, train
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
-from spkv_nas.stages.record import (
-    absolute,
-    first_recipe,
-    for_signal,
-    is_comparable,
-    is_of,
-    model_identity,
-    probe_records,
-    read_options,
-)
 
 RECOMMENDATION = (
     f"{RECOMMENDED.replace('-', ' ')} are recommended for choosing the heads: with 2 of 7 heads global, they beat "
@@ -39,7 +29,7 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
     The command proposes by the same model's head gates if the workspace has them, else it measures them for ``budget``,
     as the user gave it. Without a record of the probe's text the command is empty, and the reason says so.
     """
-    identity = model_identity(table.metadata)
+    identity = record.model_identity(table.metadata)
     if not table.is_density or identity is None:
         return None
     # Propose by measured head gates of the same window and sink tokens
@@ -49,13 +39,13 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
             return None
         return Suggestion.of(ProposeOptions(probe=existing, budget=budget, workspace=workspace.root), RECOMMENDATION)
     # Measure head gates
-    options = read_options(table.metadata, workspace.root)
+    options = record.read_options(table.metadata, workspace.root)
     if options is None:
         return Suggestion("", f"{RECOMMENDATION}; {missing_options(table)}")
     if _probe_by_signal(workspace, identity, RECOMMENDED) is not None:  # of another window or other sink tokens
         options = replace(options, window=table.window, sinks=str(table.sinks))
     cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
-    measuring = for_signal(options, RECOMMENDED, budget, learns=True)
+    measuring = record.for_signal(options, RECOMMENDED, budget, learns=True)
     return Suggestion.of(measuring, f"{RECOMMENDATION}; measuring them takes {cost}")
 
 
@@ -73,10 +63,10 @@ def after_init(options: init.InitOptions, name: str, window: int) -> list[Sugges
     Only layouts of the recipe's ``window`` compare with its models; ``name`` is the recipe's.
     """
     # Look for layouts of the same model and window
-    workspace, model = options.folders, absolute(options.model)
-    for probe, record in probe_records(workspace).items():
-        is_of_model = model_identity(record) in (model, name) and record.get("signal") == RECOMMENDED
-        if is_of_model and record.get("window") == window and workspace.has_layouts(probe):
+    workspace, model = options.folders, record.absolute(options.model)
+    for probe, content in record.probe_records(workspace).items():
+        is_of_model = record.model_identity(content) in (model, name) and content.get("signal") == RECOMMENDED
+        if is_of_model and content.get("window") == window and workspace.has_layouts(probe):
             return [Suggestion.of(TrainHybridOptions(recipe=options.out, probe=probe, workspace=workspace.root))]
     # Measure the head gates first
     measured = ProbeOptions(recipe=options.out, signal=RECOMMENDED, workspace=workspace.root)
@@ -90,7 +80,7 @@ def after_train(options: train.TrainOptions) -> list[Suggestion]:
 
 def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     """Suggest to propose layouts, by the recommended signal if the workspace has it."""
-    workspace, identity = options.folders, model_identity(table.metadata)
+    workspace, identity = options.folders, record.model_identity(table.metadata)
     chosen = table.name
     if table.is_density and identity is not None:
         chosen = _probe_by_signal(workspace, identity, RECOMMENDED, table) or chosen
@@ -102,7 +92,7 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
     workspace = options.folders
     if (recommended := recommend(workspace, table, options.budget)) is not None:
         return [recommended]
-    recorded = read_options(table.metadata, workspace.root)
+    recorded = record.read_options(table.metadata, workspace.root)
     if recorded is None:
         return []
     # Retrain if the recipe is known, else score on the probe's text
@@ -129,15 +119,15 @@ def after_score(options: score.ScoreOptions, result: subject.NLLTable) -> list[S
     """Suggest a recipe to retrain the layouts of a probe; nothing if the scores make no sense."""
     if options.probe is None or result.alarm is not None:
         return []
-    recorded = read_options(lookup.find_table(options.folders, options.probe).metadata, options.workspace)
+    recorded = record.read_options(lookup.find_table(options.folders, options.probe).metadata, options.workspace)
     if recorded is None or not recorded.data or recorded.model is None:
         return []
-    return [Suggestion.of(first_recipe(recorded), "write a recipe to retrain the layouts")]
+    return [Suggestion.of(record.first_recipe(recorded), "write a recipe to retrain the layouts")]
 
 
 def retraining(workspace: Workspace, table: HeadScores) -> TrainHybridOptions | None:
     """Return the options to retrain a probe's layouts; None where its record names no recipe."""
-    recorded = read_options(table.metadata, workspace.root)
+    recorded = record.read_options(table.metadata, workspace.root)
     if recorded is None:
         return None
     is_embedded = recorded.model is None or recorded.model.startswith(EMBEDDED_PREFIX)
@@ -155,7 +145,7 @@ def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Sugge
 
 def _probe_by_signal(workspace: Workspace, identity: str, signal: str, like: HeadScores | None = None) -> str | None:
     """Return the name of a model's first probe by a signal, of a table's window and sinks if any; None without one."""
-    for name, record in probe_records(workspace).items():
-        if is_of(record, identity, signal) and (like is None or is_comparable(record, like)):
+    for name, content in record.probe_records(workspace).items():
+        if record.is_of(content, identity, signal) and (like is None or record.is_comparable(content, like)):
             return name
     return None

@@ -176,10 +176,7 @@ def _origin(subject: Subject, measured: Measured, options: ProbeOptions, reporte
 
 
 def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, reporter: Reporter) -> HeadScores:
-    """Add to a table the single-head gains that its ranking is judged by.
-
-    The table is returned unchanged where the user switched gains off or they cannot be measured.
-    """
+    """Add the single-head gains that judge a table's ranking, unless switched off or not measurable."""
     # Sample the text
     model, length = measured.model, measured.whole.block_size
     tokens = ABLATION_TOKENS if options.ablation_tokens is None else options.ablation_tokens
@@ -243,10 +240,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
 
 
 def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
-    """Return the subject to probe.
-
-    Of a recipe that is its reference, or its dense model for a signal that needs no gates; either is trained first.
-    """
+    """Return the subject to probe; of a recipe its reference, or for signals without gates its dense model, trained."""
     # Train the model of a recipe, or take the checkpoint
     if options.recipe is None:
         subject = Subject.of(options, REFERENCE, "probe on")

@@ -48,10 +48,7 @@ def absolute(source: str | Path) -> str:
 
 
 def read_options(record: Mapping[str, Any], workspace: Path) -> probe.ProbeOptions | None:
-    """Read a probe's options from its record, which users may have edited, to make commands for ``workspace``.
-
-    None where they are missing, invalid or incomplete.
-    """
+    """Read a probe's options, for commands in ``workspace``, from its editable record; None if incomplete."""
     if (content := record.get(OPTIONS)) is None:
         return None
     try:

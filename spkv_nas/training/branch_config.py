@@ -194,10 +194,7 @@ class GatePhase:
 
 @dataclass(frozen=True)
 class GateSchedule:
-    """Schedule of soft or sampled gates, followed by (optionally annealed) hard gates, over ``steps`` steps.
-
-    The hard phase is the last ``1 - soft_fraction`` of the run.
-    """
+    """Soft or sampled gates, then for the last ``1 - soft_fraction`` of ``steps`` hard ones, annealed or not."""
 
     steps: int
     soft_fraction: float = 0.75

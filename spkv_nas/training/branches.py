@@ -123,10 +123,7 @@ def branch_folder(
 
 
 def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:
-    """Return the name of a branch's folder: the variant, and a hash of everything that determines the result.
-
-    ``origin`` identifies the weights of the dense checkpoint.
-    """
+    """Return a branch's folder name: its variant, and a hash of what matters; ``origin`` is the dense weights'."""
     if variant.layout is None:  # only layouts have learned sinks
         recipe = recipe.model_copy(update={"branch": recipe.branch.model_copy(update={"sinks": None})})
     sections = ["branch", "data", "evaluation", "precision", "lora", "optimizer"]

@@ -122,10 +122,7 @@ def recipe_separator(
 
 
 def read_essays(recipe: Recipe, base: Path) -> Essays | None:
-    """Read the essays that RULER samples of the recipe's mixture hide needles in; None if they use noise.
-
-    Raises ``UserError``: a file cannot be read.
-    """
+    """Read the essays for RULER's needles; None for noise. Raises ``UserError``: a file cannot be read."""
     haystack = recipe.data.mix.ruler.haystack if recipe.data.mix is not None else []
     return Essays.read([str(base / file) for file in haystack], "data.mix.ruler.haystack") if haystack else None
 

@@ -6,14 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base import distributed, errors, limits, manifest, replace
 from spkv_nas.base.progress import SILENT, Reporter
@@ -125,7 +119,7 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 def _buildable(options: Mapping[str, Any], recipe: Recipe) -> PreTrainedConfig:
     """Return the config with these keys and values; any error means that no model can be built from it."""
     limits.check_counts(options, _about(recipe))  # before AutoConfig, which allocates lists of these lengths
-    config: PreTrainedConfig = AutoConfig.for_model(**options)
+    config: PreTrainedConfig = transformers.AutoConfig.for_model(**options)
     model_shape.check_keys(config, recipe.model.config or {}, _about(recipe))
     model_shape.config_size(config)
     return config
@@ -137,9 +131,9 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     config = new_config(recipe, tokenizer)
     bytes_per_parameter = 4 if torch.cuda.is_available() else 16  # with a GPU, AdamW's state is there
     model_shape.check_size(config, bytes_per_parameter, _about(recipe))
-    set_seed(recipe.seed)
+    transformers.set_seed(recipe.seed)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         # Run it on a few tokens, because sizes that do not fit each other fail only then
         tokens = torch.zeros((1, min(32, recipe.data.block_size)), dtype=torch.long)
         with torch.random.fork_rng(devices=()), torch.no_grad():

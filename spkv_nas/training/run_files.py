@@ -151,10 +151,7 @@ def save_run(
 
 
 def write_train_log(state: TrainerState, path: Path) -> None:
-    """Write the training log as CSV: step, loss, learning_rate, density (empty without gates), tokens_per_second.
-
-    With a teacher, columns follow for the parts of the loss: nll, kl.
-    """
+    """Write the training log: step, loss, learning_rate, density, tokens_per_second; with a teacher nll, kl."""
     rows = [entry for entry in state.log_history if "loss" in entry]
     parts = [part for part in _DISTILLATION_LOG if any(part in entry for entry in rows)]
     tables.write_csv(path, pd.DataFrame(rows).reindex(columns=[*_TRAIN_LOG, *parts]))

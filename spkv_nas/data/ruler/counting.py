@@ -22,10 +22,7 @@ _DOTS = "..."
 
 
 class _Form(NamedTuple):
-    """Form of the word list in ``cwe``: occurrences of common and of other words.
-
-    ``example`` has (number of words, often, seldom) of the worked example; None without one.
-    """
+    """Word list of ``cwe``: occurrences of common and other words; ``example``: (words, often, seldom) or None."""
 
     often: int
     seldom: int

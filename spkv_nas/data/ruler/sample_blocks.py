@@ -40,10 +40,7 @@ class RulerBlocks:
             self._draw(Random(0), 0, length)
 
     def block(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return (tokens int64, mask of the tokens that are learned), both [block_size].
-
-        A sample ends like a text. What the samples leave empty is padded, and not learned.
-        """
+        """Return (tokens int64, bool mask of learned ones), [block_size]; what a sample leaves empty is padding."""
         rng = Random(f"{self.seed}/{number}")
         length = rng.choice(self.lengths)
         # Start with the opening tokens and padding

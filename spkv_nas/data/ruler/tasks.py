@@ -65,9 +65,6 @@ def generate(
     *,
     is_answered: bool = False,
 ) -> sample.Sample:
-    """Generate sample ``index`` of a task, as ``Request`` describes it.
-
-    Raises ``UserError`` if there is no such task, its documents are missing, or it does not fit in the length.
-    """
+    """Generate sample ``index`` of a ``Request``; ``UserError``: no such task, no documents, or it does not fit."""
     check_task(task)
     return TASKS[task].generate(sample.Request(task, seed, index, length, tokenizer, is_answered), material)

@@ -186,10 +186,7 @@ class Reading:
 
 @contextmanager
 def reading(model: PreTrainedModel) -> Iterator[Reading]:
-    """Make the model read by the rule that is set on the yielded object; restore it on exit.
-
-    Raises ``UserError`` if the model cannot be hooked (``model.attention``).
-    """
+    """Make the model read by the rule set on the yielded object; ``UserError`` if it cannot be hooked."""
     with full_attention(model) as states, ExitStack() as hooks:
         layers = [layer for layer in attention_layers(model).values() if not layer_state(layer).is_always_local]
         reader = Reading(layers, sum(state.num_kv_heads for state in states if not state.is_always_local))

@@ -18,17 +18,9 @@ from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base import arrays, assets, console, distributed, errors, special_tokens, statistics, version
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.contrib.defaults import LONGPPL_LENGTH
+from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.longppl.options import LongPPLOptions
 from spkv_nas.contrib.evaluate.longppl.reading import Criterion, LongText, Reading, Spans, key_spans, read, stretches
-from spkv_nas.contrib.evaluate.samples import (
-    Checkpoint,
-    SampledTable,
-    kept_samples,
-    percent,
-    sample_file,
-    say_sample_count,
-    with_error,
-)
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import heldout_share
 from spkv_nas.data.tokenizer import piece_size
@@ -46,7 +38,7 @@ MIN_KEYS = 100  # minimum number of key tokens to report a perplexity
 
 
 @dataclass(frozen=True)
-class LongPPLResult(SampledTable):
+class LongPPLResult(samples.SampledTable):
     """Table of ``table``, with the reason why values are ``withheld``, by domain."""
 
     withheld: dict[str, str]
@@ -57,7 +49,7 @@ def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResu
     transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     name = options.name or sized_model.result_name(options.model, options.folders)
-    folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
+    folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
     checkpoints.check_pair(options.model, options.against)
     # Find the key tokens in texts of at most the length that every model was made for
     evaluator = options.evaluator or options.against or options.model
@@ -67,9 +59,9 @@ def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResu
         positions = (read_size(source).positions for source in [evaluator, *(source for source, _ in sources)])
         length = min([LONGPPL_LENGTH, *(number for number in positions if number is not None)])
     criterion = Criterion.of(length, options.short_context)
-    texts, spans, evaluator_record = _keys(options, evaluator, length, criterion, samples, reporter)
+    texts, spans, evaluator_record = _keys(options, evaluator, length, criterion, sample_folder, reporter)
     # Score them by each checkpoint
-    results = [_readings(options, *source, texts, spans, length, samples, reporter) for source in sources]
+    results = [_readings(options, *source, texts, spans, length, sample_folder, reporter) for source in sources]
     rows, withheld = longppl_table(texts, *(readings for readings, _ in results))
     # Write the table with its origin
     record = {
@@ -83,15 +75,15 @@ def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResu
         "environment": version.environment(),
     }
     distributed.on_main(lambda: LONGPPL.write(folder, rows, record, reporter))
-    return LongPPLResult(name, rows, folder, samples, withheld)
+    return LongPPLResult(name, rows, folder, sample_folder, withheld)
 
 
 def _keys(
-    options: LongPPLOptions, source: str, length: int, criterion: Criterion, samples: Path, reporter: Reporter
+    options: LongPPLOptions, source: str, length: int, criterion: Criterion, sample_folder: Path, reporter: Reporter
 ) -> tuple[list[LongText], list[Spans], dict[str, Any]]:
     """Return the texts, the spans of their key tokens, and the evaluator's origin; finished spans are reused."""
     # Load the evaluator and the texts
-    evaluator = Checkpoint.load(options, source, None, reporter)
+    evaluator = samples.Checkpoint.load(options, source, None, reporter)
     model, tokenizer = evaluator.model, evaluator.tokenizer
     check_positions(model, length, "--block-size")
     texts = _texts(options, tokenizer, length, criterion.short)
@@ -105,7 +97,9 @@ def _keys(
     # Find the key tokens, with open gates
     open_gates = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "open")
     with modes.evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
-        lines = kept_samples(sample_file(samples, "keys", identity), partial(_by_text, texts, line, progress))
+        lines = samples.kept_samples(
+            samples.sample_file(sample_folder, "keys", identity), partial(_by_text, texts, line, progress)
+        )
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**evaluator.origin, "tau": None}
 
@@ -117,11 +111,11 @@ def _readings(
     texts: list[LongText],
     spans: list[Spans],
     length: int,
-    samples: Path,
+    sample_folder: Path,
     reporter: Reporter,
 ) -> tuple[list[Reading], dict[str, Any]]:
     """Return (a checkpoint's readings of the texts, its origin); finished readings are reused."""
-    checkpoint = Checkpoint.load(options, source, tau, reporter)
+    checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
     model, tokenizer, origin = checkpoint.model, checkpoint.tokenizer, checkpoint.origin
     check_positions(model, length, "--block-size")
     identity = checkpoint.identity(f"{origin['tau']} {_hash(texts)} {_hash(spans)}{_opening(tokenizer)}")
@@ -135,7 +129,9 @@ def _readings(
         checkpoint.hard(),
         reporter.bar(f"scoring with {sized_model.model_name(source)}") as progress,
     ):
-        lines = kept_samples(sample_file(samples, "nll", identity), partial(_by_text, texts, line, progress))
+        lines = samples.kept_samples(
+            samples.sample_file(sample_folder, "nll", identity), partial(_by_text, texts, line, progress)
+        )
     return [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines], origin
 
 
@@ -197,14 +193,17 @@ def show(result: LongPPLResult) -> None:
     pair_columns = ["against", "density %", "difference %"] if against else []
     grid = Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=escape(result.name))
     for row in result.rows.itertuples():
-        num_keys, longppl = f"{row.num_keys:,} of {row.num_tokens:,}", with_error(row.longppl, row.standard_error)
-        cells = [escape(row.domain), num_keys, longppl, f"{row.ppl:.3f}", percent(row.density)]
+        num_keys, longppl = (
+            f"{row.num_keys:,} of {row.num_tokens:,}",
+            samples.with_error(row.longppl, row.standard_error),
+        )
+        cells = [escape(row.domain), num_keys, longppl, f"{row.ppl:.3f}", samples.percent(row.density)]
         if against:
             difference = printing.change(row.difference_percent, row.difference_standard_error)
-            cells += [with_error(row.against), percent(row.against_density), difference]
+            cells += [samples.with_error(row.against), samples.percent(row.against_density), difference]
         grid.add_row(*cells)
     console.out.print(grid)
-    say_sample_count(result.rows["num_documents"], "documents")
+    samples.say_sample_count(result.rows["num_documents"], "documents")
     for domain, reason in result.withheld.items():
         console.say(f"{domain}: {reason}")
     console.print_path("values", result.folder / "longppl.csv")

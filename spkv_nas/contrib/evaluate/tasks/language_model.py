@@ -17,17 +17,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from spkv_nas.base import distributed, errors, memory, progress
 from spkv_nas.model import config_section, density_tracker, generation
@@ -195,8 +190,8 @@ class CheckpointLM(HFLM):
                 attention_mask=mask,
                 past_key_values=generation.fitting_cache(self.model),
                 generation_config=config,
-                stopping_criteria=StoppingCriteriaList([ends]),
-                logits_processor=LogitsProcessorList([generation.OnlyFinite()]),
+                stopping_criteria=transformers.StoppingCriteriaList([ends]),
+                logits_processor=transformers.LogitsProcessorList([generation.OnlyFinite()]),
             )
         )
 

@@ -56,10 +56,7 @@ class Ablations(BaseModel):
 
 @dataclass(frozen=True)
 class AblationPlan:
-    """Validated ablations file: recipe and variant by row; ``untrained`` rows are the dense checkpoint as it is.
-
-    Relative paths in the recipes start from ``base``.
-    """
+    """Validated ablations: recipes (paths start from ``base``) and variants by row; ``untrained`` rows stay dense."""
 
     name: str
     base: Path
@@ -69,10 +66,7 @@ class AblationPlan:
 
     @classmethod
     def read(cls, path: Path, dtype: str | None = None) -> "AblationPlan":
-        """Read and validate an ablations file; ``dtype`` overrides the precision of the rows.
-
-        Raises ``UserError`` if a row is invalid; the message names the row and the key.
-        """
+        """Read an ablations file; ``dtype`` overrides precisions. Raises ``UserError``, which names row and key."""
         # Base recipe, inline or from a file
         file = schema.validate(Ablations, files.read_yaml(path, "ablations"), f"ablations {path}")
         base = path.parent
