@@ -1,7 +1,4 @@
-"""Kinds and units of head scores. Imports nothing, because every ``--help`` loads it.
-
-The record of a table (``probe.yaml``) names both, so that a table shows without its signal being installed.
-"""
+"""Kinds and units of head scores, which a table's record names. Imports nothing: every ``--help`` loads it."""
 
 DENSITY = "density"  # share of keys that gates keep, in [0, 1]; depends on a threshold
 SHARE = "share"  # any other number in [0, 1], shown in percent

@@ -1,7 +1,4 @@
-"""Folder locks between processes: the second process waits, and reports which process holds the lock.
-
-The operating system releases a lock when its process ends, however it ends, if the file system supports locks.
-"""
+"""Folder locks between processes: the second waits and names the first. The system frees those of dead ones."""
 
 import json
 import os

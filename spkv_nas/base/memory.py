@@ -1,7 +1,4 @@
-"""Available memory, checked before allocations because the operating system kills programs that exceed it.
-
-Available is what the machine reports, or what the control group's limit (of a container) leaves if that is less.
-"""
+"""Available memory, within a control group's limit; checked first, as the system kills what exceeds it."""
 
 import math
 import warnings

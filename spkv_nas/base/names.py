@@ -1,7 +1,4 @@
-"""Validate names of probes, layouts, reports and runs that become parts of paths.
-
-They come from flags and from files of other people, so each is checked before a path is built from it.
-"""
+"""Validate names of probes, layouts, reports and runs, from flags or others' files, before they become paths."""
 
 from spkv_nas.base.errors import UserError
 

@@ -1,7 +1,4 @@
-"""CSV tables: one writer, and one strict reader for tables that may be made or edited by hand.
-
-Errors name the file, the line and the column. The module of a table declares its columns once, as ``Column`` values.
-"""
+"""CSV tables: one writer, one strict reader of columns that a table's module declares; errors name file and line."""
 
 import csv
 import io

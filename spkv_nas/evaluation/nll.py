@@ -1,7 +1,4 @@
-"""Compute the next-token negative log-likelihood (NLL, nats per token) of a model on token blocks, by document.
-
-Must be called on all ranks: each process of torchrun runs its share of the blocks, and all get the whole result.
-"""
+"""Compute the NLL (nats per token) of a model by document; on all ranks, each of which runs its share of blocks."""
 
 from contextlib import nullcontext
 

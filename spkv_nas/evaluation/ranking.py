@@ -110,6 +110,4 @@ def correlations(rows: pd.DataFrame) -> dict[str, dict[str, Any] | None]:
         "short and full": ("short_delta_percent", "full_delta_percent"),
         "coverage and zero-shot": ("coverage_percent", "zero_shot_delta_percent"),
     }
-    return {
-        name: rank_correlation(layouts[column], layouts[other_column]) for name, (column, other_column) in pairs.items()
-    }
+    return {name: rank_correlation(layouts[column], layouts[other]) for name, (column, other) in pairs.items()}

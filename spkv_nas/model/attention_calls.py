@@ -1,7 +1,4 @@
-"""Check and record what a model asks of the attention function ``spkv`` and of its mask function.
-
-A call is refused unless each of its inputs is used, or declared here to be without effect.
-"""
+"""Check and record calls of the attention function ``spkv`` and its mask: each input is used, or declared inert."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,4 @@
-"""Measure the density of a model's gates while it runs, in training or evaluation, summed over all ranks.
-
-A layout's density is known without a forward pass.
-"""
+"""Measure the density of a model's gates while it runs, over all ranks; a layout's is known without a pass."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

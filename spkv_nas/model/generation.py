@@ -1,7 +1,4 @@
-"""Generate text with the cache that suits the model: one prompt with a report, or a batch, as benchmarks require.
-
-A model with gates or a layout decodes with ``SPKVCache``, any other model with transformers' own cache.
-"""
+"""Generate text, one prompt with a report or a batch: with ``SPKVCache`` for gates or a layout, else natively."""
 
 import time
 from collections.abc import Iterator, Sequence

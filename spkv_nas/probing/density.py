@@ -146,9 +146,7 @@ def _histogram(counter: GateCounter, domains: tuple[str, ...], present: list[int
     """Build the histogram of utility logits for the domains ``present``."""
     counts = counter.counts
     bins = counts.bins.reshape(*counts.kept.shape, counter.bins.num_fine).cpu().numpy()
-    return LogitHistogram(
-        edges=counter.bins.fine_edges, counts=bins[present], domains=tuple(domains[i] for i in present)
-    )
+    return LogitHistogram(counter.bins.fine_edges, bins[present], tuple(domains[i] for i in present))
 
 
 def _documents(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> DocumentCounts:

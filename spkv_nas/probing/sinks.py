@@ -188,9 +188,7 @@ def measure_sinks(
         num_kv_heads = states[0].num_kv_heads
     # Average the mass over queries and blocks
     queries = np.arange(start, stop)
-    mass = np.stack([total.cpu().double().numpy() for total in sums.values()]) / max(
-        1, len(queries) * blocks.num_blocks
-    )
+    mass = np.stack([part.cpu().double().numpy() for part in sums.values()]) / max(1, len(queries) * blocks.num_blocks)
     if not np.isfinite(mass).all():
         raise errors.UserError(
             "the model's attention is not finite\nits weights are damaged or diverged, or its activations overflow in "

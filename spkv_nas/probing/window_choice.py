@@ -151,9 +151,7 @@ def choose_window(
         progress: called with (blocks done, total) of every round.
     """
     # Divide the text into parts, each as long as all before it
-    ends = sorted(
-        {min(_FIRST_ROUND << doubled, blocks.num_blocks) for doubled in range(blocks.num_blocks.bit_length())}
-    )
+    ends = sorted({min(_FIRST_ROUND << times, blocks.num_blocks) for times in range(blocks.num_blocks.bit_length())})
     parts = blocks.nested(ends)
     left, measured, passes = list(candidates), {row.window: row for row in candidates}, 0.0
     nothing = paired.DocumentNLL(np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64))

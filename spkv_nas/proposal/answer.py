@@ -95,9 +95,7 @@ def propose_for(
     # Choose heads by every strategy and by other signals
     layouts = propose(table, heads, window=window, seed=seed, num_random=num_random)
     window = layouts[strategies.DENSEST.name].window
-    layouts |= {
-        other.signal: densest_layout(other, heads, name=other.signal, window=window) for other in others
-    } | solved
+    layouts |= {each.signal: densest_layout(each, heads, name=each.signal, window=window) for each in others} | solved
     layouts |= requirements.window_per_head(table, limit, window)
     # Bootstrap confidence intervals over the probe's documents
     resampled = stability.bootstrap(table)

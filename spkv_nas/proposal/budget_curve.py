@@ -1,7 +1,4 @@
-"""Compute the best layout at each of several budgets, the curve of their coverage, and its knee.
-
-The knee is the budget beyond which each further head adds less coverage than the average head.
-"""
+"""Compute the best layouts of several budgets, their coverage, and its knee, where heads fall below average."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

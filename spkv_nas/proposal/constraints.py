@@ -175,10 +175,8 @@ def read_head_costs(path: Path, table: HeadScores) -> Float:
     weights = np.full(table.grid, np.nan)
     weights[layer, head] = weight
     if np.isnan(weights).any():
-        incomplete_layer = np.argwhere(np.isnan(weights))[0][0]
-        raise UserError(
-            f"head costs {path}: one head is listed twice, and a head of layer {incomplete_layer} is missing"
-        )
+        lacking = np.argwhere(np.isnan(weights))[0][0]
+        raise UserError(f"head costs {path}: one head is listed twice, and a head of layer {lacking} is missing")
     return weights
 
 

@@ -1,7 +1,4 @@
-"""Convert layouts and head scores between our format and those of DuoAttention and PruLong (``foreign_formats``).
-
-DuoAttention's ``config.json`` also receives the layout's ``hash`` and strategy.
-"""
+"""Convert layouts and head scores to and from the formats of DuoAttention and PruLong (``foreign_formats``)."""
 
 from collections.abc import Sequence
 from dataclasses import replace

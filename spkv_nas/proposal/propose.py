@@ -1,7 +1,4 @@
-"""Propose one layout per strategy for a budget of global heads, and resolve the density threshold tau.
-
-The ``*_advice`` functions each return a warning for the user, or None if there is nothing to warn about.
-"""
+"""Propose a layout per strategy for a budget, and resolve tau; ``*_advice`` functions return a warning or None."""
 
 from dataclasses import replace
 from typing import Any

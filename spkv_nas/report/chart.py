@@ -1,7 +1,4 @@
-"""Describe a chart in data coordinates, without matplotlib: its axes, its marks and its texts.
-
-``plot`` draws it for files and, by ``page_svg``, for the page. Sizes are in points.
-"""
+"""Describe a chart without matplotlib, in data coordinates and points, for ``plot`` and ``page_svg`` to draw."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

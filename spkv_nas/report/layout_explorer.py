@@ -210,9 +210,7 @@ def tables_at_thresholds(tables: list[head_scores.HeadScores]) -> dict[str, Any]
     # Quantise the scores of all text, and of each domain
     by_part = [[levels(table.values, measure) for table in tables]]
     if len(domains) > 1:
-        by_part += [
-            [levels(table.domain_density(domain, signed=True), measure) for table in tables] for domain in domains
-        ]
+        by_part += [[levels(table.domain_density(name, signed=True), measure) for table in tables] for name in domains]
     # Compute the coverage of every budget
     covered = [[round(10**_DIGITS * round(share, _DIGITS)) for share in densest_coverage(table)] for table in tables]
     return {

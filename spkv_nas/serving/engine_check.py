@@ -216,9 +216,7 @@ class _Reference:
         local = {window: letter for letter, window in self.layout.legend.items()}
 
         def letters(layer: int, row: tuple[int, ...]) -> str:
-            return "".join(
-                GLOBAL if window >= self.whole(layer) else local.get(window, f"[{window}]") for window in row
-            )
+            return "".join(GLOBAL if size >= self.whole(layer) else local.get(size, f"[{size}]") for size in row)
 
         return [
             f"layer {layer}: the engine runs {letters(layer, new)} instead of {letters(layer, old)}"

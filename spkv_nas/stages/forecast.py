@@ -1,7 +1,4 @@
-"""Estimate the cost of the workflow's stages from the model's config alone; nothing is loaded or written.
-
-Command ``plan`` counts each stage as its command would run by default; ``probe --dry-run`` counts the probe's own.
-"""
+"""Estimate the cost of the workflow's stages, as commands run them by default, from the model's config alone."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -152,9 +152,8 @@ def _checkpoint(workspace: Workspace, report: str, strategy: str) -> Path | None
     folder = workspace.report_dir(report)
     if not (folder / checkpoints.FILE).is_file():
         return None
-    models = (
-        model.checkpoint for model in checkpoints.read_checkpoints(folder, workspace.root) if model.strategy == strategy
-    )
+    trained = checkpoints.read_checkpoints(folder, workspace.root)
+    models = (model.checkpoint for model in trained if model.strategy == strategy)
     return next((path for path in models if path.is_dir()), None)
 
 

@@ -1,7 +1,4 @@
-"""Read the results that concern a probe from a workspace, for the report's pages and their index.
-
-Scores and verdicts of the page's model are found under any name, by their layouts.
-"""
+"""Read a probe's results for its page and the index, of its model under any name if they share a layout."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""Hold what a command returns: a value, and the functions that print it for people and convert it for programs.
-
-The command line prints it (``cli.present``). This module imports nothing heavy, because ``--help`` needs it.
-"""
+"""Hold what a command returns: a value, and how to print and convert it. Imports nothing heavy: ``--help``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

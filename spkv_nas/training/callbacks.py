@@ -177,17 +177,13 @@ class ExtensionCallback(TrainerCallback):
         """Extend positions during a branch of ``steps`` steps."""
         self._extend, self._step, self._done = extend, extend.first_step(steps), False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Extend positions if the run resumes after the extension."""
-        self.on_step_begin(args, state, control, **kwargs)
-
     def on_step_begin(self, _args: object, state: TrainerState, _control: object, **kwargs: Any) -> None:
         """Extend positions once, from the step of the extension on."""
         if not self._done and state.global_step >= self._step:
             rope.extend_positions(kwargs["model"], self._extend.block_size, self._extend.rope.parameters)
             self._done = True
+
+    on_train_begin = on_step_begin  # for a run that resumes after the extension
 
 
 class EndWandbRun(TrainerCallback):

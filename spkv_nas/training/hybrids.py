@@ -306,9 +306,8 @@ def _write(
         "environment": version.environment(),
     }
     # Replace all files at once, keeping a result of other inputs beside them
-    inputs = result_tables.inputs_of(
-        {"recipe": content["recipe"], "layouts": [each.content for each in layouts.values()]}
-    )
+    contents = [layout.content for layout in layouts.values()]
+    inputs = result_tables.inputs_of({"recipe": content["recipe"], "layouts": contents})
     tables = ["comparison.csv", "checkpoints.csv", paired.DOCUMENTS_FILE]
     with replace.replacing(compared.folder) as new:
         comparison.write_comparison(new / "comparison.csv", compared.rows)

@@ -58,9 +58,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def newest_step(folder: Path) -> int:
     """Return the step of the newest complete checkpoint without checking its hashes; 0 if there is none."""
-    return max(
-        (_step(checkpoint) for checkpoint in _checkpoints(folder) if manifest.is_complete(checkpoint)), default=0
-    )
+    return max((_step(each) for each in _checkpoints(folder) if manifest.is_complete(each)), default=0)
 
 
 def remove_newer(folder: Path, checkpoint: Path | None) -> None:

@@ -190,7 +190,5 @@ def _halves(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.He
         tokens = dict(zip(half.domains, np.bincount(half.domain, half.tokens, len(counts)), strict=True))
         cells = zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
         values = [density[domain][layer, head] for domain, layer, head in cells]
-        half_rows = rows.assign(
-            density=values, num_tokens=rows["domain"].map(tokens).astype(int), standard_error=np.nan
-        )
-        yield part, replace(table, rows=half_rows, documents=None, histogram=None)
+        halved = rows.assign(density=values, num_tokens=rows["domain"].map(tokens).astype(int), standard_error=np.nan)
+        yield part, replace(table, rows=halved, documents=None, histogram=None)

@@ -1,7 +1,4 @@
-"""Run a search: score layouts without training, retrain the best briefly, and the best of these in full.
-
-Scores and retrainings are one study each in one storage (``search/storage.py``), for any number of processes.
-"""
+"""Run a search, in any number of processes: score layouts, retrain the best briefly, and their best in full."""
 
 import hashlib
 import json

@@ -152,9 +152,7 @@ def recommend(search: Search, trials: Sequence[Trial]) -> Recommendation | None:
         return None if first is None else Recommendation(first, f"{reason}; {first.strategy} is the first start")
     # Select by short retraining among those retrained in full, else by scores; the full result stays unbiased
     known = set() if start is None else {layout.content_hash for layout in search.starts.values()}
-    others = [
-        trial for trial in trials if trial.layout.content_hash not in known and search.space.contains(trial.layout)
-    ]
+    others = [each for each in trials if each.layout.content_hash not in known and search.space.contains(each.layout)]
     if start is not None and start.cost is not None:
         others = [trial for trial in others if trial.cost is not None and trial.cost <= start.cost]
     retrained = [trial for trial in others if trial.full is not None]
@@ -180,9 +178,8 @@ def recommend(search: Search, trials: Sequence[Trial]) -> Recommendation | None:
         verb, to_do = ("beats", "") if is_fair else ("scores lower than", "; retrain it to confirm that")
         reason = f"{best.name} {verb} {start.name}, the best start: {_text(change)} {where}{to_do}"
         return Recommendation(_named(best), reason)
-    return Recommendation(
-        _named(start), f"{best.name} does not beat {start.name}, the best start: {_text(change)} {where}"
-    )
+    reason = f"{best.name} does not beat {start.name}, the best start: {_text(change)} {where}"
+    return Recommendation(_named(start), reason)
 
 
 def _named(trial: Trial) -> Layout:

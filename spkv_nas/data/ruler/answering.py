@@ -33,9 +33,7 @@ class DocumentQuestions:
         order = _order(len(questions.questions), request.seed)
         replacements = (request.rng.randrange(len(order)) for _ in range(_TRIES - 1))
         indices = chain((request.index % len(order),), replacements)
-        return first_fitting(
-            partial(self._ask, request, questions, questions.questions[order[index]]) for index in indices
-        )
+        return first_fitting(partial(self._ask, request, questions, questions.questions[order[i]]) for i in indices)
 
     def _ask(self, request: Request, questions: Questions, question: Question) -> Sample:
         rng, related = request.rng, {*question.documents, *question.related}

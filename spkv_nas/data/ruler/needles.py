@@ -37,18 +37,14 @@ class Needles:
         # Draw keys, values, depths and queries
         keys = [words.new(draw_key, seen) for _ in range(self.num_keys)]
         values = [[draw_value() for _ in range(self.num_values)] for _ in keys]
-        needles = [
-            self._needle(key, value) for key, key_values in zip(keys, values, strict=True) for value in key_values
-        ]
+        needles = [self._needle(key, value) for key, drawn in zip(keys, values, strict=True) for value in drawn]
         depths = [rng.random() for _ in needles]
         queried = rng.sample(range(self.num_keys), self.num_queries)
         haystack, separator = self._haystack(rng, seen, material)
         # Word the question
         answers = [value for number in queried for value in values[number]]
         is_plural = len(answers) > 1
-        values_of_keys = (
-            f"magic {self.value}{'s' if is_plural else ''} of {_listed([keys[number] for number in queried])}"
-        )
+        values_of_keys = f"magic {self.value}{'s' if is_plural else ''} of {_listed([keys[i] for i in queried])}"
         head = f"Remember the magic {self.value}s that this text names. You will be asked for them.\n"
         question = f"\nWhat {'are' if is_plural else 'is'} the {values_of_keys}?"
 

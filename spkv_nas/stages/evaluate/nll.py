@@ -167,14 +167,12 @@ def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
     # Measure
     measured = subject.load(reporter)
     with reporter.bar("evaluating") as progress:
-        evaluations = tau_sweep(
-            measured.model, measured.blocks, taus, batch_size=measured.batch_size, progress=progress
-        )
+        points = tau_sweep(measured.model, measured.blocks, taus, batch_size=measured.batch_size, progress=progress)
     # Write the table
-    rows = sweep_table(evaluations)
-    origin = measured_on(subject, measured, evaluations[0].nll)
+    rows = sweep_table(points)
+    origin = measured_on(subject, measured, points[0].nll)
     distributed.on_main(lambda: _write_sweep(folder, rows, origin, reporter))
-    return SweepResult(subject.name, evaluations[0], rows, folder)
+    return SweepResult(subject.name, points[0], rows, folder)
 
 
 def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:

@@ -128,13 +128,11 @@ class ExpectedAttention:
         # Apply the average RoPE to mean and covariance
         query = average_rope(mean).float().view(batch, heads, -1, size, 1)  # [B, Hkv, G, D, 1]
         # [B, Hkv, G, D, D]
-        rotated_covariance = (
-            average_rope(average_rope(covariance).transpose(2, 3)).float().view(batch, heads, -1, size, size)
-        )
+        rotated_cov = average_rope(average_rope(covariance).transpose(2, 3)).float().view(batch, heads, -1, size, size)
         # Compute expected logits [B, Hkv, G, start] of the keys before the chunk
         keys = self._keys[:, :, None, :start]
         logits = (keys @ query)[..., 0] * self._scale
-        logits = logits + ((keys @ rotated_covariance) * keys).sum(-1) * (self._scale**2 / 2)
+        logits = logits + ((keys @ rotated_cov) * keys).sum(-1) * (self._scale**2 / 2)
         # Leave out evicted keys and sinks
         logits = logits.masked_fill(~held[:, :, None], -torch.inf)
         logits[..., :sinks] = -torch.inf

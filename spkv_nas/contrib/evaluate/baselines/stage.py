@@ -75,9 +75,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTabl
     # Fix the protocol
     window = options.window or (suitable_window(measured.blocks.block_size) if gates is None else gates.window)
     chunk = min(BASELINE_CHUNK, window)
-    protocols = [
-        Protocol(window, sinks, chunk=chunk, kind=options.protocol) for sinks in choices.parse_sinks(options.sinks)
-    ]
+    protocols = [Protocol(window, sinks, chunk, options.protocol) for sinks in choices.parse_sinks(options.sinks)]
     for protocol in protocols:
         protocol.check(measured.blocks.block_size)
     # Measure the pruned model and the gated one

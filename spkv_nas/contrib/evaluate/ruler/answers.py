@@ -1,7 +1,4 @@
-"""Evaluate a model on RULER (arXiv 2404.06654): the share of correct answers, and the density at which it gives them.
-
-The score of a sample is the share of its answers that occur in the model's output; see ``score``.
-"""
+"""Evaluate a model on RULER (arXiv 2404.06654): the share of correct answers (``score``), and its density."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

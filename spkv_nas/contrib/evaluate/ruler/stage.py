@@ -83,10 +83,8 @@ def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> samples.Sampled
 def _warn_of_skipped(cells: Sequence[tuple[str, int]], answers: list[Answers], reporter: Reporter) -> None:
     """Caution the user about samples that did not fit in their length."""
     for (task, length), cell_answers in zip(cells, answers, strict=True):
-        if num_missing := int(np.isnan(cell_answers.scores).sum()):
-            reporter.caution(
-                f"{num_missing} of {len(cell_answers.scores)} samples of {task} do not fit in {length} tokens"
-            )
+        if missing := int(np.isnan(cell_answers.scores).sum()):
+            reporter.caution(f"{missing} of {len(cell_answers.scores)} samples of {task} do not fit in {length} tokens")
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,7 @@ class CheckpointLM(HFLM):
             tokens[row, : len(text)] = torch.tensor(text)
             real[row, : len(text)] = True
         # Compute only the last logits that some continuation needs
-        num_logits = max(
-            longest - len(text) + len(requests[number][2]) for text in texts for number in requests_of[text]
-        )
+        num_logits = max(longest - len(text) + len(requests[index][2]) for text in texts for index in requests_of[text])
         options = {"logits_to_keep": num_logits} if self._keeps_some else {}
         self._count_only(real.to(self.device))
         logits = self.model(input_ids=tokens.to(self.device), use_cache=False, **options).logits

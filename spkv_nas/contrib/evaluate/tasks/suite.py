@@ -86,9 +86,7 @@ def load_suite(
     task_options: dict[str, dict[str, Any]] = {}
     # Look up the names
     for name in (name.strip() for name in names.split(",")):
-        task_options |= (
-            {task: {"num_fewshot": shots} for task, shots in _SHOTS.items()} if name == PAPER else {name: {}}
-        )
+        task_options |= {key: {"num_fewshot": shots} for key, shots in _SHOTS.items()} if name == PAPER else {name: {}}
     index = _index(task_options, include)
     # Leave out or refuse tasks that run code
     unsafe = [name for name in task_options if any(entry.get("unsafe_code") for entry in _configs(index, name))]
