@@ -28,6 +28,6 @@ from .probing.priced import learn_gates as learn_gates
 from .probing.signals import SIGNALS as SIGNALS
 from .proposal.coverage import coverage as coverage
 from .proposal.propose import propose as propose
-from .report.pictures import plot_head_scores as plot_head_scores
-from .report.pictures import plot_layout as plot_layout
+from .report.plot import plot_head_scores as plot_head_scores
+from .report.plot import plot_layout as plot_layout
 from .training.in_memory import train_hybrids as train_hybrids

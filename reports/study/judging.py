@@ -20,7 +20,7 @@ from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.windows import add_learned_sinks, apply_layout
-from spkv_nas.training.initial_sinks import measure_initial_sinks
+from spkv_nas.training.branch_setup import measure_initial_sinks
 from spkv_nas.training.variants import Variant
 
 

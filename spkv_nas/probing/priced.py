@@ -11,8 +11,9 @@ and the activations of one pass. Activation checkpointing is used if the activat
 A step that still runs out of GPU memory is repeated in smaller micro-batches.
 """
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import defaults, diagnosis
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.base import arrays, distributed, memory
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import arrays, distributed, manifest, memory, replace
+from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
 from spkv_nas.data.batches import shuffled_batches
@@ -35,7 +38,7 @@ from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.model import attach, density_tracker, device_map, gates, model_shape, modes
 from spkv_nas.model.loss import mean_nll
 from spkv_nas.model.price import KeyBenefitEstimator, Price
-from spkv_nas.probing import frozen, gate_state
+from spkv_nas.probing import frozen
 
 _WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01
 _SAVE_EVERY = 20  # steps
@@ -216,11 +219,11 @@ class _Learning:
         numbers = {"density": self.density, "last_price": self.last_price}
         if self._price is not None:
             numbers |= {f"price.{key}": value for key, value in self._price.state().items()}
-        gate_state.GateState.of(self._parameters, self._optimizer, step, numbers).write(folder)
+        GateState.of(self._parameters, self._optimizer, step, numbers).write(folder)
 
     def restore(self, folder: Path | None) -> int:
         """Restore the checkpoint in ``folder``, if there is one, and return the number of finished steps."""
-        saved = None if folder is None else gate_state.GateState.read(folder)
+        saved = None if folder is None else GateState.read(folder)
         if saved is None:
             return 0
         saved.restore(self._parameters, self._optimizer)
@@ -228,3 +231,74 @@ class _Learning:
         if self._price is not None:
             self._price.restore({key: saved.numbers[f"price.{key}"] for key in self._price.state()})
         return saved.step
+
+
+_FILE = "gates.safetensors"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class GateState:
+    """State from which gate training resumes: one safetensors file, and a manifest of hashes, which detects damage.
+
+    Attributes:
+        tensors: parameters by name, and their moments by "<name>|exp_avg" and "<name>|exp_avg_sq".
+        step: number of finished steps.
+        numbers: scalars of the price controller and of the log.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    step: int
+    numbers: dict[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        numbers: Mapping[str, float],
+    ) -> "GateState":
+        """Collect the state of ``parameters`` and of their AdamW optimizer."""
+        tensors = {name: parameter.detach() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            tensors |= {f"{name}|{moment}": optimizer.state[parameter][moment] for moment in _MOMENTS}
+        return cls(tensors, step, dict(numbers))
+
+    def write(self, folder: Path) -> None:
+        """Write the checkpoint atomically over an earlier one. Raises ``UserError``: ``folder`` cannot be written."""
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
+        header = {"step": str(self.step), "numbers": json.dumps(self.numbers)}
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with replace.new_folder(folder) as new_path:
+            try:
+                save_file(tensors, new_path / _FILE, metadata=header)
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"cannot write {folder}: {first_line(error)}\ncheck disk space and permissions"
+                ) from error
+            manifest.write_manifest(new_path)
+
+    @classmethod
+    def read(cls, folder: Path) -> "GateState | None":
+        """Read the checkpoint in ``folder``; None without a complete one. Raises ``UserError``: it is damaged."""
+        if not manifest.is_complete(folder):
+            return None
+        manifest.check_manifest(folder, what="gates")
+        with safe_open(folder / _FILE, "pt") as file:
+            header = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return cls(tensors, int(header["step"]), json.loads(header["numbers"]))
+
+    @torch.no_grad()
+    def restore(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        """Copy the state into ``parameters`` and ``optimizer``. Raises ``UserError``: it is that of other gates."""
+        if {name for name in self.tensors if "|" not in name} != set(parameters):
+            raise UserError(
+                "the saved gates belong to another model: give another folder for the checkpoint of the gates"
+            )
+        for name, parameter in parameters.items():
+            parameter.copy_(self.tensors[name])
+            moments = {moment: self.tensors[f"{name}|{moment}"].to(parameter.device) for moment in _MOMENTS}
+            state: dict[str, Any] = {"step": torch.tensor(float(self.step)), **moments}
+            optimizer.state[parameter] = state

@@ -24,7 +24,11 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Affine2D, Bbox, TransformedBbox
 
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
+from spkv_nas.proposal.coverage import coverage
+from spkv_nas.report import density_charts
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, Tone
 
 TONES: dict[Tone | Literal["line"], str] = {  # the page has variables of these names, for light and dark mode
@@ -325,3 +329,15 @@ def cividis(value: float) -> tuple[str, str]:
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     luminance = float(linear @ [0.2126, 0.7152, 0.0722])
     return to_hex(rgb.tolist()), "#000" if luminance > 0.179 else "#fff"
+
+
+def plot_head_scores(scores: HeadScores) -> Picture:
+    """Plot the score of every KV head as a matplotlib figure, as in the report."""
+    return picture(density_charts.density_chart(scores))
+
+
+def plot_layout(layout: Layout, scores: HeadScores | None = None) -> Picture:
+    """Plot a layout's global heads, marked on head scores if given; ``UserError``: the scores have another grid."""
+    if scores is None:
+        return picture(density_charts.grid_chart(layout))
+    return picture(density_charts.layout_chart(scores, layout.strategy, layout, coverage(scores, layout), number=1))

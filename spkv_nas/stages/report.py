@@ -1,27 +1,38 @@
-"""Report: write pages, figures and their index from what the other commands left in the workspace."""
+"""Report: write pages, figures and their index from what the other commands left in the workspace.
 
-from collections.abc import Mapping
+Scores and verdicts of the page's model are found under any name, by their layouts.
+"""
+
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from spkv_nas.artifacts import checkpoints, head_scores, layout
+from spkv_nas.artifacts import agreement, checkpoints, comparison, head_scores, layout, search_table
+from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.artifacts.result_tables import ALARM, CRITICAL_BUDGET, SCORES, VERDICT, AlarmRecord, ResultTable
 from spkv_nas.base import assets, console, errors, version
-from spkv_nas.base.files import write_atomic
+from spkv_nas.base.files import is_file, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.records import read_record
+from spkv_nas.base.schema import Recorded
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.evaluation.paired import DOCUMENTS_FILE, pair_error, read_documents
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.report import density_charts, formatting
+from spkv_nas.report.benchmark_sections import file_section, read_benchmarks
+from spkv_nas.report.inputs import ReportInputs, ResultFile
 from spkv_nas.report.page import render, write_report
 from spkv_nas.report.verdict import Step, Verdict, conclude
-from spkv_nas.stages import checks, next_steps, record, report_results, result, table_trust
+from spkv_nas.stages import checks, next_steps, result, table_trust
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.lookup import chosen_table, find_proposal, find_table
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
+from spkv_nas.stages.record import absolute, model_identity
 
 
 def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
@@ -54,7 +65,7 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
         probe.name: in_folder(command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root)
         for probe in probes
     }
-    inputs = report_results.read_inputs(
+    inputs = read_inputs(
         workspace,
         table,
         proposal,
@@ -71,7 +82,7 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
 
 def _with_positions(table: head_scores.HeadScores) -> head_scores.HeadScores:
     """Add the model's context to a table that does not record it, if the model's config is here."""
-    model = record.model_identity(table.metadata)
+    model = model_identity(table.metadata)
     if model is None or "positions" in table.metadata:
         return table
     if not (model.startswith(assets.EMBEDDED_PREFIX) or Path(model).is_dir()):
@@ -103,7 +114,7 @@ def write_workspace_index(workspace: Workspace) -> Path | None:
         return None
     cards = []
     for number, name in enumerate(names):
-        inputs = report_results.read_inputs(workspace, find_table(workspace, name), find_proposal(workspace, name))
+        inputs = read_inputs(workspace, find_table(workspace, name), find_proposal(workspace, name))
         table, measure = inputs.table, inputs.table.measure
         about = (
             f"{table.num_layers} layers of {table.num_kv_heads} KV heads; the mean {measure.noun} is "
@@ -186,3 +197,67 @@ def document(page: Path) -> dict[str, Any]:
 def run(options: ReportOptions, reporter: Reporter) -> result.Result:
     """Run the command."""
     return result.Result(report(options, reporter), show, document)
+
+
+SEARCH = "search.csv"
+
+
+def read_inputs(workspace: Workspace, table: head_scores.HeadScores, proposal: Proposal, **others: Any) -> ReportInputs:
+    """Return what the page of a probe is made from; ``others`` are further fields of ``ReportInputs``."""
+    folder = workspace.report_dir(table.name)
+    results = read_results(folder)
+    scores = [file for file in _found(workspace, table, SCORES) if file.rows["heads"].any()]
+    # Verdicts of layouts that the page has: proposed, scored or searched
+    known = {layout.hash for layout in proposal.layouts.values()}
+    for rows in (*(file.rows for file in scores), *([results["search"]] if "search" in results else [])):
+        known |= set(rows["hash"])
+    decided = {
+        kind: [file for file in _found(workspace, table, kind) if file.name == table.name or known & _hashes(file)]
+        for kind in (VERDICT, CRITICAL_BUDGET)
+    }
+    elsewhere = [
+        (kind, file)
+        for kind, files in {**decided, SCORES: scores}.items()
+        for file in files
+        if file.path != folder / f"{kind.name}.csv"
+    ]
+    verdicts = [*decided[VERDICT], *decided[CRITICAL_BUDGET]]
+    results["benchmarks"] += tuple(file_section(kind, file, number) for number, (kind, file) in enumerate(elsewhere, 1))
+    return ReportInputs(proposal.table(table), proposal.layouts, scores=scores, verdicts=verdicts, **results, **others)
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Read the results in a folder, by their names in ``report.inputs``."""
+    tables = {
+        "comparison": (folder / "comparison.csv", comparison.read_comparison),
+        "probe_pairs": (folder / "agreement.csv", agreement.read_agreement),
+        "search": (folder / SEARCH, search_table.read_search),
+    }
+    records: dict[str, tuple[Path, str, type[Recorded]]] = {
+        "record": (folder / "comparison.yaml", "comparison", comparison.ComparisonRecord),
+        "search_record": (folder / "search.yaml", "search", search_table.SearchRecord),
+    }
+    results: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
+    results |= {name: read_record(*record) for name, record in records.items() if is_file(record[0])}
+    if (folder / DOCUMENTS_FILE).is_file():
+        results["pair_error"] = pair_error(read_documents(folder / DOCUMENTS_FILE))
+    files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict"))
+    alarms = [read_record(file, "results", AlarmRecord).get(ALARM) for file in files if file.is_file()]
+    return {**results, "benchmarks": read_benchmarks(folder), "alarms": [each for each in alarms if each is not None]}
+
+
+def _found(workspace: Workspace, table: head_scores.HeadScores, kind: ResultTable) -> Iterator[ResultFile]:
+    """Yield the tables of a kind that were measured on the model of a probe, or have its name, in order of names."""
+    model = model_identity(table.metadata)
+    for file in sorted(workspace.reports.glob(f"*/{kind.name}*.csv")):
+        rows, record = replace(kind, name=file.stem).read(file.parent) or (None, {})
+        measured = record.get("model" if kind is SCORES else "against")
+        is_same = model is not None and isinstance(measured, str) and absolute(measured) == absolute(model)
+        if rows is not None and (is_same or file.parent.name == table.name):
+            yield ResultFile(file, rows, record)
+
+
+def _hashes(file: ResultFile) -> set[str]:
+    recorded = file.record.get("layouts", {})
+    layouts = (file.layout(name, each["heads"]) for name, each in recorded.items())
+    return {layout.hash for layout in layouts if layout is not None}

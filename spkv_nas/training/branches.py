@@ -19,10 +19,9 @@ from spkv_nas.data.splits import RULE
 from spkv_nas.evaluation import paired, sweep
 from spkv_nas.model import checkpoint, source
 from spkv_nas.training import arguments, callbacks, dataset, lora, run_files, sharding
-from spkv_nas.training.branch_setup import BranchSetup, branch_recipe, learns_sinks, set_up
+from spkv_nas.training.branch_setup import BranchSetup, branch_recipe, learns_sinks, measure_initial_sinks, set_up
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import dense_checkpoint
-from spkv_nas.training.initial_sinks import measure_initial_sinks
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
 from spkv_nas.training.variants import Kind, Variant

@@ -41,7 +41,7 @@ from spkv_nas.report.layout_explorer import explorer_data
 from spkv_nas.report.search_charts import search_charts
 from spkv_nas.report.tables import findings, search_rows
 from spkv_nas.report.verdict import conclude
-from spkv_nas.stages.report_results import read_results
+from spkv_nas.stages.report import read_results
 from spkv_nas.training.recipe import Recipe
 
 

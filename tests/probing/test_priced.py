@@ -23,8 +23,7 @@ from spkv_nas.model.checkpoint import load, load_tokenizer, save
 from spkv_nas.model.gates import predictors
 from spkv_nas.probing import frozen, priced, sinks
 from spkv_nas.probing.density import probe
-from spkv_nas.probing.gate_state import GateState
-from spkv_nas.probing.priced import GateTraining, learn_gates
+from spkv_nas.probing.priced import GateState, GateTraining, learn_gates
 from spkv_nas.probing.sinks import SinkReport
 from spkv_nas.proposal.propose import price_advice
 from spkv_nas.stages import probe as stage

@@ -24,12 +24,11 @@ from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.checkpoint import load, read_size
 from spkv_nas.model.learned_sinks import layer_learned_sinks, learned_sinks
 from spkv_nas.model.windows import full_attention
-from spkv_nas.training import initial_sinks
+from spkv_nas.training import branch_setup
 from spkv_nas.training.arguments import make_optimizer
-from spkv_nas.training.branch_setup import set_up
+from spkv_nas.training.branch_setup import measure_initial_sinks, set_up
 from spkv_nas.training.branches import Branch, branch_key
 from spkv_nas.training.corpus import Corpus
-from spkv_nas.training.initial_sinks import measure_initial_sinks
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.step_cost import how_trained
 from spkv_nas.training.variants import Variant
@@ -64,7 +63,7 @@ class TestFirstValues:
 
     def test_of_every_layer_and_block(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
         """Means over blocks and queries of loops in float64, over 4 of the 9 blocks."""
-        monkeypatch.setattr(initial_sinks, "TOKENS", 4 * blocks.block_size)
+        monkeypatch.setattr(branch_setup, "_SINK_TOKENS", 4 * blocks.block_size)
         model = tiny_model()
         actual = measure_initial_sinks(model, self.LAYOUT, blocks)
         tensors: list[list[tuple[Tensor, Tensor, float]]] = [[] for _ in range(4)]
