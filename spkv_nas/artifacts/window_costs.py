@@ -22,18 +22,13 @@ _ORDER = ["domain", "layer", "kv_head", "window"]
 
 @dataclass(frozen=True, eq=False)
 class WindowCosts:
-    """Cost of each window to each KV head against global attention, in nats per token, to first order.
+    """Cost of each window to each KV head against global attention, in nats per token, to first order."""
 
-    Attributes:
-        windows: the windows, ascending, in keys.
-        values: float64 [P, L, Hkv, W], cost by domain; negative if a head attends better locally, or appears to by
-            chance; 0 in layers that are local by design.
-        domains: names of the domains, sorted.
-    """
-
-    windows: tuple[int, ...]
+    windows: tuple[int, ...]  # the windows, ascending, in keys
+    # float64 [P, L, Hkv, W], cost by domain; negative if a head attends better locally, or appears to by chance; 0 in
+    # layers that are local by design
     values: arrays.Float
-    domains: tuple[str, ...]
+    domains: tuple[str, ...]  # names of the domains, sorted
 
     def at(self, window: int) -> arrays.Float:
         """Return the costs [P, L, Hkv] of any window, interpolated in its logarithm between those measured."""

@@ -78,12 +78,9 @@ def part_of(bar: Bar, index: int, number: int, title: str = "") -> Bar:
 
 @dataclass(frozen=True)
 class Reporter:
-    """Receiver of messages, which it logs, and of progress.
+    """Receiver of messages, which it logs, and of progress."""
 
-    Attributes:
-        bar: creates, for a title, a context manager that shows a progress bar and yields its ``Bar``.
-    """
-
+    # creates, for a title, a context manager that shows a progress bar and yields its ``Bar``
     bar: Callable[[str], AbstractContextManager[Bar]] = _no_bar
 
     @classmethod

@@ -22,11 +22,7 @@ _FORMAT = "4"  # version of how texts become blocks
 
 
 class BlockCache:
-    """Cache folders of one text under ``root``.
-
-    Attributes:
-        boundaries: tokens that every block begins with, and those after each document.
-    """
+    """Cache folders of one text under ``root``."""
 
     def __init__(
         self,
@@ -45,6 +41,7 @@ class BlockCache:
         ``bos``.
         """
         self.root, self.tokenizer, self.block_size = root, tokenizer, block_size
+        # tokens that every block begins with, and those after each document
         self.boundaries = boundaries(tokenizer, separator, bos, block_size)
         self._sources, self._base = list(sources), base
         self._decided = (_FORMAT, fingerprint(tokenizer), f"{block_size} {settings} {self.boundaries}")

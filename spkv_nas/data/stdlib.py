@@ -20,11 +20,8 @@ def files() -> Iterator[Path]:
     """Yield the text files, sorted by path."""
     root = _root()
     for file in sorted(root.rglob("*")):
-        if (
-            file.suffix in _TEXT_SUFFIXES
-            and file.is_file()
-            and not _LEFT_OUT.intersection(file.relative_to(root).parts)
-        ):
+        is_left_out = _LEFT_OUT.intersection(file.relative_to(root).parts)
+        if file.suffix in _TEXT_SUFFIXES and file.is_file() and not is_left_out:
             yield file
 
 

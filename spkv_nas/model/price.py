@@ -25,17 +25,12 @@ _MIN_SHARE = 0.1  # minimum first price, as a share of the mean absolute benefit
 
 
 class Price:
-    """Controller of the price of keys, which sets each step's price from the densities of the steps before.
-
-    Attributes:
-        target: share of the keys to keep, in [0, 1].
-        value: price of the next step; 0 in the first step, which measures benefits.
-    """
+    """Controller of the price of keys, which sets each step's price from the densities of the steps before."""
 
     def __init__(self, target: float) -> None:
         """Start at price 0 with a ``target`` density."""
-        self.target = target
-        self.value = 0.0
+        self.target = target  # share of the keys to keep, in [0, 1]
+        self.value = 0.0  # price of the next step; 0 in the first step, which measures benefits
         self._first = self._sum = self._largest_rate = 0.0
 
     @property

@@ -116,20 +116,13 @@ class GateCounter:
     """Accumulator of ``Counts`` over forward passes: call ``begin``, then ``see`` per layer, then ``end``.
 
     Logits are buffered until ``end``, so that a forward pass that fails counts nothing.
-
-    Attributes:
-        counts: counts of the finished passes. The moments lack the first and the last document, which may continue on
-            another rank and are added by ``finish``.
-        domain_of: int64 [documents], domain index of each document.
-        group_of: int64 [documents], index of the document group that each document is counted in.
-        bucket_of: int64 [T], bucket index of each position.
     """
 
     def __init__(self, blocks: TokenBlocks, grid: Grid, tau: float, device: torch.device) -> None:
         """Allocate zero counts on ``device`` for ``blocks`` and a model of (layers, KV heads)."""
         self._blocks, self._tau = blocks, tau
         self._layers, self._heads = grid
-        # Index domains, groups of documents and position buckets
+        # Index domains and groups of documents, int64 [documents], and position buckets, int64 [T]
         numbers = {domain: i for i, domain in enumerate(blocks.domains)}
         self.domain_of = np.array([numbers[d.domain] for d in blocks.documents])
         self.group_of, groups = group_documents(self.domain_of, len(numbers))
@@ -137,6 +130,7 @@ class GateCounter:
         # Allocate the counts
         self.bins = Bins(math.prod((groups, *grid)))
         sizes = len(numbers), len(blocks.documents), groups
+        # Counts of finished passes; ``finish`` adds the moments of documents that may continue on another rank
         self.counts = _no_counts(sizes, grid, int(self.bucket_of[-1]) + 1, self.bins, device)
         self._logits: dict[int, torch.Tensor] = {}  # logits of the current pass, by layer
         self._first: _Part | None = None  # first document, once it has ended; it may begin on the previous rank

@@ -41,23 +41,19 @@ from spkv_nas.probing.mixture import Mixture
 
 
 class AlphaMixture(Mixture):
-    """Mixture whose global attention is that of a recorded pass of the unchanged model.
-
-    Attributes:
-        share: alpha [Hkv], the share of global attention.
-        records: True during the forward pass of the unchanged model, whose output is stored.
-    """
+    """Mixture whose global attention is that of a recorded pass of the unchanged model."""
 
     def __init__(self, state: attention.LayerState, window: int, sinks: int, device: torch.device) -> None:
         """Start with alpha at 1; local attention sees the ``window`` most recent and the first ``sinks`` keys.
 
         Alpha stays 0 in layers that are always local.
         """
+        # alpha [Hkv], the share of global attention
         self.share = torch.full(
             (state.num_kv_heads,), float(not state.is_always_local), device=device, requires_grad=True
         )
         super().__init__(state, self.share, [window], sinks)
-        self.records = False
+        self.records = False  # True during the forward pass of the unchanged model, whose output is stored
         self._recorded: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:

@@ -179,27 +179,17 @@ def _check_heads(granularity: str, max_heads: int | None) -> None:
 
 @dataclass
 class _Rounds:
-    """Measurer of unit gains in successive rounds, which scores no set of windows twice.
+    """Measurer of unit gains in successive rounds, which scores no set of windows twice."""
 
-    Attributes:
-        score: function that returns the NLLs of a sequence of windows and the passes used; calls ``step`` as it runs.
-        local: windows of all heads in the all-local model.
-        whole: windows of all heads in the all-global model.
-        opens: True to make units global in the all-local model, False to make them local in the all-global one.
-        num_blocks: blocks per pass on this rank.
-        progress: called with (blocks done, total) of this rank.
-        scores: NLLs measured so far.
-        passes: forward passes used so far.
-    """
-
+    # function that returns the NLLs of a sequence of windows and the passes used; calls ``step`` as it runs
     score: Callable[..., tuple[list[paired.DocumentNLL], float]]
-    local: zero_shot.Windows
-    whole: zero_shot.Windows
-    opens: bool
-    num_blocks: int
-    progress: Progress | None
-    scores: dict[zero_shot.Windows, paired.DocumentNLL] = field(default_factory=dict)
-    passes: float = 0.0
+    local: zero_shot.Windows  # windows of all heads in the all-local model
+    whole: zero_shot.Windows  # windows of all heads in the all-global model
+    opens: bool  # True to make units global in the all-local model, False to make them local in the all-global one
+    num_blocks: int  # blocks per pass on this rank
+    progress: Progress | None  # called with (blocks done, total) of this rank
+    scores: dict[zero_shot.Windows, paired.DocumentNLL] = field(default_factory=dict)  # NLLs measured so far
+    passes: float = 0.0  # forward passes used so far
     _done: int = 0
     _total: int = 0
 

@@ -148,20 +148,15 @@ def unobserved(states: Sequence[attention.LayerState]) -> Iterator[None]:
 
 
 class _Learning:
-    """Projected gradient descent on the gates, one ``step`` at a time.
-
-    Attributes:
-        layers: indices of the layers with gates; those that are local by design have none.
-        budget: sum of the gates.
-        gates: float64 [layers with gates, KV heads], gates for the next step.
-        total: float64 [layers with gates, KV heads], sum of the gates over the steps so far.
-    """
+    """Projected gradient descent on the gates, one ``step`` at a time."""
 
     def __init__(self, states: Sequence[attention.LayerState], budget: int | str | None, steps: int) -> None:
         """Start with equal gates that sum to ``budget``."""
-        self.layers, self._num_layers, self._steps = local_layers.candidate_layers(states), len(states), steps
+        self.layers = local_layers.candidate_layers(states)  # indices of layers with gates, not local by design
+        self._num_layers, self._steps = len(states), steps
         grid = len(self.layers), states[0].num_kv_heads
-        self.budget = parse_budget(budget, math.prod(grid))
+        self.budget = parse_budget(budget, math.prod(grid))  # sum of the gates
+        # float64 [layers with gates, KV heads]: gates for the next step, and their sum over the steps so far
         self.gates = torch.full(grid, self.budget / math.prod(grid), dtype=torch.float64)
         self.total = torch.zeros_like(self.gates)
         self._direction = torch.zeros_like(self.gates)

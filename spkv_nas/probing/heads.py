@@ -83,18 +83,14 @@ class HeadMeans:
 
 
 class HeadSums:
-    """Accumulator of per-token, per-head values, summed by document.
-
-    Attributes:
-        sums: float64 [L, H, documents], sum of the values.
-        counts: int64 [documents], number of tokens summed.
-    """
+    """Accumulator of per-token, per-head values, summed by document."""
 
     def __init__(self, blocks: TokenBlocks, num_layers: int, num_heads: int, device: torch.device) -> None:
         """Allocate zero sums on ``device`` for the documents of ``blocks``."""
         self._blocks = blocks
+        # float64 [L, H, documents], sum of the values
         self.sums = torch.zeros(num_layers, num_heads, len(blocks.documents), dtype=torch.float64, device=device)
-        self.counts = np.zeros(len(blocks.documents), dtype=np.int64)
+        self.counts = np.zeros(len(blocks.documents), dtype=np.int64)  # int64 [documents], number of tokens summed
 
     def add(self, start: int, layers: Sequence[Tensor], positions: slice) -> None:
         """Add the values of each layer, [B, H, tokens], at ``positions`` of the B blocks from ``start`` on."""

@@ -16,18 +16,14 @@ from spkv_nas.model.attention import LayerState
 
 
 class Mixture:
-    """Attention observer of one layer.
-
-    Attributes:
-        shares: float [Hkv, K] or [B, Hkv, K], share of each kind by KV head, of global attention last.
-    """
+    """Attention observer of one layer."""
 
     def __init__(self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int) -> None:
         """Mix what local heads of a layout see in a layer with each of ``windows`` and ``sinks``, and a global head."""
         reaches = [layout_window(state, window, is_global=False) for window in windows]
         self._kinds = [(reach, sinks if takes_sinks(state, reach) else 0) for reach in reaches]
         self._kinds.append((state.checkpoint_window, 0))
-        self.shares = shares
+        self.shares = shares  # float [Hkv, K] or [B, Hkv, K], share of each kind by KV head, of global attention last
 
     @classmethod
     def of_global(cls, state: LayerState, share: Tensor, window: int, sinks: int) -> "Mixture":

@@ -46,21 +46,13 @@ _SAVE_EVERY = 20  # steps
 
 @dataclass(frozen=True)
 class GateTraining:
-    """Result of training gates on a frozen model.
+    """Result of training gates on a frozen model."""
 
-    Attributes:
-        steps: number of training steps.
-        tokens: number of training tokens.
-        density: mean density over heads in the last step.
-        price: sparsity penalty lambda in the last step.
-        resumed_at: step from which this call resumed; ``steps`` if training had already finished.
-    """
-
-    steps: int
-    tokens: int
-    density: float
-    price: float
-    resumed_at: int
+    steps: int  # number of training steps
+    tokens: int  # number of training tokens
+    density: float  # mean density over heads in the last step
+    price: float  # sparsity penalty lambda in the last step
+    resumed_at: int  # step from which this call resumed; ``steps`` if training had already finished
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for ``probe.yaml``."""
@@ -130,12 +122,7 @@ def learn_gates(
 
 
 class _Learning:
-    """Training loop state of the predictors, advanced one ``step`` at a time.
-
-    Attributes:
-        density: mean density over heads in the last step.
-        last_price: price of a key in the last step.
-    """
+    """Training loop state of the predictors, advanced one ``step`` at a time."""
 
     def __init__(self, model: PreTrainedModel, config: GateConfig, learning_rate: float, steps: int) -> None:
         """Create the optimizer, the learning-rate schedule and the price controller."""
@@ -154,7 +141,7 @@ class _Learning:
         self._rates = [learning_rate * (_FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + cosine)) for cosine in cosines]
         self._price = None if config.target_density is None else Price(config.target_density)
         self._tracker = density_tracker.DensityTracker(model)
-        self.density = self.last_price = math.nan
+        self.density = self.last_price = math.nan  # mean density over heads, and price of a key, in the last step
 
     def step(self, number: int, tokens: Tensor, num_blocks: int, micro_batch: memory.AdaptiveBatchSize) -> None:
         """Apply update ``number``, counted from 0; must be called on all ranks.
@@ -239,17 +226,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class GateState:
-    """State from which gate training resumes: one safetensors file, and a manifest of hashes, which detects damage.
+    """State from which gate training resumes: one safetensors file, and a manifest of hashes, which detects damage."""
 
-    Attributes:
-        tensors: parameters by name, and their moments by "<name>|exp_avg" and "<name>|exp_avg_sq".
-        step: number of finished steps.
-        numbers: scalars of the price controller and of the log.
-    """
-
+    # parameters by name, and their moments by "<name>|exp_avg" and "<name>|exp_avg_sq"
     tensors: dict[str, torch.Tensor]
-    step: int
-    numbers: dict[str, float]
+    step: int  # number of finished steps
+    numbers: dict[str, float]  # scalars of the price controller and of the log
 
     @classmethod
     def of(

@@ -61,34 +61,27 @@ class Work:
 
 
 class Signal(entry.Entry, ABC):
-    """Score of every KV head, higher for heads that need global attention.
+    """Score of every KV head, higher for heads that need global attention."""
 
-    Attributes:
-        kind: kind of the scores, one of ``artifacts.kinds.KINDS``.
-        unit: unit of the scores.
-        reads_blocks: whether it reads the blocks, which must then be longer than the window and the sink tokens.
-        used_by_command: names of options that only ``probe`` uses, to learn gates or to validate the ranking.
-        computes_logits: whether it scores whole layouts. It then measures less text by default, and ``measure`` takes
-            ``batch_size``, the number of blocks per pass that fit in memory.
-        needs_gates: whether it measures SP-KV gates, which ``probe`` trains on models without. ``measure`` then takes
-            ``batch_size`` and gets the gates' window.
-        takes_sinks: whether ``measure`` takes ``sinks``, the number of first tokens that a local head sees besides its
-            window (sink tokens). Without it, the tables of a signal still record the number for layouts.
-        caches_scores: whether ``measure`` takes ``cache``, a folder of layout scores shared with searches.
-        cached_layers: share of the layers whose hidden states stay in memory between passes.
-        is_bounded: whether ``work`` is an upper bound.
-    """
-
-    kind: ClassVar[str] = SHARE
-    unit: ClassVar[str] = SHARE_UNIT
+    kind: ClassVar[str] = SHARE  # kind of the scores, one of ``artifacts.kinds.KINDS``
+    unit: ClassVar[str] = SHARE_UNIT  # unit of the scores
+    # whether it reads the blocks, which must then be longer than the window and the sink tokens
     reads_blocks: ClassVar[bool] = True
+    # names of options that only ``probe`` uses, to learn gates or to validate the ranking
     used_by_command: ClassVar[tuple[str, ...]] = ()
+    # whether it scores whole layouts. It then measures less text by default, and ``measure`` takes ``batch_size``, the
+    # number of blocks per pass that fit in memory
     computes_logits: ClassVar[bool] = False
+    # whether it measures SP-KV gates, which ``probe`` trains on models without. ``measure`` then takes ``batch_size``
+    # and gets the gates' window
     needs_gates: ClassVar[bool] = False
+    # whether ``measure`` takes ``sinks``, the number of first tokens that a local head sees besides its window (sink
+    # tokens). Without it, the tables of a signal still record the number for layouts
     takes_sinks: ClassVar[bool] = False
+    # whether ``measure`` takes ``cache``, a folder of layout scores shared with searches
     caches_scores: ClassVar[bool] = False
-    cached_layers: ClassVar[float] = 0.0
-    is_bounded: ClassVar[bool] = False
+    cached_layers: ClassVar[float] = 0.0  # share of the layers whose hidden states stay in memory between passes
+    is_bounded: ClassVar[bool] = False  # whether ``work`` is an upper bound
 
     @abstractmethod
     def measure(

@@ -54,14 +54,11 @@ class Density(Signal):
 
 @dataclass(frozen=True)
 class Ablation(Signal):
-    """Gain of each head, switched alone.
-
-    Attributes:
-        opens: True to make heads global in an all-local model, False to make them local in an all-global one.
-    """
+    """Gain of each head, switched alone."""
 
     kind, unit = kinds.GAIN, kinds.NATS
     computes_logits, takes_sinks, cached_layers = True, True, 1.0
+    # True to make heads global in an all-local model, False to make them local in an all-global one
     opens: ClassVar[bool]
 
     granularity: Annotated[str, _GRANULARITY] = HEAD

@@ -37,38 +37,25 @@ _MEDIAN_VALUES = 1 << 22  # maximum values that a median is taken of, as it sort
 
 @dataclass(frozen=True)
 class MassiveActivation:
-    """Largest hidden state of a decoder layer's output.
+    """Largest hidden state of a decoder layer's output."""
 
-    Attributes:
-        layer: index of the decoder layer, of those with attention.
-        ratio: its magnitude, as a multiple of the median magnitude in this layer.
-        channel: index of its channel.
-        position: position of its token in the block.
-    """
-
-    layer: int
-    ratio: float
-    channel: int
-    position: int
+    layer: int  # index of the decoder layer, of those with attention
+    ratio: float  # its magnitude, as a multiple of the median magnitude in this layer
+    channel: int  # index of its channel
+    position: int  # position of its token in the block
 
 
 @dataclass(frozen=True)
 class SinkReport:
-    """Attention on the first tokens of a sequence.
+    """Attention on the first tokens of a sequence."""
 
-    Attributes:
-        mass: float64 [layers, Hq, positions], mean attention weight of a query head on each of the first 8 tokens, over
-            queries that no longer have them in their window. Layers that are local by design are left out, since their
-            heads never see the first tokens.
-        num_kv_heads: KV heads per layer.
-        average: mean attention weight that a token would get if a query attended to all of its keys alike.
-        massive: the largest activation of each decoder layer.
-    """
-
+    # float64 [layers, Hq, positions], mean attention weight of a query head on each of the first 8 tokens, over queries
+    # that no longer have them in their window. Layers that are local by design are left out, since their heads never
+    # see the first tokens
     mass: arrays.Float = field(repr=False)  # long
-    num_kv_heads: int
-    average: float
-    massive: tuple[MassiveActivation, ...]
+    num_kv_heads: int  # KV heads per layer
+    average: float  # mean attention weight that a token would get if a query attended to all of its keys alike
+    massive: tuple[MassiveActivation, ...]  # the largest activation of each decoder layer
 
     @property
     def excess(self) -> arrays.Float:

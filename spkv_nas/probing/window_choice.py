@@ -39,17 +39,11 @@ _FIRST_ROUND = 4  # blocks of the first round of successive halving; each round 
 
 @dataclass(frozen=True)
 class WindowChoice:
-    """Windows that were tried, narrowest first, and the best.
+    """Windows that were tried, narrowest first, and the best."""
 
-    Attributes:
-        best: the window that loses least of those measured on most text.
-        tried: all windows.
-        passes: cost in forward passes over the held-out text.
-    """
-
-    best: TriedWindow
-    tried: tuple[TriedWindow, ...]
-    passes: float
+    best: TriedWindow  # the window that loses least of those measured on most text
+    tried: tuple[TriedWindow, ...]  # all windows
+    passes: float  # cost in forward passes over the held-out text
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for ``probe.yaml``."""

@@ -26,21 +26,16 @@ _COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """The layouts proposed for one budget.
+    """The layouts proposed for one budget."""
 
-    Attributes:
-        table: densities at the threshold used to choose the layouts.
-        layouts: layouts by strategy name.
-        rows: the table of ``coverage_table``; with an engine also kv_bytes, missing where it does not run a layout.
-        certainty: stability of the choice of heads under resampling; None where it cannot be estimated
-            (``stability.caution`` says why).
-        solutions: further layouts that differ from the best in many heads; None where they were not requested.
-    """
-
-    table: head_scores.HeadScores
-    layouts: dict[str, Layout]
+    table: head_scores.HeadScores  # densities at the threshold used to choose the layouts
+    layouts: dict[str, Layout]  # layouts by strategy name
+    # the table of ``coverage_table``; with an engine also kv_bytes, missing where it does not run a layout
     rows: pd.DataFrame
+    # stability of the choice of heads under resampling; None where it cannot be estimated (``stability.caution`` says
+    # why)
     certainty: stability.Certainty | None
+    # further layouts that differ from the best in many heads; None where they were not requested
     solutions: Solutions | None = None
 
 

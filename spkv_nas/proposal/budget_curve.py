@@ -28,22 +28,16 @@ class Knee:
 
 @dataclass(frozen=True, eq=False)
 class BudgetCurve:
-    """The best layout at each of several budgets.
+    """The best layout at each of several budgets."""
 
-    Attributes:
-        table: densities at the threshold used to choose the layouts.
-        rows: one row per budget with columns budget, num_global, coverage, worst_domain (lowest per-domain coverage),
-            coverage_low and coverage_high (95 % interval), random (expected coverage of as many random heads),
-            kv_bytes; NaN where unknown. With an engine also max_heads_same_memory, the largest number of global
-            heads that takes no more memory.
-        layouts: layouts by name, such as "densest-18".
-        knee: knee of the curve.
-    """
-
-    table: HeadScores
+    table: HeadScores  # densities at the threshold used to choose the layouts
+    # one row per budget with columns budget, num_global, coverage, worst_domain (lowest per-domain coverage),
+    # coverage_low and coverage_high (95 % interval), random (expected coverage of as many random heads), kv_bytes; NaN
+    # where unknown. With an engine also max_heads_same_memory, the largest number of global heads that takes no more
+    # memory
     rows: pd.DataFrame
-    layouts: dict[str, Layout]
-    knee: Knee
+    layouts: dict[str, Layout]  # layouts by name, such as "densest-18"
+    knee: Knee  # knee of the curve
 
 
 def curve_for(

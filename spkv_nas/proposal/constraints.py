@@ -24,28 +24,19 @@ _WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight
 class Constraints:
     """Constraints that a serving engine or an architecture puts on a layout. Layers count from 0.
 
-    Attributes:
-        min_per_layer: minimum number of global heads per layer; layers in ``global_layers`` or ``local_layers`` are
-            exempt.
-        max_per_layer: maximum number of global heads in the same layers.
-        global_layers: layers in which every head is global.
-        local_layers: layers in which every head is local.
-        granularity: "head", or "layer" for whole layers only.
-        uniform: same number of global heads in every layer that mixes global and local heads.
-        max_windows: most windows of local heads, for layouts with a window per head; None: three.
-        windows: windows of local heads to choose from, for such layouts; empty: those that were measured.
-
-    Raises:
-        UserError: a number is out of range, the granularity is unknown, or two constraints contradict each other.
+                Raises:
+            UserError: a number is out of range, the granularity is unknown, or two constraints contradict each other.
     """
 
+    # minimum number of global heads per layer; layers in ``global_layers`` or ``local_layers`` are exempt
     min_per_layer: int | None = None
-    max_per_layer: int | None = None
-    global_layers: tuple[int, ...] = ()
-    local_layers: tuple[int, ...] = ()
-    granularity: str = "head"
-    uniform: bool = False
-    max_windows: int | None = None
+    max_per_layer: int | None = None  # maximum number of global heads in the same layers
+    global_layers: tuple[int, ...] = ()  # layers in which every head is global
+    local_layers: tuple[int, ...] = ()  # layers in which every head is local
+    granularity: str = "head"  # "head", or "layer" for whole layers only
+    uniform: bool = False  # same number of global heads in every layer that mixes global and local heads
+    max_windows: int | None = None  # most windows of local heads, for layouts with a window per head
+    # windows of local heads to choose from, for such layouts; empty: those that were measured
     windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

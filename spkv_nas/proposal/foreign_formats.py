@@ -52,20 +52,14 @@ _OVERSHOOT = 0.01  # clip values this far outside [0, 1]: one training step at D
 
 @dataclass(frozen=True, eq=False)
 class ForeignScores:
-    """A score per KV head, higher for heads that need global attention.
+    """A score per KV head, higher for heads that need global attention."""
 
-    Attributes:
-        values: scores [L, Hkv] in [0, 1].
-        origin: "duo-attention" (alpha), "prulong" (mask), or "density".
-        source: path of the file as given by the user.
-        window: local attention window in tokens, the query's own key included; None if no file gives it.
-        sink_size: number of first keys that a local head sees besides its window; None if no file gives it.
-    """
-
-    values: arrays.Float
-    origin: str
-    source: str
+    values: arrays.Float  # scores [L, Hkv] in [0, 1]
+    origin: str  # "duo-attention" (alpha), "prulong" (mask), or "density"
+    source: str  # path of the file as given by the user
+    # local attention window in tokens, the query's own key included; None if no file gives it
     window: int | None = None
+    # number of first keys that a local head sees besides its window; None if no file gives it
     sink_size: int | None = None
 
     @property

@@ -24,32 +24,19 @@ _LARGE = 200  # number of heads above which the rough gap is used
 
 @dataclass(frozen=True)
 class Requirements:
-    """Options of ``propose`` besides the budget; see ``spkv-nas propose --help``.
-
-    Attributes:
-        constraints: constraints on the layout.
-        robust: maximise the lowest per-domain coverage instead of the overall one.
-        head_costs: CSV file with the cost of every head if it is global, instead of 1.
-        kv_bytes: memory for keys and values such as "20%" of full attention's or "2GiB", instead of a budget; requires
-            ``context``, unless the probe was measured for a memory.
-        context: tokens per sequence.
-        batch: number of sequences in the cache.
-        head_dim, kv_dtype: head dimension and dtype of the cache; default to the probe's. A dtype that is a setting of
-            the engine precedes.
-        serving: engine whose allocator counts the memory; requires ``context``. None: keys and values alone.
-
-    Raises ``UserError``: an engine without a context.
-    """
+    """Options of ``propose`` besides the budget. Raises ``UserError``: an engine without a context."""
 
     constraints: Constraints = field(default_factory=Constraints)
-    robust: bool = False
-    head_costs: Path | None = None
+    robust: bool = False  # maximise the lowest per-domain coverage instead of the overall one
+    head_costs: Path | None = None  # CSV file with the cost of every head if it is global, instead of 1
+    # memory for keys and values such as "20%" of full attention's or "2GiB", instead of a budget; requires ``context``,
+    # unless the probe was measured for a memory
     kv_bytes: str | None = None
-    context: int | None = None
-    batch: int = 1
-    head_dim: int | None = None
-    kv_dtype: str | None = None
-    serving: Serving | None = None
+    context: int | None = None  # tokens per sequence
+    batch: int = 1  # number of sequences in the cache
+    head_dim: int | None = None  # of the cache; by default the probe's
+    kv_dtype: str | None = None  # of the cache; by default the engine's, if it is a setting there, else the probe's
+    serving: Serving | None = None  # engine whose allocator counts the memory, at a ``context``; None: keys and values
 
     def __post_init__(self) -> None:
         """Check that an engine has a context."""

@@ -28,15 +28,11 @@ SOLUTIONS_TABLE = f"{workspace.SOLUTIONS}.csv"
 class SeveralSolutions:
     """Request for several layouts.
 
-    Attributes:
-        number: number of layouts, the best included.
-        apart: minimum number of KV heads in which any two of them differ.
-
     Raises ``UserError``: ``number`` is below 2 or ``apart`` below 1.
     """
 
-    number: int
-    apart: int = defaults.SOLUTIONS_APART
+    number: int  # number of layouts, the best included
+    apart: int = defaults.SOLUTIONS_APART  # minimum number of KV heads in which any two of them differ
 
     def __post_init__(self) -> None:
         """Check both numbers."""
@@ -54,19 +50,14 @@ class SeveralSolutions:
 
 @dataclass(frozen=True, eq=False)
 class Solutions:
-    """Layouts that differ from each other in at least ``request.apart`` KV heads, best first.
+    """Layouts that differ from each other in at least ``request.apart`` KV heads, best first."""
 
-    Attributes:
-        request: number and distance of the layouts; there are fewer layouts where no further one exists.
-        layouts: by name, such as "densest-solution-1", which is the best layout.
-        rows: one row per layout with columns solution (from 1), strategy, num_global, objective (the coverage, or with
-            ``robust`` the lowest per-domain coverage), lost (objective of the best minus its own), lost_low and
-            lost_high (95 % interval of the loss from resampling documents; NaN without), differing (heads that differ
-            from the best), nearest (fewest heads that differ from another solution), note.
-    """
-
-    request: SeveralSolutions
-    layouts: dict[str, Layout]
+    request: SeveralSolutions  # number and distance of the layouts; there are fewer layouts where no further one exists
+    layouts: dict[str, Layout]  # by name, such as "densest-solution-1", which is the best layout
+    # one row per layout with columns solution (from 1), strategy, num_global, objective (the coverage, or with
+    # ``robust`` the lowest per-domain coverage), lost (objective of the best minus its own), lost_low and lost_high (95
+    # % interval of the loss from resampling documents; NaN without), differing (heads that differ from the best),
+    # nearest (fewest heads that differ from another solution), note
     rows: pd.DataFrame
 
     @property

@@ -27,15 +27,10 @@ _TAILS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 
 @dataclass(frozen=True, eq=False)
 class Bootstrap:
-    """Densities in ``R`` bootstrap resamples of a table's documents.
+    """Densities in ``R`` bootstrap resamples of a table's documents."""
 
-    Attributes:
-        table: the resampled table.
-        domain_density: densities [R, P, L, Hkv] per domain.
-    """
-
-    table: head_scores.HeadScores
-    domain_density: Float
+    table: head_scores.HeadScores  # the resampled table
+    domain_density: Float  # densities [R, P, L, Hkv] per domain
 
     @cached_property
     def density(self) -> Float:
@@ -185,21 +180,15 @@ def caution(table: head_scores.HeadScores) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Certainty:
-    """Bootstrap results for the layouts of one budget.
+    """Bootstrap results for the layouts of one budget."""
 
-    Attributes:
-        budget: number of global heads.
-        probability: probability [L, Hkv] that a head is chosen, by density-based strategy such as "densest".
-        intervals: 95 % interval of coverage by layout name, without layouts of several windows.
-        curve: the table of ``Bootstrap.curve``.
-        knee: the budget from ``knee``; ``knee_interval`` is its 95 % interval.
-    """
-
-    budget: int
+    budget: int  # number of global heads
+    # probability [L, Hkv] that a head is chosen, by density-based strategy such as "densest"
     probability: dict[str, Float]
+    # 95 % interval of coverage by layout name, without layouts of several windows
     intervals: dict[str, tuple[float, float]]
-    curve: pd.DataFrame
-    knee: int
+    curve: pd.DataFrame  # the table of ``Bootstrap.curve``
+    knee: int  # the budget from ``knee``; ``knee_interval`` is its 95 % interval
     knee_interval: tuple[int, int]
 
     @classmethod

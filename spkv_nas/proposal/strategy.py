@@ -22,16 +22,13 @@ NUM_RANDOM = 3  # layouts of each random strategy by default
 
 
 class Strategy(Entry, ABC):
-    """Choose the global heads of a layout for a budget.
+    """Choose the global heads of a layout for a budget."""
 
-    Attributes:
-        is_random: whether the choice depends on the seed. There are several layouts then, "<name>-0" and so on.
-        is_control: whether the layouts only serve as a comparison, so that a search does not start from them.
-        whole_layers: whether all heads of a layer are alike, so that the budget is rounded to whole layers.
-    """
-
+    # whether the choice depends on the seed. There are several layouts then, "<name>-0" and so on
     is_random: ClassVar[bool] = False
+    # whether the layouts only serve as a comparison, so that a search does not start from them
     is_control: ClassVar[bool] = False
+    # whether all heads of a layer are alike, so that the budget is rounded to whole layers
     whole_layers: ClassVar[bool] = False
 
     @abstractmethod

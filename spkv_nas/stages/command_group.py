@@ -11,30 +11,21 @@ from spkv_nas.stages import commands, result
 
 @dataclass(frozen=True)
 class AddedCommand:
-    """Command that an entry point adds, such as ``search``: an entry of ``ADDED_COMMANDS``.
+    """Command that an entry point adds, such as ``search``: an entry of ``ADDED_COMMANDS``."""
 
-    Attributes:
-        name: the command.
-        run: function of an options dataclass and a reporter, such as ``runner`` returns; its docstring is the help. If
-            the dataclass derives from ``Trains``, ``plan`` in the module that runs it plans a ``--dry-run``.
-    """
-
-    name: str
+    name: str  # the command
+    # function of an options dataclass and a reporter, such as ``runner`` returns; its docstring is the help. If the
+    # dataclass derives from ``Trains``, ``plan`` in the module that runs it plans a ``--dry-run``
     run: Callable[[Any, progress.Reporter], result.Results | None]
 
 
 @dataclass(frozen=True)
 class CommandGroup:
-    """Group of commands that an entry point adds, such as ``reproduce``: an entry of ``COMMAND_GROUPS``.
+    """Group of commands that an entry point adds, such as ``reproduce``: an entry of ``COMMAND_GROUPS``."""
 
-    Attributes:
-        name: first word of its commands.
-        help: sentence that describes the group.
-        commands: functions as those of ``AddedCommand``, in the order of the help.
-    """
-
-    name: str
-    help: str
+    name: str  # first word of its commands
+    help: str  # sentence that describes the group
+    # functions as those of ``AddedCommand``, in the order of the help
     commands: tuple[Callable[[Any, progress.Reporter], result.Results | None], ...]
 
 

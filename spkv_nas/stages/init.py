@@ -98,17 +98,10 @@ def _fit_memory(draft: Draft, options: InitOptions, reporter: progress.Reporter)
 
 def _heldout_passes(planner: run_plan.Planner) -> tuple[run_plan.PlannedRun, run_plan.PlannedRun]:
     """Return the runs on held-out text: head gates, and zero-shot scores of the layouts."""
-    scored = 1 + _num_layouts()
-    return (
-        planner.heldout_pass(
-            defaults.RECOMMENDED,
-            variants.Variant.full_attention(),
-            defaults.HEAD_GATE_STEPS,
-            defaults.LEARNING_TOKENS,
-            defaults.FROZEN_STEP_PASSES,
-        ),
-        planner.heldout_pass("zero-shot scores", variants.Variant.full_attention(), scored),
-    )
+    dense, scored = variants.Variant.full_attention(), 1 + _num_layouts()
+    learning = defaults.HEAD_GATE_STEPS, defaults.LEARNING_TOKENS, defaults.FROZEN_STEP_PASSES
+    head_gates = planner.heldout_pass(defaults.RECOMMENDED, dense, *learning)
+    return head_gates, planner.heldout_pass("zero-shot scores", dense, scored)
 
 
 def _steps_in_time(planner: run_plan.Planner, seconds: float) -> int:

@@ -118,8 +118,5 @@ def _shown(name: str, value: Any) -> str:
     """Return an argument for a log line."""
     if isinstance(value, TokenBlocks):
         return str(value)
-    return (
-        f"{name}={errors.shortened(repr(value), 60)}"
-        if isinstance(value, int | float | str | PathLike | None)
-        else type(value).__name__
-    )
+    is_plain = isinstance(value, int | float | str | PathLike | None)
+    return f"{name}={errors.shortened(repr(value), 60)}" if is_plain else type(value).__name__

@@ -13,16 +13,12 @@ from spkv_nas.training.branch_config import ExtendConfig, GateSchedule, GatesCon
 
 
 class InterruptCallback(TrainerCallback):
-    """Callback that saves a checkpoint and stops training after the step in which any rank received a signal.
-
-    Attributes:
-        ended: True if training was stopped.
-    """
+    """Callback that saves a checkpoint and stops training after the step in which any rank received a signal."""
 
     def __init__(self, pending: interrupt.Pending) -> None:
         """Watch for a signal in ``pending``."""
         self._pending = pending
-        self.ended = False
+        self.ended = False  # True if training was stopped
 
     def on_step_end(self, _args: object, _state: object, control: TrainerControl, **_: object) -> None:
         """Stop on all ranks if any of them received a signal."""
@@ -33,17 +29,13 @@ class InterruptCallback(TrainerCallback):
 
 
 class LogCallback(TrainerCallback, ExportableState):
-    """Callback that stores the loss accumulated since the last log line, so that logs of resumed runs agree.
-
-    Attributes:
-        total: sum of the losses of the steps after ``since``, averaged over ranks.
-        since: step of the last log line.
-    """
+    """Callback that stores the loss accumulated since the last log line, so that logs of resumed runs agree."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Read and restore the loss of ``trainer``."""
         self._trainer = trainer
-        self.total, self.since = 0.0, 0
+        self.total = 0.0  # sum of the losses of the steps after ``since``, averaged over ranks
+        self.since = 0  # step of the last log line
 
     def take(self) -> None:
         """Copy the trainer's accumulated loss; must be called on all ranks."""
@@ -66,14 +58,11 @@ class DistillationCallback(TrainerCallback, ExportableState):
     """Callback that averages the parts of a loss with a teacher for logs.
 
     The sums since the last log line are saved with the trainer's state, so that logs of resumed runs agree.
-
-    Attributes:
-        loss: the loss of training passes, which collects its parts.
     """
 
     def __init__(self, loss: distillation.Distillation) -> None:
         """Read and restore the sums of ``loss``."""
-        self.loss = loss
+        self.loss = loss  # the loss of training passes, which collects its parts
         self._saved: list[float] = []
 
     def take(self) -> None:
@@ -105,15 +94,13 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
 
     Frozen predictors are left out of updates. The price is saved with the trainer's state, so that resumed runs agree.
     Ranks sample their gates independently, but share density and price.
-
-    Attributes:
-        density: float64 [layers, KV heads] of the last measured step; None before the first.
     """
 
     def __init__(self, schedule: GateSchedule, options: GatesConfig) -> None:
         """Follow the gate phases of ``schedule``."""
         self._schedule, self._options = schedule, options
         self._tracker: density_tracker.DensityTracker | None = None
+        # float64 [layers, KV heads] of the last measured step; None before the first
         self.density: arrays.Float | None = None
         self._controller = None if options.target_density is None else price.Price(options.target_density)
         self._benefits: price.KeyBenefitEstimator | None = None
@@ -206,14 +193,11 @@ class EndWandbRun(TrainerCallback):
 
 
 class TokenProgressCallback(TrainerCallback):
-    """Callback that updates a progress bar with the step, the last loss, and the density or the speed.
-
-    Attributes:
-        bar: progress bar, called after every step; does nothing until it is set.
-    """
+    """Callback that updates a progress bar with the step, the last loss, and the density or the speed."""
 
     def __init__(self) -> None:
         """Start without a bar."""
+        # progress bar, called after every step; does nothing until it is set
         self.bar: progress.Bar = progress.no_progress
         self._note = ""
 

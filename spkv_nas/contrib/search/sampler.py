@@ -30,12 +30,9 @@ class Sampler(entry.Entry, ABC):
 
     A sampler has no state: its layouts depend on the arguments alone, so that any number of workers, however
     interrupted, produce the same study.
-
-    Attributes:
-        takes_starts: whether it first tries the layouts that the search starts from.
     """
 
-    takes_starts: ClassVar[bool] = False
+    takes_starts: ClassVar[bool] = False  # whether it first tries the layouts that the search starts from
 
     @abstractmethod
     def layouts(
