@@ -167,10 +167,7 @@ class HeadScores(OnGrid):
 
     @cached_property
     def content_hash(self) -> str:
-        """Return 8 hexadecimal digits that distinguish this probe from another of the same name.
-
-        The hash is the same in memory and when read from files, and the same at every threshold.
-        """
+        """Return 8 hexadecimal digits of this probe's content, the same in memory, in files and at every threshold."""
         if self.probe_hash is not None:
             return self.probe_hash
         key = hashlib.sha256(f"{self.tau} {self.window}\n{tables.csv_text(head_tables.file_rows(self.rows))}".encode())
@@ -216,10 +213,7 @@ class HeadScores(OnGrid):
         return values if signed else values.clip(0.0)
 
     def at_tau(self, tau: float) -> "HeadScores":
-        """Return the table at another threshold; standard errors become NaN and ``positions`` stays as probed.
-
-        Raises ``UserError`` if ``tau`` is outside [0, 1], or the table has no histogram.
-        """
+        """Return the table at another tau, without standard errors; ``UserError``: not in [0, 1], or no histogram."""
         if not 0.0 <= tau <= 1.0:
             raise UserError(f"tau must lie in [0, 1]; found {tau}")
         if tau == self.tau:

@@ -85,10 +85,7 @@ class LogitHistogram:
         return np.asarray((1.0 - share) * at_edge[..., right - 1] + share * at_edge[..., right])
 
     def tau_for_density(self, rho: float, shares: Sequence[float]) -> float:
-        """Return the threshold whose mean density is closest to ``rho``, of those that keep any tokens.
-
-        ``shares`` are the domains' shares in the mean, in the order of ``domains``.
-        """
+        """Return the tau, keeping any tokens, of mean density closest to ``rho``; ``shares`` weight ``domains``."""
 
         def mean(tau: float) -> float:
             return float(np.tensordot(shares, self.density(tau), 1).mean())

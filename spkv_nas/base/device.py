@@ -23,10 +23,7 @@ def choose_device(device: str | None = None) -> str:
 
 
 def check_device(device: str | None, *, spreads: bool = False) -> None:
-    """Check the name of a device without importing torch; ``spreads`` says whether ``AUTO`` is supported, too.
-
-    Raises ``UserError`` if the name is not cpu, cuda or cuda:N; None stands for the default.
-    """
+    """Check a device's name without torch, also ``AUTO`` if ``spreads``; ``UserError``: not cpu, cuda or cuda:N."""
     if device == AUTO and not spreads:
         raise errors.UserError(
             "--device auto is for probe, evaluate and score, which place a model's layers on all GPUs\n"

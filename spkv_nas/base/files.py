@@ -68,10 +68,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def read_text(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> str:
-    """Read a UTF-8 text file of at most ``max_bytes``, without its byte order mark; ``what`` names its kind in errors.
-
-    Raises ``UserError`` if the file cannot be read or is too large.
-    """
+    """Read UTF-8 text without byte order mark; ``UserError`` about ``what``: unreadable, or above ``max_bytes``."""
     try:
         # Opening a named pipe could block forever; a shell's <(...) does not
         if path.is_fifo() and not str(path).startswith(("/dev/", "/proc/")):

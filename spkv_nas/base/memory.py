@@ -37,10 +37,7 @@ def available_bytes_per_process(device: str = "cpu") -> int:
 
 
 def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") -> None:
-    """Check that ``num_bytes`` of memory are available on a device, "cuda" for GPU memory, else machine memory.
-
-    Raises ``UserError``, which says ``what`` needs them ("logits of 8 blocks of 512 tokens"), and the remedy.
-    """
+    """Check that a device has ``num_bytes``; ``UserError`` says ``what`` needs them, and the remedy."""
     free = available_bytes(device)
     if num_bytes > free:
         raise errors.UserError(

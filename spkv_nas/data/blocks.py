@@ -166,10 +166,7 @@ class TokenBlocks:
         )
 
     def cut(self, block_size: int) -> "TokenBlocks":
-        """Return the same text in blocks of another length, leaving out an incomplete last block.
-
-        Blocks with opening tokens are copied into memory, because the text then shifts between blocks.
-        """
+        """Return the text in other blocks, without an incomplete last one; with opening tokens it is copied."""
         tokens, document = (array[:, len(self.opening) :].reshape(-1) for array in (self.tokens, self.document))
         tokens, document = _in_blocks(tokens, document, block_size, self.opening)
         return replace(self, tokens=tokens, document=document)

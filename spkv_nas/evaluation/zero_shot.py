@@ -63,11 +63,10 @@ def zero_shot(
 
     During scoring the model's windows are lifted and its gates are open, so that a global head sees every key and a
     local head its window and sink tokens; learned sinks of a hybrid are left out, with a warning. None is full
-    attention. At most one hidden state per layer is kept of ``batch_size`` blocks.
-
-    Must be called on all ranks: each runs its share of the blocks, and rank 0 alone reads and extends ``cache``, a
-    folder of finished scores of this model on this text (``cache_folder``). ``work`` receives what it cost. Raises
-    ``UserError`` if there is no text, or a layout is for another number of layers or KV heads.
+    attention. At most one hidden state per layer is kept of ``batch_size`` blocks. Must be called on all ranks: each
+    runs its share of the blocks, and rank 0 alone reads and extends ``cache``, a folder of finished scores of this
+    model on this text (``cache_folder``). ``work`` receives what it cost. Raises ``UserError`` if there is no text, or
+    a layout is for another number of layers or KV heads.
     """
     _check(model, blocks)
     work = work or Work()

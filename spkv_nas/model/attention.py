@@ -107,10 +107,7 @@ class LayerState:
 
     @property
     def local_sinks(self) -> int:
-        """Return the sink tokens of local heads, which have equally many in a layout; 0 where gates decide.
-
-        Gates keep their sink tokens themselves (``gates.UtilityPredictor``).
-        """
+        """Return a layout's sink tokens of local heads; 0 where gates decide, which keep their own (``gates``)."""
         return max([0, *self._layout_sinks()])
 
     def operator_sinks(self, device: torch.device) -> int | tuple[int, ...] | Tensor:

@@ -25,10 +25,7 @@ NO_TARGET = -100  # label to ignore
 
 
 def token_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Compute the NLL in nats, float32 [B, T - 1], of every token but the first of each block of int64 [B, T].
-
-    Warns if chunks were needed, but all logits had to be computed at once.
-    """
+    """Compute the NLL, float32 [B, T - 1], of tokens [B, T]; warns if all logits were computed at once."""
     if (decoder_pass := _large_pass(model, tokens)) is not None:
         return decoder_pass.losses(tokens[:, 1:], model)
     logits = model(input_ids=tokens, use_cache=False).logits
@@ -81,10 +78,8 @@ def loss_in_chunks(
 
     The model calls the loss within its forward pass, as DDP and FSDP2 require, and adds its auxiliary losses as usual,
     such as those of mixtures of experts. ``begin_pass`` starts the decoder pass of another loss than the NLL, which is
-    always computed in chunks. Warns as ``token_nll``.
-
-    Raises ``UserError`` if ``begin_pass`` is given, but the model does not compute logits from last hidden states
-    alone.
+    always computed in chunks. Warns as ``token_nll``. Raises ``UserError`` if ``begin_pass`` is given, but the model
+    does not compute logits from last hidden states alone.
     """
     # Capture the decoder pass, and the logits of the last position only
     model_loss = model.loss_function

@@ -24,10 +24,7 @@ _MASKS = re.compile(
 
 
 def check_room(files: list[Path], num_parameters: int, what: str) -> None:
-    """Refuse a large model whose files are too small, because missing weights would first be created at random.
-
-    Raises ``UserError``: the files have less than a byte per parameter.
-    """
+    """Raise ``UserError`` for files of less than a byte per parameter, before weights are created at random."""
     size = sum(file.stat().st_size for file in files)
     if num_parameters > max(size, _LARGE):
         raise UserError(

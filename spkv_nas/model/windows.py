@@ -169,10 +169,7 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[attention.LayerState
 
 @contextmanager
 def every_head_local(model: PreTrainedModel, window: int, sinks: int = 0) -> Iterator[None]:
-    """Make every head local inside the ``with`` block, as a layout with this window and these sink tokens.
-
-    The model is restored after it. This shows what the model can do without long-range attention.
-    """
+    """Make every head local inside the block, which shows what the model can do without long-range attention."""
     with full_attention(model) as states:
         for state in states:
             state.set_windows((local_layers.layout_window(state, window, is_global=False),) * state.num_kv_heads, sinks)

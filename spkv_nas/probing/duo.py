@@ -44,10 +44,7 @@ class AlphaMixture(Mixture):
     """Mixture whose global attention is that of a recorded pass of the unchanged model."""
 
     def __init__(self, state: attention.LayerState, window: int, sinks: int, device: torch.device) -> None:
-        """Start with alpha at 1; local attention sees the ``window`` most recent and the first ``sinks`` keys.
-
-        Alpha stays 0 in layers that are always local.
-        """
+        """Start with alpha at 1, or 0 in layers local by design; local heads see ``window`` keys and ``sinks``."""
         # alpha [Hkv], the share of global attention
         self.share = torch.full(
             (state.num_kv_heads,), float(not state.is_always_local), device=device, requires_grad=True

@@ -26,10 +26,7 @@ ROOM = 0.5  # share of the free memory that a forward and backward pass may use
 
 @contextmanager
 def frozen(model: torch.nn.Module, learning: Collection[torch.nn.Parameter] = ()) -> Iterator[None]:
-    """Freeze all parameters of ``model`` except those in ``learning`` inside the ``with`` block.
-
-    Raises ``UserError``: gradients would have to pass through weights that are on no device.
-    """
+    """Freeze ``model`` but ``learning`` in the block; ``UserError``: gradients would pass weights on no device."""
     device_map.check_placed(model)
     others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in learning]
     for parameter in others:

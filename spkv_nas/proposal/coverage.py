@@ -22,9 +22,8 @@ def coverage(table: head_scores.HeadScores, layout: Layout) -> float:
 
     It is NaN for a layout of several windows, which also decide what its local heads lose. Densities are those at the
     table's threshold; the layout's provenance is ignored. For layouts in files, ``Proposal.table`` gives the table at
-    the threshold they were chosen at.
-
-    Raises ``UserError``: the layout's grid differs from the table's, or every density is 0.
+    the threshold they were chosen at. Raises ``UserError``: the layout's grid differs from the table's, or every
+    density is 0.
     """
     grid.check_grid(f"layout '{layout.strategy}'", layout.grid, f"the density table '{table.name}'", table.grid)
     return math.nan if layout.windows else _covered(table, layout.global_mask)

@@ -123,9 +123,8 @@ def read_scores(path: Path) -> ForeignScores:
     """Read scores from a DuoAttention folder, a ``.tsv`` of either project, or a density table (``.csv``).
 
     Window and sinks come from the ``config.json`` next to a ``.tsv``. A ``.tsv`` is DuoAttention's if that config has
-    ``recent_size`` or the file name starts with ``full_attention_heads``, else PruLong's.
-
-    Raises ``UserError``: the file is invalid (names file, line and column), or its grid differs from the config's.
+    ``recent_size`` or the file name starts with ``full_attention_heads``, else PruLong's. Raises ``UserError``: the
+    file is invalid (names file, line and column), or its grid differs from the config's.
     """
     if path.suffix == ".csv":
         table = head_scores.HeadScores.read(path)

@@ -145,9 +145,8 @@ class Requirements:
     def fitted(self, table: HeadScores, limit: "Limit", window: int | None) -> "Limit":
         """Lower a limit until the solution within it fits in the memory of an engine.
 
-        A solution with fewer global heads than the limit can need more memory than one that reaches it.
-
-        Raises ``UserError``: no solution fits, or as ``solve``.
+        A solution with fewer global heads than the limit can need more memory than one that reaches it. Raises
+        ``UserError``: no solution fits, or as ``solve``.
         """
         cost = self.cache_cost(table, window)
         if self.kv_bytes is None or not isinstance(cost, EngineCost):

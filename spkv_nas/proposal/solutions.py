@@ -26,10 +26,7 @@ SOLUTIONS_TABLE = f"{workspace.SOLUTIONS}.csv"
 
 @dataclass(frozen=True)
 class SeveralSolutions:
-    """Request for several layouts.
-
-    Raises ``UserError``: ``number`` is below 2 or ``apart`` below 1.
-    """
+    """Request for several layouts. Raises ``UserError``: ``number`` is below 2 or ``apart`` below 1."""
 
     number: int  # number of layouts, the best included
     apart: int = defaults.SOLUTIONS_APART  # minimum number of KV heads in which any two of them differ

@@ -31,10 +31,7 @@ def density_chart(table: HeadScores) -> Chart:
 
 
 def layout_chart(table: HeadScores, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
-    """Return a small heatmap of the same values, with a layout's global heads marked; ``number`` names the chart.
-
-    Local heads have the letter of their window if the layout has several.
-    """
+    """Return a small heatmap with a layout's global heads marked, and window letters if several; id ``number``."""
     # List the global heads, and mark their cells
     rows = ([str(head) for head, letter in enumerate(row) if letter == "G"] for row in layout.heads)
     heads = "; ".join(f"layer {layer}: {', '.join(row)}" for layer, row in enumerate(rows) if row)

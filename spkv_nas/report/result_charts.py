@@ -77,10 +77,7 @@ def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
 
 
 def baselines_chart(rows: pd.DataFrame) -> Chart:
-    """Return density against the change of NLL from the dense model: pruning rules, and SP-KV as tau moves.
-
-    ``rows`` are a table of ``artifacts.result_tables.BASELINES``.
-    """
+    """Return density against NLL increase of pruning rules, and of SP-KV as tau moves; ``rows``: ``BASELINES``."""
     # Group the rules by their sinks, and set SP-KV apart
     rows = rows[rows["method"] != FULL_ATTENTION].assign(density=100 * rows["density"])
     is_spkv = rows["method"] == SP_KV

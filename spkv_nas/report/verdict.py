@@ -162,10 +162,7 @@ def _competition(evidence: Evidence, num_others: int, close: Sequence[str]) -> s
 
 
 def _is_behind(best: Result, other: Result, error: float, critical: float) -> bool:
-    """Return whether a layout's NLL is more than ``critical`` standard errors of the difference above the best one.
-
-    Where that error is unknown (NaN), it is at most the sum of both errors.
-    """
+    """Return whether NLL is more than ``critical`` errors above the best; a NaN error is at most the sum of both."""
     return other.delta - best.delta > critical * (best.error + other.error if math.isnan(error) else error)
 
 

@@ -46,10 +46,7 @@ def next_line(command: str) -> str:
 
 
 def command_line(options: object) -> str:
-    """Format the command line that gives a stage ``options``, a command's dataclass, without those at their defaults.
-
-    Paths below the current folder are written relative to it.
-    """
+    """Format the command line of options, without defaults; paths below the current folder become relative."""
     hints = get_type_hints(type(options), include_extras=True)
     # Split values into positional arguments and switches, skipping defaults
     arguments: list[str] = []
@@ -82,10 +79,7 @@ def command_name(options_class: type) -> str:
 
 
 def stage_module(options_class: type) -> str:
-    """Return the module that runs the command of a class of options.
-
-    It has the name of the options, ``stages.probe`` for ``stages.options.probe``, or is ``stage`` beside ``options``.
-    """
+    """Return the module that runs options: of the same name in ``stages``, or ``stage`` beside ``options``."""
     return re.sub(r"\.options$", ".stage", options_class.__module__.replace(".options.", "."))
 
 

@@ -31,10 +31,7 @@ class FirstRecipe:
 
 
 def init(options: InitOptions, reporter: progress.Reporter = progress.SILENT) -> FirstRecipe:
-    """Write a first recipe for a model and a text, and plan the runs that follow from it.
-
-    Raises ``UserError`` if the file exists, the model does not, or text or time are too little to train.
-    """
+    """Write a first recipe, and plan its runs; ``UserError``: the file exists, no model, too little text or time."""
     checks.check(options)
     transformers_logging.quiet_transformers(reporter)
     # Draft the recipe
@@ -69,10 +66,7 @@ def init(options: InitOptions, reporter: progress.Reporter = progress.SILENT) ->
 
 
 def _fit_memory(draft: Draft, options: InitOptions, reporter: progress.Reporter) -> tuple[run_plan.Planner, Draft]:
-    """Return a planner and the draft, with block and micro-batch sizes reduced until they fit in memory.
-
-    If not even one of the smallest blocks fits, the micro-batch size is 1.
-    """
+    """Return a planner and the draft, whose blocks and micro-batch shrink until they fit, to one smallest block."""
     base = options.out.parent
     while True:
         # Count the blocks that fit at once
@@ -136,10 +130,7 @@ def _any_layout(planner: run_plan.Planner) -> variants.Variant:
 
 
 def _source_from(base: Path, source: str) -> str:
-    """Return a source of text as a recipe in folder ``base`` has to name it.
-
-    An existing path becomes absolute unless ``base`` is the current folder; other sources stay as they are.
-    """
+    """Return a source as a recipe in ``base`` names it: a path absolute, unless ``base`` is the current folder."""
     path = Path(source).expanduser()
     if source in readers.AT_HAND or not path.exists() or base.resolve() == Path.cwd():
         return source

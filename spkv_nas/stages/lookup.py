@@ -82,10 +82,7 @@ def chosen_table(options: ChoosesProbe, reporter: progress.Reporter = progress.S
 
 
 def chosen_recipe(options: RetrainsLayouts, table: head_scores.HeadScores, embedded: str) -> Path:
-    """Return the recipe to retrain layouts by: the options', or ``embedded`` for a probe of an embedded model.
-
-    Raises ``UserError`` without one, with a command that names the recipe or writes one.
-    """
+    """Return the recipe to retrain by, the options' or ``embedded``; ``UserError`` without, naming a command."""
     if options.recipe is not None:
         return options.recipe
     if str(table.metadata.get("model", "")).startswith(assets.EMBEDDED_PREFIX):

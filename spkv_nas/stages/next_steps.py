@@ -58,10 +58,7 @@ def missing_options(table: HeadScores) -> str:
 
 
 def after_init(options: init.InitOptions, name: str, window: int) -> list[Suggestion]:
-    """Suggest to retrain the model's layouts if there are any, else to measure its head gates.
-
-    Only layouts of the recipe's ``window`` compare with its models; ``name`` is the recipe's.
-    """
+    """Suggest to retrain the model's layouts of the recipe's ``window``, if any, else to measure its head gates."""
     # Look for layouts of the same model and window
     workspace, model = options.folders, record.absolute(options.model)
     for probe, content in record.probe_records(workspace).items():

@@ -117,10 +117,7 @@ def _keep_selection(folder: Path, tables: Sequence[head_scores.HeadScores]) -> N
 
 
 def _recommended(workspace: Workspace, table: head_scores.HeadScores) -> list[head_scores.HeadScores]:
-    """Return the recommended signal's scores of the model that densities are of, if the workspace has them.
-
-    They were measured with the densities' sink tokens: with others, layouts do not compare.
-    """
+    """Return the recommended signal's scores of the densities' model, if measured with the same sink tokens."""
     if not table.is_density:
         return []
     others = (other for other in neighbours(workspace, table) if other.sinks == table.sinks)

@@ -88,10 +88,7 @@ def is_comparable(record: Mapping[str, Any], table: HeadScores) -> bool:
 
 
 def for_signal(options: probe.ProbeOptions, signal: str, budget: str | None, *, learns: bool) -> probe.ProbeOptions:
-    """Return the options that measure another signal of the same model, on the same blocks of text.
-
-    A signal that ``learns`` on the model takes the budget, the window and the seed.
-    """
+    """Return options of another signal on the same blocks; one that ``learns`` takes budget, window and seed."""
     name = options.name and f"{options.name}-{signal}"
     unset = {name: None for name in entry.shared_options(SIGNALS) if name != "seed"}
     changed = replace(options, **{**unset, "signal": signal, "name": name, "budget": budget})  # type: ignore[arg-type]

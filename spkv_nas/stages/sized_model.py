@@ -42,10 +42,7 @@ def model_name(source: str) -> str:
 
 
 def result_name(source: str, workspace: Workspace) -> str:
-    """Return the name of ``evaluate``'s results.
-
-    It is that of the probe that a hybrid's layout is from, else of the recipe that trained the model, else the model's.
-    """
+    """Return the name of ``evaluate``'s results: that of a layout's probe, else the recipe's, else the model's."""
     if source.startswith(assets.EMBEDDED_PREFIX):
         return model_name(source)
     layout = _saved_layout(Path(source, "config.json"))

@@ -223,10 +223,7 @@ class Subject:
     def _held_out(
         self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, separator: str, reporter: Reporter
     ) -> TokenBlocks:
-        """Load the recipe's held-out text, mixed with RULER samples as its training text is.
-
-        A mixture has at most ``max_blocks`` blocks; text without samples is returned whole.
-        """
+        """Load held-out text, mixed with RULER samples as training text is, then in at most ``max_blocks`` blocks."""
         from spkv_nas.data.splits import load_heldout
         from spkv_nas.training import corpus, dataset
 

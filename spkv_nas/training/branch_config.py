@@ -164,10 +164,8 @@ def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str
     """Return the section of a recipe with its ``layout``, a layout file, converted to ``heads``.
 
     Local heads stay local, global heads get gates, and the layout's window becomes the gates' window unless the section
-    sets another. A relative path starts from ``base``; ``where`` names the recipe in errors.
-
-    Raises ``UserError`` if the layout cannot be read, or its local heads have sink tokens, which gates do not keep
-    there.
+    sets another. A relative path starts from ``base``; ``where`` names the recipe in errors. Raises ``UserError`` if
+    the layout cannot be read, or its local heads have sink tokens, which gates do not keep there.
     """
     layout = Layout.read(base / section["layout"])
     layout.check_one_window(f"{where}: gates.layout needs one, which becomes that of the gates")

@@ -60,9 +60,8 @@ def set_up(
 ) -> BranchSetup:
     """Set up the branch of a variant; ``seed`` initializes new predictors, ``sink_logits`` learned sinks.
 
-    ``recipe`` is that of the run (``branch_recipe``).
-
-    Raises ``UserError``: the layout or the gates do not fit the model, or it has no RoPE to extend.
+    ``recipe`` is that of the run (``branch_recipe``). Raises ``UserError``: the layout or the gates do not fit the
+    model, or it has no RoPE to extend.
     """
     phase, gates = recipe.branch, recipe.gates
     # Load the model, and schedule its training

@@ -114,10 +114,7 @@ class BranchContext:
 def branch_folder(
     recipe: Recipe, dense: Path, runs: Path, variant: Variant, seed: int, *, origin: str | None = None
 ) -> Path:
-    """Return the folder of a branch below ``runs``, trained or not.
-
-    Pass ``origin``, the ``checkpoint_hash(dense)``, if it is known: hashing weights without a manifest takes a while.
-    """
+    """Return a branch's folder; a known ``origin``, ``checkpoint_hash(dense)``, saves hashing the weights."""
     return runs / "branches" / branch_key(recipe, origin or checkpoint.checkpoint_hash(dense), variant, seed)
 
 

@@ -55,10 +55,7 @@ class LogCallback(TrainerCallback, ExportableState):
 
 
 class DistillationCallback(TrainerCallback, ExportableState):
-    """Callback that averages the parts of a loss with a teacher for logs.
-
-    The sums since the last log line are saved with the trainer's state, so that logs of resumed runs agree.
-    """
+    """Callback that averages the parts of a loss with a teacher for logs; resumed runs continue its saved sums."""
 
     def __init__(self, loss: distillation.Distillation) -> None:
         """Read and restore the sums of ``loss``."""
@@ -174,10 +171,7 @@ class ExtensionCallback(TrainerCallback):
 
 
 class EndWandbRun(TrainerCallback):
-    """Callback that finishes the Weights & Biases run when training ends, so that the next training starts a new one.
-
-    A run that the caller had opened before stays open.
-    """
+    """Callback that finishes the Weights & Biases run that training opened, so that the next one starts its own."""
 
     def __init__(self) -> None:
         """Note whether a run is already open."""

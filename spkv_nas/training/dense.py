@@ -42,10 +42,7 @@ def is_dense_trained(folder: Path) -> bool:
 def train_dense(
     recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | None = None, reporter: Reporter = SILENT
 ) -> Path:
-    """Train the recipe's dense model up to the decay, and return its checkpoint.
-
-    An interrupted run resumes, a finished one is reused. The recipe's precision must be resolved.
-    """
+    """Train the dense model to the decay, resuming, and return its checkpoint; the recipe's precision is resolved."""
     tokenizer = tokenizer_folder(recipe, folder.parent)
     distributed.on_main(lambda: run_files.check_text(folder, corpus.training_text, tokenizer, key="training_text"))
     if not is_dense_trained(folder):
@@ -93,10 +90,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
 
 
 def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Build the config of the recipe's new model (``model.config``), with the tokenizer's vocabulary size.
-
-    Raises ``UserError``: no model can be built from it; names the key that prevents it.
-    """
+    """Build the new model's config with the tokenizer's vocabulary; ``UserError`` names the key that prevents it."""
     # Start from the tokenizer's and the text's values, which the recipe can override
     options: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
     options |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}

@@ -223,9 +223,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, pat
     """Load AdamW's moments from ``save_optimizer_state``; parameters that the file lacks get zero moments.
 
     Without a file, zero moments are created explicitly, because a sharded checkpoint is loaded into existing tensors.
-    Warns, and starts afresh, if the file is from another kind of AdamW.
-
-    Raises ``UserError`` if the file cannot be read, or belongs to another model.
+    Warns, and starts afresh, if the file is from another kind of AdamW. Raises ``UserError`` if the file cannot be
+    read, or belongs to another model.
     """
     # Read the file, and ignore it if it is from another optimizer
     saved: Mapping[str, Tensor] = {} if path is None else _read_tensors(path)

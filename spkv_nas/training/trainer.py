@@ -290,9 +290,7 @@ def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTraine
 
     The option ``auto_find_batch_size`` of transformers would reduce the batch. Here the run restarts from its last
     checkpoint, so that no state of the failed step remains: gradients, gate counts or prices. Warns of the smaller
-    size.
-
-    Raises ``UserError``: memory runs out on one of several ranks, or as in ``SPKVTrainer.train_or_resume``.
+    size. Raises ``UserError``: memory runs out on one of several ranks, or as in ``SPKVTrainer.train_or_resume``.
     torch.OutOfMemoryError: memory is too small for ``least`` blocks.
     """
     while True:

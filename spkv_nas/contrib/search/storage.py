@@ -61,9 +61,7 @@ def open_storage(url: str) -> RDBStorage:
 def open_study(storage: RDBStorage, name: str, settings: Mapping[str, Any], metrics: Sequence[str]) -> optuna.Study:
     """Open or create a study whose tasks have values of the names ``metrics``, all to be minimised.
 
-    ``settings`` are all that results depend on.
-
-    Raises ``UserError``: the study exists with other settings.
+    ``settings`` are all that results depend on. Raises ``UserError``: the study exists with other settings.
     """
     study = optuna.create_study(
         storage=storage,
