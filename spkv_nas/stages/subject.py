@@ -132,8 +132,7 @@ class Subject:
             learns: whether a model without gates will learn them, so that its text is split by document.
         """
         from spkv_nas.evaluation.alarms import packing_warning
-        from spkv_nas.model import config_section, model_shape
-        from spkv_nas.model.checkpoint import load_on, saved_dtype
+        from spkv_nas.model import checkpoint, config_section, model_shape
 
         # Load the model
         options, recipe = self.options, self.recipe
@@ -141,8 +140,8 @@ class Subject:
         reporter.announce(f"loading {self.source}")
         device = measuring_device(options.device)
         connect(device)
-        checkpoint_dtype = saved_dtype(self.source)
-        model, tokenizer = load_on(self.source, device, options.dtype, spreads=options.device == AUTO)
+        checkpoint_dtype = checkpoint.saved_dtype(self.source)
+        model, tokenizer = checkpoint.load_on(self.source, device, options.dtype, spreads=options.device == AUTO)
         saved_name, compute_name = dtype_name(checkpoint_dtype or model.dtype), dtype_name(model.dtype)
         if saved_name != compute_name and options.dtype is None:
             reporter.announce(f"computing in {compute_name}: this device only emulates {saved_name}")

@@ -90,12 +90,11 @@ class TaskRounds(rounds.Rounds):
 
     def measure(self, index: int, model: "PreTrainedModel", prepared: rounds.Prepared) -> rounds.Float:
         """Return the score in [0, 1] of each sample of a round."""
-        from spkv_nas.contrib.evaluate.tasks import language_model, run
-        from spkv_nas.contrib.evaluate.tasks.suite import code_allowed
+        from spkv_nas.contrib.evaluate.tasks import language_model, run, suite
 
         samples = self._samples[self.part(index)]
         lm, scores = language_model.CheckpointLM(model, self._tokenizer), np.empty(len(samples))
-        with code_allowed(self._allow_code):
+        with suite.code_allowed(self._allow_code):
             for task in {id(task): task for task, _ in samples}.values():
                 places = [place for place, (other, _) in enumerate(samples) if other is task]
                 documents = [samples[place][1] for place in places]

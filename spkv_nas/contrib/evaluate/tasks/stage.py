@@ -68,21 +68,20 @@ def _run_tasks(
     reporter: progress.Reporter,
 ) -> "tuple[list[list[TaskResult]], dict[str, Any]]":
     """Run every task on one checkpoint, reusing finished ones; return results by requested name, and the origin."""
-    from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
-    from spkv_nas.contrib.evaluate.tasks.run import run_task
+    from spkv_nas.contrib.evaluate.tasks import language_model, run
 
     checkpoint = Checkpoint.load(options, source, tau, reporter)
     identity = checkpoint.identity(f"{checkpoint.origin['tau']} lm-eval {version('lm-eval')}")
     num_tasks = sum(len(group.tasks) for group in suite)
     results: list[list[TaskResult]] = []
     with checkpoint.hard(), reporter.bar("answering") as bar:
-        lm = CheckpointLM(checkpoint.model, checkpoint.tokenizer)
+        lm = language_model.CheckpointLM(checkpoint.model, checkpoint.tokenizer)
         for group in suite:
             results.append([])
             for task in group.tasks:
                 lm.progress = progress.part_of(bar, sum(map(len, results)), num_tasks, task.task_name)
                 results[-1].append(
-                    run_task(lm, task, samples, identity, limit=options.limit, allow_code=options.allow_code)
+                    run.run_task(lm, task, samples, identity, limit=options.limit, allow_code=options.allow_code)
                 )
     num_reused = sum(result.was_kept for group_results in results for result in group_results)
     reporter.reused(num_reused, num_tasks, "tasks")
