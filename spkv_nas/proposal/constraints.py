@@ -24,8 +24,8 @@ _WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight
 class Constraints:
     """Constraints that a serving engine or an architecture puts on a layout. Layers count from 0.
 
-                Raises:
-            UserError: a number is out of range, the granularity is unknown, or two constraints contradict each other.
+    Raises:
+    UserError: a number is out of range, the granularity is unknown, or two constraints contradict each other.
     """
 
     # minimum number of global heads per layer; layers in ``global_layers`` or ``local_layers`` are exempt
@@ -35,7 +35,7 @@ class Constraints:
     local_layers: tuple[int, ...] = ()  # layers in which every head is local
     granularity: str = "head"  # "head", or "layer" for whole layers only
     uniform: bool = False  # same number of global heads in every layer that mixes global and local heads
-    max_windows: int | None = None  # most windows of local heads, for layouts with a window per head
+    max_windows: int | None = None  # most windows of local heads, for layouts with a window per head; None: three
     # windows of local heads to choose from, for such layouts; empty: those that were measured
     windows: tuple[int, ...] = ()
 
