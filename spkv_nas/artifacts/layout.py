@@ -25,11 +25,12 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
 from spkv_nas.artifacts.grid import Grid, OnGrid, grid_html
-from spkv_nas.base import files, limits, names, schema
+from spkv_nas.base import files, hub, limits, names, schema
 from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError, shortened
 
 FORMAT = "spkv-nas/layout/1"
+FILE = "layout.yaml"  # in the folder of an export
 DEFAULT_WINDOW = 128  # of local heads, if neither the probe nor the caller sets one
 
 GLOBAL = "G"
@@ -177,6 +178,12 @@ class Layout(OnGrid):
         return (f"windows {_listed(self.windows)}" if self.windows else f"window {self.window}") + sinks
 
     @property
+    def description(self) -> str:
+        """Return the shape, the share of global heads, window, sink tokens and hash in one line."""
+        share = f"{self.num_global} of {self.num_heads} global ({100 * self.num_global / self.num_heads:.1f} %)"
+        return f"{self.num_layers} layers x {self.num_kv_heads} KV heads, {share}, {self.reach}, hash {self.hash}"
+
+    @property
     def content(self) -> str:
         """Return windows, grid and sinks (if any) as text: only what affects the model."""
         windows = " ".join(map(str, self.legend.values()))
@@ -243,15 +250,17 @@ class Layout(OnGrid):
     def read(cls, path: files.StrPath) -> Layout:
         """Read a layout from a YAML file and verify its hash and check, which are not part of ``provenance``.
 
+        ``hub:ORG/NAME[@REVISION]`` reads ``FILE`` of a model repository on the Hugging Face Hub, as exports have it.
+
         Raises:
-            UserError: the file is invalid; names the key or layer, and what was expected.
+            UserError: the file is invalid (names the key or layer, and what was expected), or cannot be downloaded.
 
         Warns:
             UserWarning: the file was edited after it was written, or it is truncated.
         """
         # Parse and validate
         where = f"layout {path}"
-        text = files.read_text(Path(path), "layout")
+        text = files.read_text(hub.local_file(path, FILE, "layout"), "layout")
         data = files.parse_yaml(text, where)
         if data.get("format") != FORMAT:
             found_format = shortened(repr(data.get("format")), 40)

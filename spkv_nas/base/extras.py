@@ -10,7 +10,16 @@ from spkv_nas.base.errors import UserError
 
 EXTRAS = {  # packages by extra; pyproject.toml has their versions
     "report": ("jinja2", "markupsafe", "matplotlib", "seaborn"),
-    "train": ("accelerate", "datasets", "safetensors", "tokenizers", "torch", "transformers", "wonderwords"),
+    "train": (
+        "accelerate",
+        "datasets",
+        "huggingface_hub",
+        "safetensors",
+        "tokenizers",
+        "torch",
+        "transformers",
+        "wonderwords",
+    ),
     "lora": ("peft",),
     "search": ("optuna", "sqlalchemy"),
     "postgresql": ("psycopg",),

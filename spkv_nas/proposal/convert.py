@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.base import arrays, errors, version
+from spkv_nas.base import arrays, errors, hub, version
 from spkv_nas.base.files import write_atomic, write_json
 from spkv_nas.base.replace import new_folder, replacing
 from spkv_nas.proposal.foreign_formats import CONFIG_NAME, TSV_NAME, ForeignScores, read_scores
@@ -52,7 +52,7 @@ def convert(
     if window is not None and window < 1:
         raise errors.UserError(f"--window is {window}; it must be at least 1, because it includes the query's own key")
     # Read the source
-    layout = Layout.read(source) if _is_layout(source) else None
+    layout = Layout.read(source) if hub.is_on_hub(source) or _is_layout(source) else None
     if layout is None:
         scores, notes = _with_sizes(read_scores(source), window, sinks)
     elif chosen:

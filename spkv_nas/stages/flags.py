@@ -18,8 +18,8 @@ _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n
 _RECIPE = "Recipe file (YAML): model, text, training and gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
 _MODEL = Flag("Checkpoint: a folder, a Hugging Face ID, ID@REVISION, or embedded:NAME (ships with spkv-nas).")
-_LAYOUT = Flag("Layout file (YAML).", argument=True)
-_LAYOUTS = Flag("Layout files (YAML).", argument=True)
+_LAYOUT = Flag("Layout file (YAML), or hub:ORG/NAME.", argument=True)
+_LAYOUTS = Flag("Layout files (YAML), or hub:ORG/NAME.", argument=True)
 _PROBE = Flag(
     "Probe result: a name in the workspace, or a file of head scores (CSV, TSV).",
     ("--probe", "-p"),
@@ -92,7 +92,7 @@ LayoutFiles = Annotated[list[Path], _LAYOUTS]
 OptionalLayoutFiles = Annotated[list[Path] | None, _LAYOUTS]
 LayoutFile = Annotated[Path, _LAYOUT]
 OptionalLayoutFile = Annotated[Path | None, _LAYOUT]
-Layouts = Annotated[list[Path] | None, Flag("Layout file (YAML); repeat for several.")]
+Layouts = Annotated[list[Path] | None, Flag("Layout file (YAML), or hub:ORG/NAME; repeat for several.")]
 OptionalBudget = Annotated[str | None, BUDGET]
 OptionalBudgets = Annotated[str | None, _BUDGETS]
 ChosenTau = Annotated[

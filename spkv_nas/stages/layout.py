@@ -24,13 +24,6 @@ from spkv_nas.stages.result import Result
 _STYLES = {"G": "bold green", "+": "bold green", "-": "bold red", "~": "bold yellow"}  # others are dim
 
 
-def describe(layout: Layout) -> str:
-    """Return a layout's shape, share of global heads, window, sink tokens and hash in one line."""
-    share = f"{layout.num_global} of {layout.num_heads} global ({100 * layout.num_global / layout.num_heads:.1f} %)"
-    size = f"{layout.num_layers} layers x {layout.num_kv_heads} KV heads"
-    return f"{size}, {share}, {layout.reach}, hash {layout.hash}"
-
-
 def print_grid(rows: Sequence[str], notes: Sequence[str]) -> None:
     """Print one line per layer: its index, its marks, a note."""
     for layer, (row, note) in enumerate(zip(rows, notes, strict=True)):
@@ -91,7 +84,7 @@ def _show(shown: list[ShownLayout]) -> None:
     """Print layouts as grids, with the number of global heads of every layer."""
     for entry in shown:
         coverage = "" if entry.coverage is None else f", coverage {100 * entry.coverage:.2f} %"
-        out.print(Text(f"{entry.file}: {describe(entry.layout)}{coverage}"), soft_wrap=True)
+        out.print(Text(f"{entry.file}: {entry.layout.description}{coverage}"), soft_wrap=True)
         print_grid(entry.layout.heads, [str(row.count("G")) for row in entry.layout.heads])
 
 
@@ -124,9 +117,9 @@ def compare(files: Sequence[Path]) -> ComparedLayouts:
 def _show_difference(files: Sequence[Path], compared: ComparedLayouts) -> None:
     first, second, delta = compared.first, compared.second, compared.difference
     if compared.is_same:
-        out.print(f"the same layout: {describe(first)}", soft_wrap=True)
+        out.print(f"the same layout: {first.description}", soft_wrap=True)
         return
-    out.print(Text(f"- {files[0]}: {describe(first)}\n+ {files[1]}: {describe(second)}"), soft_wrap=True)
+    out.print(Text(f"- {files[0]}: {first.description}\n+ {files[1]}: {second.description}"), soft_wrap=True)
     windows = "".join(delta.marks).count("~")
     others = f", {windows} only in their window" if windows else ""
     out.print(f"{delta.num_heads} heads differ{others}, Jaccard index of the global heads {delta.jaccard:.3f}")

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, GateConfig
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import errors, schema
+from spkv_nas.base import errors, hub, schema
 from spkv_nas.base.limits import MAX_BATCH, MAX_BLOCK_SIZE, MAX_STEPS, MAX_WHOLE
 
 MAX_THETA = 1e12
@@ -167,7 +167,8 @@ def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str
     sets another. A relative path starts from ``base``; ``where`` names the recipe in errors. Raises ``UserError`` if
     the layout cannot be read, or its local heads have sink tokens, which gates do not keep there.
     """
-    layout = Layout.read(base / section["layout"])
+    source = section["layout"]
+    layout = Layout.read(source if hub.is_on_hub(source) else base / source)
     layout.check_one_window(f"{where}: gates.layout needs one, which becomes that of the gates")
     if layout.sinks:
         raise errors.UserError(

@@ -40,15 +40,17 @@ class CriticalBudgetOptions(EngineOptions, margins.DecisionOptions, ChoosesProbe
 
 def check(options: CriticalBudgetOptions) -> None:
     """Check the margins, the risk, the text, the budgets or layout files, and the engine."""
+    from spkv_nas.artifacts.layout import Layout
     from spkv_nas.base.errors import UserError
     from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
-    from spkv_nas.stages import checks, engines, lookup
+    from spkv_nas.stages import engines, lookup
 
     margins.check_decision(options)
     engines.chosen_engine(options)
     # Check the budgets or layout files: one of the two
     files = [text for text in options.budgets if margins.is_layout(text)]
-    checks.check_exist(files, "layout")
+    for file in files:
+        Layout.read(file)
     if files and len(files) < len(options.budgets):
         raise UserError("give either budgets or layout files, not both")
     text = ",".join(options.budgets)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.base import assets, errors
+from spkv_nas.base import assets, errors, hub
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.evaluation.verdict.margins import Margins, criteria_help, parse_margins, parse_risk
 from spkv_nas.stages import flags
@@ -34,8 +34,8 @@ class DecisionOptions(SubjectOptions):
 
 
 def is_layout(candidate: str) -> bool:
-    """Return whether a candidate is a layout file rather than a checkpoint."""
-    return candidate.lower().endswith((".yaml", ".yml"))
+    """Return whether a candidate is a layout, in a file or on the Hub, rather than a checkpoint."""
+    return hub.is_on_hub(candidate) or candidate.lower().endswith((".yaml", ".yml"))
 
 
 def check_decision(options: DecisionOptions) -> Margins:

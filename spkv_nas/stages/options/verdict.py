@@ -33,12 +33,12 @@ VerdictOptions.__doc__ = f"{VerdictOptions.__doc__}\n\n{options_help()}\n"
 
 def check(options: VerdictOptions) -> None:
     """Check the margins, the risk, the candidates, the text, and the criteria's options."""
+    from spkv_nas.artifacts.layout import Layout
     from spkv_nas.model.source import check_checkpoint
-    from spkv_nas.stages.checks import check_exist
 
     check_decision(options)
     for candidate in options.candidates:
         if is_layout(candidate):
-            check_exist([candidate], "layout")
+            Layout.read(candidate)
         else:
             check_checkpoint(candidate)
