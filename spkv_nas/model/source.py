@@ -20,7 +20,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONFIG = "config.json"
 _COMPANIONS = (  # files of a hub repository to download besides config, weights and tokenizer
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE", "LICENSE.txt", "NOTICE",
-    "USE_POLICY.md",
+    "USE_POLICY.md", "README.md",
 )  # fmt: skip
 
 
@@ -87,6 +87,11 @@ def split_revision(source: str) -> tuple[str, str | None]:
     if not separator or not revision or _ID.fullmatch(name) is None or Path(source).exists():
         return source, None
     return name, revision
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether a name that a config recorded is ORG/NAME of a hub repository rather than a path."""
+    return "/" in name and _ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def at_revision(source: str, revision: str | None) -> str:

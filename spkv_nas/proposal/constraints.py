@@ -24,7 +24,7 @@ _WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight
 class Constraints:
     """Constraints that a serving engine or an architecture puts on a layout. Layers count from 0.
 
-    Raises ``UserError``: a number is out of range, the granularity is unknown, or two constraints contradict each other.
+    Raises ``UserError``: a number is out of range, the granularity is unknown, or two constraints contradict.
     """
 
     # minimum number of global heads per layer; layers in ``global_layers`` or ``local_layers`` are exempt

@@ -1,8 +1,8 @@
 """Hold everything that a report is made from, checked."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import pandas as pd
 
 from spkv_nas.artifacts import comparison, head_scores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.result_tables import ALARM
+from spkv_nas.artifacts.result_tables import ALARM, ResultTable
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.cache_cost import CONTEXT, cache_share, layout_share
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
@@ -46,6 +47,14 @@ class ResultFile:
             return None if window is None and "=" not in heads else Layout.from_words(heads, window, name, sinks=number)
         except UserError:  # such as a candidate that is called by its path
             return Layout.from_words(heads, window, sinks=number)
+
+
+def result_files(workspace: Workspace, kind: ResultTable) -> Iterator[ResultFile]:
+    """Yield the tables of a kind in a workspace, in order of names."""
+    for file in sorted(workspace.reports.glob(f"*/{kind.name}*.csv")):
+        rows, record = replace(kind, name=file.stem).read(file.parent) or (None, {})
+        if rows is not None:
+            yield ResultFile(file, rows, record)
 
 
 def no_pair_error(_first: str, _second: str) -> float:

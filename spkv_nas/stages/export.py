@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import console, progress
+from spkv_nas.base import console, hub, progress
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.options.export import ExportOptions
-from spkv_nas.stages.result import Result, Results
+from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:
     from spkv_nas.model.export.export import Exported
@@ -17,10 +18,18 @@ if TYPE_CHECKING:
 
 def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT) -> Exported:
     """Export a checkpoint with a layout, by default its own, in the form of a target."""
+    from spkv_nas.model import checkpoint, config_section, source
     from spkv_nas.model.export.export import export as export_layout
+    from spkv_nas.report.layout_evidence import layout_evidence
 
     quiet_transformers(reporter)
     layout = None if options.layout is None else Layout.read(options.layout)
+    # Collect what the workspace has measured of the layout, for the card
+    evidence = None
+    if options.card:
+        config = checkpoint.read_config(str(source.resolve(options.model)), f"model {options.model}")
+        chosen = layout or config_section.saved_layout(config)
+        evidence = [] if chosen is None else layout_evidence(options.folders, options.model, chosen)
     return export_layout(
         layout,
         options.model,
@@ -28,6 +37,7 @@ def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT
         to=options.to,
         engine=options.engine,
         link=options.link,
+        evidence=evidence,
         **options.target_options,
     )
 
@@ -53,10 +63,15 @@ def show_check(check: EngineCheck) -> None:
     console.say(str(check))
 
 
-def run(options: ExportOptions, reporter: progress.Reporter) -> Results:
+def run(options: ExportOptions, reporter: progress.Reporter) -> Iterator[Result]:
     """Run the command."""
-    exported = Result(export(options, reporter), show)
-    if options.check_in is None:
-        return exported
-    checked = check_in_engine(options, reporter)
-    return iter((exported, Result(checked, show_check, exit_code=int(not checked.passed))))
+    yield Result(export(options, reporter), show)
+    # Check the folder in an engine, and push it unless that failed
+    if options.check_in is not None:
+        checked = check_in_engine(options, reporter)
+        yield Result(checked, show_check, exit_code=int(not checked.passed))
+        if not checked.passed:
+            return
+    if options.push_to_hub is not None:
+        reporter.announce(f"pushing {options.out} to {options.push_to_hub}")
+        yield Result(hub.push_folder(options.out, options.push_to_hub), lambda url: console.say(f"pushed to {url}"))

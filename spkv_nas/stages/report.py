@@ -23,7 +23,7 @@ from spkv_nas.evaluation.paired import DOCUMENTS_FILE, pair_error, read_document
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.report import density_charts, formatting
 from spkv_nas.report.benchmark_sections import file_section, read_benchmarks
-from spkv_nas.report.inputs import ReportInputs, ResultFile
+from spkv_nas.report.inputs import ReportInputs, ResultFile, result_files
 from spkv_nas.report.page import render, write_report
 from spkv_nas.report.verdict import Step, Verdict, conclude
 from spkv_nas.stages import checks, next_steps, result, table_trust
@@ -154,7 +154,7 @@ def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict
     trained = _checkpoint(workspace, table.name, name)
     if trained is None:
         return _retrain(workspace, table, verdict)
-    command = command_line(ExportOptions(model=str(trained), out=Path(f"{name}-export")))
+    command = command_line(ExportOptions(model=str(trained), out=Path(f"{name}-export"), workspace=workspace.root))
     return [Step(f"Export the retrained model of {name} as a Hugging Face folder:", command)]
 
 
@@ -249,12 +249,11 @@ def read_results(folder: Path) -> dict[str, Any]:
 def _found(workspace: Workspace, table: head_scores.HeadScores, kind: ResultTable) -> Iterator[ResultFile]:
     """Yield the tables of a kind that were measured on the model of a probe, or have its name, in order of names."""
     model = model_identity(table.metadata)
-    for file in sorted(workspace.reports.glob(f"*/{kind.name}*.csv")):
-        rows, record = replace(kind, name=file.stem).read(file.parent) or (None, {})
-        measured = record.get("model" if kind is SCORES else "against")
+    for file in result_files(workspace, kind):
+        measured = file.record.get("model" if kind is SCORES else "against")
         is_same = model is not None and isinstance(measured, str) and absolute(measured) == absolute(model)
-        if rows is not None and (is_same or file.parent.name == table.name):
-            yield ResultFile(file, rows, record)
+        if is_same or file.name == table.name:
+            yield file
 
 
 def _hashes(file: ResultFile) -> set[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_model, train_branch
+from huggingface_hub.repocard import metadata_load
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
@@ -185,9 +186,12 @@ def test_a_recipe_starts_from_a_revision(
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [("GG", "LL", "LL", "GG"), ("GL", "LL", "LG", "GG")], ids=["native", "custom"])
 def test_an_export_has_files_and_no_links(rows: tuple[str, ...], repository: Repository, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    export(Layout(rows, 6), repository.name, out)
-    snapshot = repository.folder / "snapshots" / NEW
+    """The card names the repository as the base model, with the licence in its card."""
+    out, snapshot = tmp_path / "out", repository.folder / "snapshots" / NEW
+    (snapshot / "README.md").write_text("---\nlicense: mit\nbase_model: org/older\n---\n")
+    export(Layout(rows, 6), f"{repository.name}@main", out)
+    metadata = metadata_load(out / "README.md") or {}
+    assert (metadata["base_model"], metadata["license"]) == (repository.name, "mit")
     for file in (*snapshot.glob("*.safetensors"), snapshot / INDEX):
         assert not (out / file.name).is_symlink()
         assert (out / file.name).read_bytes() == file.read_bytes()

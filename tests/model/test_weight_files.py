@@ -216,7 +216,7 @@ class TestOtherFiles:
         settings = json.loads((dense / "tokenizer_config.json").read_text())
         (dense / "tokenizer_config.json").write_text(json.dumps({**settings, **code}))
         with pytest.warns(UserWarning, match="COPYING is a link out of its folder"):
-            export(layout, dense, tmp_path / "out")
+            export(layout, dense, tmp_path / "out", evidence=None)
         for name in carried:
             assert (tmp_path / "out" / name).read_bytes() == (dense / name).read_bytes(), name
         assert not any((tmp_path / "out" / name).exists() for name in (*left, "COPYING"))

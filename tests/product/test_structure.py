@@ -14,7 +14,8 @@ from product.size import AT_LEAST, BUDGETS, counts, nodes
 FLOORS = (
     ("base", "kernels"),
     ("artifacts", "engines"),
-    ("data", "model", "cost"),
+    ("cost",),
+    ("data", "model"),
     ("evaluation", "proposal"),
     ("probing",),
     ("training", "report", "serving"),

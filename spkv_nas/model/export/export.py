@@ -4,16 +4,17 @@ A layout changes the config but no weight, so most targets carry the weight file
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.layout import FILE, Layout
 from spkv_nas.base import errors, files, manifest, replace
 from spkv_nas.engines.registry import ENGINES, objection, outcomes
 from spkv_nas.model import config_section, windows
 from spkv_nas.model.checkpoint import load, weight_files
+from spkv_nas.model.export.card import CardFacts, write_card
 from spkv_nas.model.export.registry import AUTO, chosen_targets
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError
 
@@ -49,6 +50,7 @@ def export(
     to: str | ExportTarget = AUTO,
     engine: str | None = None,
     link: bool = False,
+    evidence: Sequence[str] | None = (),
     **options: Any,
 ) -> Exported:
     """Write a checkpoint with ``layout`` to the folder ``out``.
@@ -65,6 +67,7 @@ def export(
         to: a target or its name; "auto" takes the first of the registry that can express the layout.
         engine: name of an engine that must compute the hybrid from what is written.
         link: make hard links to the checkpoint's files, which use no disk space; writing to either changes both.
+        evidence: sentences on what was measured, for the model card (``README.md``); None: write no card.
         options: options of the targets by name; those of packages may have some.
 
     Returns:
@@ -83,18 +86,18 @@ def export(
         _ = ENGINES[engine]  # raises
     candidates = chosen_targets(to, options, engine)
     # Load the model and apply the layout
-    out = Path(out)
-    new = replace.check_new(out)
+    new = replace.check_new(Path(out))
     model, tokenizer = load(checkpoint, mapped=True)
     layout = _chosen(layout, config_section.checkpoint_layout(model), checkpoint)
     windows.apply_layout(model, layout)  # also checks the shape
     hybrid = Hybrid(model, tokenizer, layout, weight_files(checkpoint), link)
+    facts = None if evidence is None else CardFacts(new.name, checkpoint, evidence)
     # Write it as the first target that can express it
     rejected: dict[str, str] = {}
     for target in candidates:
         try:
             cells = _cells(target, hybrid, engine)
-            return Exported(out, target.name, _write(target, hybrid, new), rejected, cells)
+            return Exported(Path(out), target.name, _write(target, hybrid, new, cells, facts), rejected, cells)
         except TargetError as error:
             rejected[target.name] = str(error)
     reasons = "\n".join(f"it is not exported as {name}: {reason}" for name, reason in rejected.items())
@@ -115,12 +118,18 @@ def _cells(target: ExportTarget, hybrid: Hybrid, engine: str | None) -> dict[str
     return outcomes(form, config)
 
 
-def _write(target: ExportTarget, hybrid: Hybrid, folder: Path) -> str:
+def _write(
+    target: ExportTarget, hybrid: Hybrid, folder: Path, engines: Mapping[str, str], facts: CardFacts | None
+) -> str:
     """Write and verify a hybrid in the form of a target, and return what was written. Raises ``TargetError``."""
     with replace.new_folder(folder) as unfinished:
         written = target.write(hybrid, unfinished)
         verified = target.verify(hybrid, unfinished)
+        hybrid.layout.write(unfinished / FILE)
         manifest.write_manifest(unfinished, written.weights.hashes)
+        # Write the card last: the manifest does not list it, so it may be edited
+        if facts is not None:
+            write_card(unfinished, hybrid, facts, form=written.form, verified=verified, engines=engines)
     return "; ".join(clause for clause in (written.form, verified, written.weights.done) if clause)
 
 

@@ -64,7 +64,9 @@ class AutoOptions(Trains):
 
     def export(self, layout: Path) -> ExportOptions:
         """Return the options that export the model with a layout."""
-        return ExportOptions(layout=layout, model=self.model, out=self.out, engine=self.engine)
+        return ExportOptions(
+            layout=str(layout), model=self.model, out=self.out, engine=self.engine, workspace=self.workspace
+        )
 
 
 def check(options: AutoOptions) -> None:

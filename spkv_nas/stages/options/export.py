@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from spkv_nas.base import entry, errors
+from spkv_nas.base import entry, errors, hub
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.engines.registry import ENGINES, checked_engines
 from spkv_nas.model.export.registry import AUTO, TARGETS
 from spkv_nas.stages import entry_flags, flags
+from spkv_nas.stages.options import InWorkspace
 
 Out = Annotated[Path, Flag("Output folder; must not exist.")]
 ExportTo = Annotated[
@@ -41,16 +42,25 @@ Link = Annotated[
     bool,
     Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",)),
 ]
+Card = Annotated[
+    bool,
+    Flag("Write a model card, with what the workspace has measured of the layout.", ("--card/--no-card",)),
+]
+PushToHub = Annotated[
+    str | None,
+    Flag("Upload the folder to this repository on the Hugging Face Hub; a new one is private.", metavar="ORG/NAME"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 @entry_flags.with_options_of(TARGETS, "export")
-class ExportOptions:
+class ExportOptions(InWorkspace):
     """Export a checkpoint with a layout as a Hugging Face folder, in a native architecture where one fits.
 
     A separate process checks that plain transformers computes the same. A layout that no native architecture can
     express gets a custom model type. Without a layout argument, exports a retrained hybrid with the layout that it was
-    trained with (see reports/NAME/checkpoints.csv). --check also runs the folder in an inference engine.
+    trained with (see reports/NAME/checkpoints.csv). --check also runs the folder in an inference engine. The folder
+    holds the layout in layout.yaml, which every command that takes layouts reads from the Hub as hub:ORG/NAME.
     """
 
     layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
@@ -61,6 +71,8 @@ class ExportOptions:
     link: Link = False
     check_in: EngineOfCheck = default(None, "none")
     python: flags.EnginePython = default(None, "this one")
+    card: Card = True
+    push_to_hub: PushToHub = default(None, "none")
 
     @property
     def target_options(self) -> dict[str, Any]:
@@ -84,7 +96,9 @@ def check(options: ExportOptions) -> None:
         if options.check_in is None:
             raise errors.UserError("--python is the environment of the engine that --check names")
         check_exist([options.python], "Python")
-    # Check the target, the layout and both folders
+    # Check the repository, the target, the layout and both folders
+    if options.push_to_hub is not None:
+        hub.check_repository(options.push_to_hub)
     chosen_targets(options.to, options.target_options, options.engine)
     if options.layout is not None:
         Layout.read(options.layout)

@@ -1,0 +1,188 @@
+"""Write the model card of an export: ``README.md`` with the metadata that the Hugging Face Hub reads."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from huggingface_hub.repocard import metadata_load
+from yaml import YAMLError
+
+from spkv_nas.artifacts.local_layers import cache_facts, candidate_layers, config_layers
+from spkv_nas.base import files, units, version
+from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.device import dtype_name
+from spkv_nas.cost.cache_cost import CacheCost
+from spkv_nas.model import model_shape, source
+from spkv_nas.model.custom_model_type import CUSTOM_MODEL_TYPE
+from spkv_nas.model.export.target import Hybrid
+
+FILE = "README.md"
+_CONTEXTS = (8_192, 32_768, 131_072)  # tokens whose memory the card lists
+_LICENCE = ("license", "license_name", "license_link")  # keys that the base model's card may have
+_TAGS = ["hybrid-attention", "sliding-window-attention", "spkv-nas"]
+_NOT_MEASURED = (
+    "Not measured for this card. `spkv-nas verdict DIR --against BASE_MODEL --data TEXT` measures what it loses "
+    "against full attention.",
+)
+_CARD = """\
+---
+{metadata}
+---
+
+# {title}
+
+{name} with hybrid attention: {layout.num_global} of {layout.num_heads} KV heads attend to the whole sequence, the \
+others to recent tokens ({layout.reach}). Made with spkv-nas {version}.
+
+## Layout
+
+```text
+{layout.description}
+{rows}
+```
+
+Each line is a layer, with its number, a letter per KV head, and the number of its global heads.
+
+- `G`: global head, sees all tokens so far
+{legend}
+
+`layout.yaml` holds the same: spkv-nas reads it from this folder, and as `hub:ORG/NAME` once the folder is on the Hub.
+
+## Memory
+
+Keys and values of one sequence in {dtype}, by formula; an engine may round up, or keep more.
+
+| tokens | full attention | this layout | share |
+| ---: | ---: | ---: | ---: |
+{memory}
+
+## Evaluation
+
+{evaluation}
+
+## Use
+
+`DIR` is this folder, or its name on the Hub.
+
+{usage}
+
+Inference engines, by the support matrix of spkv-nas:
+
+{engines}
+
+## Not tested
+
+- Inference engines on this folder; `spkv-nas serve-check DIR --engine ENGINE` runs one.
+- What the evaluation above does not list, such as answers to prompts, longer sequences, and other text.
+"""
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card says besides the model and its layout."""
+
+    title: str  # name of the model
+    checkpoint: files.StrPath  # folder or id that is exported
+    evidence: Sequence[str]  # sentences on what was measured; empty: nothing
+
+
+def write_card(
+    folder: Path, hybrid: Hybrid, facts: CardFacts, *, form: str, verified: str | None, engines: Mapping[str, str]
+) -> None:
+    """Write the card of a folder to which a hybrid was exported.
+
+    ``form`` says what it is and what loads it, ``verified`` what was compared, if anything, and ``engines`` what each
+    does with it, by name and version.
+    """
+    layout, dtype = hybrid.layout, dtype_name(hybrid.model.dtype)
+    dtype = dtype if dtype in units.ITEM_BYTES else "float32"
+    metadata, name = _base_model(facts.checkpoint)
+    sinks = {0: "", 1: ", and the first token"}.get(layout.sinks, f", and the first {layout.sinks:,} tokens")
+    checked = [] if verified is None else [f"When it was exported, {verified}."]
+    text = _CARD.format(
+        metadata=ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=_TAGS, **metadata),
+        title=facts.title,
+        name=name,
+        layout=layout,
+        version=version.__version__,
+        rows="\n".join(f"{layer:>4}  {row}  {row.count('G')}" for layer, row in enumerate(layout.heads)),
+        legend=_bullets(
+            f"`{letter}`: local head, sees the last {window:,} tokens, its own included{sinks}"
+            for letter, window in layout.legend.items()
+        ),
+        dtype=dtype,
+        memory="\n".join(_memory(hybrid, dtype)),
+        evaluation=_bullets([*(facts.evidence or _NOT_MEASURED), *checked]),
+        usage="\n".join([f"{form[:1].upper()}{form[1:]}.", *_usage(folder, engines, is_verified=bool(checked))]),
+        engines=_bullets(f"{engine}: {outcome}" for engine, outcome in engines.items()),
+    )
+    files.write_atomic(folder / FILE, text)
+
+
+def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
+    """Return the licence and the base model for the metadata, and the name of the checkpoint with a link to that model.
+
+    The base model is the checkpoint if that is on the Hub, else the one that its card or its config names, if any.
+    """
+    path = source.resolve(checkpoint)
+    folder = source.model_folder(str(path))
+    # Read the card of the checkpoint, which people write
+    card: dict[str, Any] = {}
+    with suppress(OSError, ValueError, YAMLError):
+        card = metadata_load(folder / FILE) or {}
+    metadata = {key: card[key] for key in _LICENCE if key in card}
+    # Find the base model
+    if path.exists():
+        saved = str(files.read_json(folder / "config.json", "config").get("_name_or_path"))
+        base = card.get("base_model") or (saved if source.is_on_hub(saved) else None)
+    else:
+        base = source.split_revision(str(checkpoint))[0]
+    # Name the checkpoint without the folders of this machine
+    name = f"`{checkpoint if str(checkpoint).startswith(EMBEDDED_PREFIX) else path.absolute().name}`"
+    if base is None:
+        return metadata, name
+    link = f"[{base}](https://huggingface.co/{base})"
+    return {**metadata, "base_model": base}, f"{name} (base model {link})" if path.exists() else link
+
+
+def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
+    """Yield the rows on the KV cache at several numbers of tokens, and which are beyond the model's positions."""
+    layout, size = hybrid.layout, model_shape.model_size(hybrid.model)
+    layers = config_layers(size.native_windows or [None] * layout.num_layers)
+    facts = cache_facts(layers, layout.num_kv_heads)
+    # List the model's own context, too, if it is shorter than all of them
+    most = size.positions or _CONTEXTS[-1]
+    for context in (*([most] if most < _CONTEXTS[0] else []), *_CONTEXTS):
+        cost = CacheCost(context, 1, layout.window, size.heads.head_dim, dtype, layout.sinks, **facts)
+        used, full = cost.layout_bytes(layout, candidate_layers(layers)), cost.full(layout.num_heads)
+        sizes = f"{units.format_bytes(full)} | {units.format_bytes(used)} | {100 * used / full:.1f} %"
+        yield f"| {context:,}{' *' if context > most else ''} | {sizes} |"
+    if most < _CONTEXTS[-1]:
+        yield f"\n\\* more than the {most:,} tokens that the model was made for (`max_position_embeddings`)"
+
+
+def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> Iterable[str]:
+    """Yield how to load and serve a folder of the custom model type, or one that plain transformers was verified on."""
+    file = folder / "config.json"
+    config = files.read_json(file, "config") if file.is_file() else {}
+    is_custom, has_code = config.get("model_type") == CUSTOM_MODEL_TYPE, "auto_map" in config
+    if not is_custom and not (is_verified and config):
+        return
+    yield "\n```python"
+    if is_custom and not has_code:
+        yield "import spkv_nas  # adds the model type to transformers"
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+    yield f'model = AutoModelForCausalLM.from_pretrained("DIR"{", trust_remote_code=True" if has_code else ""})'
+    yield 'tokenizer = AutoTokenizer.from_pretrained("DIR")\n```'
+    if has_code:
+        yield "\nWith spkv-nas installed, `import spkv_nas` before these lines replaces the code in the folder."
+    if any(name.startswith("vLLM") and outcome.startswith("exact") for name, outcome in engines.items()):
+        yield f"\nTo serve it: `vllm serve DIR`{', with spkv-nas installed beside vLLM' if is_custom else ''}."
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    """Return lines as a list."""
+    return "\n".join(f"- {line}" for line in lines)
