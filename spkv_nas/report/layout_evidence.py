@@ -1,5 +1,6 @@
 """Say in sentences what a workspace has measured of a layout, for the model card of its export."""
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -36,10 +37,12 @@ def _of_verdict(file: ResultFile, checkpoint: str, layout: Layout) -> Iterator[s
             continue
         for row in file.rows[file.rows["candidate"] == name].itertuples():
             samples = f"{row.num_samples:,} {record.get('nouns', {}).get(row.criterion, 'samples')}"
+            is_known = not (math.isnan(row.low) and math.isnan(row.high))
+            interval = f"interval {signed(row.low, 2)} to {signed(row.high, 2)}" if is_known else "no interval yet"
             yield (
-                f"{row.criterion}: a loss of {signed(row.loss, 2)} {row.unit} (interval {signed(row.low, 2)} to "
-                f"{signed(row.high, 2)}) against `{without_folder(str(record.get('against')))}` on {samples}"
-                f"{_text(file)}; it {_ANSWERS[row.answer]} the margin of {row.margin:g} {row.unit} at a risk of "
+                f"{row.criterion}: a loss of {signed(row.loss, 2)} {row.unit} ({interval}) against "
+                f"`{without_folder(str(record.get('against')))}` on {samples}{_text(file)}; it "
+                f"{_ANSWERS[row.answer]} the margin of {row.margin:g} {row.unit} at a risk of "
                 f"{100 * record.get('risk', 0):g} %."
             )
 

@@ -9,7 +9,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import console, hub, progress
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.options.export import ExportOptions
-from spkv_nas.stages.result import Result
+from spkv_nas.stages.result import Result, Results
 
 if TYPE_CHECKING:
     from spkv_nas.model.export.export import Exported
@@ -63,8 +63,14 @@ def show_check(check: EngineCheck) -> None:
     console.say(str(check))
 
 
-def run(options: ExportOptions, reporter: progress.Reporter) -> Iterator[Result]:
+def run(options: ExportOptions, reporter: progress.Reporter) -> Results:
     """Run the command."""
+    has_more = options.check_in is not None or options.push_to_hub is not None
+    return _steps(options, reporter) if has_more else Result(export(options, reporter), show)
+
+
+def _steps(options: ExportOptions, reporter: progress.Reporter) -> Iterator[Result]:
+    """Yield the results of the export, of the check and of the upload."""
     yield Result(export(options, reporter), show)
     # Check the folder in an engine, and push it unless that failed
     if options.check_in is not None:

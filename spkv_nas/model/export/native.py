@@ -61,7 +61,7 @@ class NativeTarget(ExportTarget):
         with detached(hybrid.model):
             weights = hybrid.save(folder, added, lambda to: write_native_config(config, to))
         kind = config.model_type if config.model_type == self.name else f"native {config.model_type}"
-        form = f"a {kind} checkpoint, which plain transformers loads without this package"
+        form = f"a {kind} checkpoint, which plain transformers loads without spkv-nas"
         return Written(form, weights)
 
     def verify(self, hybrid: Hybrid, folder: Path) -> str:

@@ -20,6 +20,7 @@ from spkv_nas.model.export import verify_export
 from spkv_nas.model.export.export import export
 from spkv_nas.stages.export import run
 from spkv_nas.stages.options.export import ExportOptions
+from spkv_nas.stages.result import Result
 
 MIXED = Layout(("GL", "LM", "LL", "GG"), windows={"L": 6, "M": 20}, sinks=2)
 BASE = "---\nlicense: other\nlicense_name: mine\nbase_model: org/base\nlanguage: en\n---\n# Their card\n"
@@ -91,9 +92,11 @@ def test_a_folder_that_cannot_be_pushed_is_complete(
     MIXED.write("layout.yaml")
     options = ExportOptions(layout=Path("layout.yaml"), model=str(dense), out=Path("out"), push_to_hub="org/new")
     results = run(options, SILENT)
+    assert not isinstance(results, Result)
     assert next(results).value.target == "spkv"
     with pytest.raises(UserError, match=r"out is complete; push it later with: hf upload org/new out"):
         next(results)
     load(tmp_path / "out")
-    assert [*run(replace(options, out=Path("bare"), push_to_hub=None, card=False), SILENT)]
+    bare = run(replace(options, out=Path("bare"), push_to_hub=None, card=False), SILENT)
+    assert isinstance(bare, Result)  # one JSON document, not a list
     assert not Path("bare/README.md").exists()
