@@ -65,7 +65,7 @@ class AutoOptions(Trains):
     def export(self, layout: Path) -> ExportOptions:
         """Return the options that export the model with a layout."""
         return ExportOptions(
-            layout=str(layout), model=self.model, out=self.out, engine=self.engine, workspace=self.workspace
+            layout=layout, model=self.model, out=self.out, engine=self.engine, workspace=self.workspace
         )
 
 
