@@ -63,17 +63,17 @@ auto.__doc__ = AutoOptions.__doc__  # the help
 
 
 def _export(options: AutoOptions, layout: Path, reporter: Reporter) -> None:
-    """Write the hybrid, unless the folder holds this layout already, from before an interruption."""
+    """Write the hybrid, unless the folder holds it from before an interruption: the same layout of the same probe."""
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.stages import export
 
     written = options.out / "layout.yaml"
     if not written.is_file():
         export.export(options.export(layout), reporter)
-    elif Layout.read(written).content_hash == Layout.read(layout).content_hash:
-        reporter.announce(f"{options.out} holds this layout already")
+    elif Layout.read(written) == Layout.read(layout):
+        reporter.announce(f"{options.out} holds this hybrid already")
     else:
-        raise errors.UserError(f"{options.out} holds another layout: remove it, or give another folder")
+        raise errors.UserError(f"{options.out} holds another hybrid: remove it, or give another folder")
 
 
 def _lines(options: AutoOptions, search: BudgetResult, page: Path) -> list[str]:
@@ -88,14 +88,16 @@ def _lines(options: AutoOptions, search: BudgetResult, page: Path) -> list[str]:
         f"{search.nouns[row.criterion]}"
         for row in rows.itertuples()
     ]
-    served = "" if memory.requests is None else f" (vLLM: {memory.requests:.1f} times as many requests)"
-    if memory.requests is not None and memory.requests < 1.05:
-        served = " (vLLM: no more requests, as its pages for tokens in flight exceed so short a context)"
+    served, serve = "", ""
+    if memory.requests is not None:
+        served, serve = f" (vLLM: {memory.requests:.1f} times as many requests)", f"   vllm serve {options.out}"
+        if memory.requests < 1.05:
+            served = " (vLLM: no more requests, because it keeps every token of so short a context)"
     return [
         f"{search.compared.against}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}",
         f"KV cache at {memory.context:,} tokens: {memory.full / memory.used:.1f} times smaller{served}",
         f"{'; '.join(losses)}; passes {options.margin} at a risk of {100 * search.risk:g} %",
-        f"folder: {options.out}   vllm serve {options.out}   report: {page}",
+        f"folder: {options.out}{serve}   report: {page}",
         "not tried: retraining, which recovers part of the loss, and tasks other than this text (see --margin)",
     ]
 

@@ -69,10 +69,9 @@ def read_serving(text: str) -> cache.Serving:
     return cache.Serving(engine, numbers["page-size"], numbers["in-flight-tokens"], kv_dtype)
 
 
-def checked_engines(*, converts: bool = True) -> tuple[str, ...]:
-    """Return the names of the engines that have a program; without ``converts`` those that run a folder as it is."""
-    programs = {engine.name: engine.program for engine in ENGINES if engine.program is not None}
-    return tuple(name for name, program in programs.items() if converts or not program.converts)
+def checked_engines() -> tuple[str, ...]:
+    """Return the names of the engines that have a check program."""
+    return tuple(engine.name for engine in ENGINES if engine.program is not None)
 
 
 def guards(form: str) -> dict[str, Any]:

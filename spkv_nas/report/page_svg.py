@@ -27,7 +27,7 @@ _LEFT = 58.0  # from the left edge of a large map to its cells
 _WIDEST = 1048  # greatest width of a map's cells on the page
 _FILLED = 0.92  # painted share of a cell's width and height
 _ON = {"#000": "on-light", "#fff": "on-dark"}  # CSS class of text on a shade
-_SCALE = 220.0  # length of a colour scale
+_SCALE, _LETTER = 220.0, 6.5  # length of a colour scale, and width of a letter below it
 _VARIABLES = {colour: f"var(--{tone})" for tone, colour in TONES.items()} | {"#ffffff": "var(--card)"}
 _COMMANDS = {Path.MOVETO: "M", Path.LINETO: "L", Path.CURVE3: "Q", Path.CURVE4: "C", Path.CLOSEPOLY: "z"}
 
@@ -186,7 +186,7 @@ def draw_scale(measure: Measure) -> Markup:
     scale, quantity = measure.scale, f"{measure.title}, {measure.shown}"
     root = Element("svg", {"class": "scale", "role": "img", "aria-labelledby": "scale-t"})
     add(root, "title", f"Colour scale: {quantity}", id="scale-t")
-    width = _LEFT + _SCALE + 24
+    width = _LEFT + max(_SCALE, _LETTER * len(quantity)) + 24
     root.set("viewBox", f"0 0 {px(width)} 54")
     root.set("width", px(width))
     # Fill the bar with the gradient

@@ -13,7 +13,6 @@ from spkv_nas.stages.result import Result, Results
 
 if TYPE_CHECKING:
     from spkv_nas.model.export.export import Exported
-    from spkv_nas.serving.engine_check import EngineCheck
 
 
 def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT) -> Exported:
@@ -42,42 +41,20 @@ def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT
     )
 
 
-def check_in_engine(options: ExportOptions, reporter: progress.Reporter = progress.SILENT) -> EngineCheck:
-    """Run the written folder in the engine of ``--check``, and compare it with the model."""
-    from spkv_nas.serving.engine_check import compare_with_engine
-
-    assert options.check_in is not None
-    reporter.announce(f"running {options.out} in {options.check_in}")
-    layout = None if options.layout is None else Layout.read(options.layout)
-    return compare_with_engine(options.out, options.check_in, layout=layout, python=options.python)
-
-
 def show(exported: Exported) -> None:
     """Print what was written, why not as an earlier target, what engines do with it, and the target."""
     console.say(str(exported))
     console.say(f"target: {exported.target}")
 
 
-def show_check(check: EngineCheck) -> None:
-    """Print how an inference engine compares with the model."""
-    console.say(str(check))
-
-
 def run(options: ExportOptions, reporter: progress.Reporter) -> Results:
     """Run the command."""
-    has_more = options.check_in is not None or options.push_to_hub is not None
-    return _steps(options, reporter) if has_more else Result(export(options, reporter), show)
+    return Result(export(options, reporter), show) if options.push_to_hub is None else _pushed(options, reporter)
 
 
-def _steps(options: ExportOptions, reporter: progress.Reporter) -> Iterator[Result]:
-    """Yield the results of the export, of the check and of the upload."""
+def _pushed(options: ExportOptions, reporter: progress.Reporter) -> Iterator[Result]:
+    """Yield the results of the export and of the upload."""
+    assert options.push_to_hub is not None
     yield Result(export(options, reporter), show)
-    # Check the folder in an engine, and push it unless that failed
-    if options.check_in is not None:
-        checked = check_in_engine(options, reporter)
-        yield Result(checked, show_check, exit_code=int(not checked.passed))
-        if not checked.passed:
-            return
-    if options.push_to_hub is not None:
-        reporter.announce(f"pushing {options.out} to {options.push_to_hub}")
-        yield Result(hub.push_folder(options.out, options.push_to_hub), lambda url: console.say(f"pushed to {url}"))
+    reporter.announce(f"pushing {options.out} to {options.push_to_hub}")
+    yield Result(hub.push_folder(options.out, options.push_to_hub), lambda url: console.say(f"pushed to {url}"))

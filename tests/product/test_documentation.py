@@ -46,7 +46,7 @@ SLOW = {  # whole workflows, of twenty seconds and more
 OTHERS = {"make", "pip", "uv", "optuna-dashboard", "vllm"}  # programs that install, or serve a page
 SERVER = "localhost:8000"  # in blocks of Python that talk to a server, which another test starts
 # Data from the hub; an engine; an exit code that depends on the models
-PARSED = ("evaluate tasks paper", "serve-check", "spkv-nas verdict", "critical-budget")
+PARSED = ("evaluate tasks paper", "serve-check", "spkv-nas verdict", "critical-budget", "spkv-nas auto")
 LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
     ("probe --signal density --model", "--steps 2 --block-size 64 --ablation-tokens 0"),
     ("probe --signal add-one-head --model", "--max-tokens 256 --block-size 64"),

@@ -283,15 +283,6 @@ class TestCommands:
         assert "computes something else" in printed
         assert "layer 2: the engine runs LL instead of LG" in printed
 
-    @pytest.mark.usefixtures("in_process")
-    def test_export_checks_what_it_wrote(self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        HEADS.write(tmp_path / "layout.yaml")
-        arguments = [str(tmp_path / "layout.yaml"), "--model", str(dense), "--out", str(tmp_path / "out")]
-        main(["export", *arguments, "--check", "transformers"])
-        printed = " ".join(capsys.readouterr().out.split())
-        assert "target: spkv" in printed
-        assert "computes what the model does" in printed
-
 
 @needs_vllm
 @pytest.mark.slow

@@ -126,7 +126,6 @@ MISTAKES: list[tuple[str, str]] = [
     ("export {}/none.yaml --model {}/model --out {}/new", "layout not found"),
     ("export --model {}/model --out {}/layouts", "exists and is not an empty folder"),
     ("export --model {}/empty --out {}/new", "the folder has no config.json"),
-    ("export --model {}/model --out {}/new --python python", "the environment of the engine that --check names"),
     ("serve-check {}/empty --engine vllm", "the folder has no config.json"),
     ("serve-check {}/model --engine vllm --layout {}/none.yaml", "layout not found"),
     ("serve-check {}/model --engine vllm --python {}/none", "Python not found"),

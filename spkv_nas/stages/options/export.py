@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from spkv_nas.base import entry, errors, hub
+from spkv_nas.base import entry, hub
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.engines.registry import ENGINES, checked_engines
+from spkv_nas.engines.registry import ENGINES
 from spkv_nas.model.export.registry import AUTO, TARGETS
 from spkv_nas.stages import entry_flags, flags
 from spkv_nas.stages.options import InWorkspace
@@ -30,14 +30,6 @@ ForEngine = Annotated[
         values=lambda: ENGINES.names,
     ),
 ]
-EngineOfCheck = Annotated[
-    str | None,
-    Flag(
-        "Run the folder in this engine, compare it with our own model, and exit with 1 if they differ.",
-        ("--check",),
-        values=lambda: checked_engines(converts=False),
-    ),
-]
 Link = Annotated[
     bool,
     Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",)),
@@ -59,7 +51,7 @@ class ExportOptions(InWorkspace):
 
     A separate process checks that plain transformers computes the same. A layout that no native architecture can
     express gets a custom model type. Without a layout argument, exports a retrained hybrid with the layout that it was
-    trained with (see reports/NAME/checkpoints.csv). --check also runs the folder in an inference engine. The folder
+    trained with (see reports/NAME/checkpoints.csv). serve-check runs the folder in an inference engine. The folder
     holds the layout in layout.yaml, which every command that takes layouts reads from the Hub as hub:ORG/NAME.
     """
 
@@ -69,8 +61,6 @@ class ExportOptions(InWorkspace):
     to: ExportTo = AUTO
     engine: ForEngine = default(None, "none")
     link: Link = False
-    check_in: EngineOfCheck = default(None, "none")
-    python: flags.EnginePython = default(None, "this one")
     card: Card = True
     push_to_hub: PushToHub = default(None, "none")
 
@@ -87,16 +77,10 @@ def check(options: ExportOptions) -> None:
     from spkv_nas.base.replace import check_new
     from spkv_nas.model.export.registry import chosen_targets
     from spkv_nas.model.source import check_checkpoint
-    from spkv_nas.stages.checks import check_exist
 
-    # Check the engine and its environment
+    # Check the engine, the repository, the target, the layout and both folders
     if options.engine is not None:
         _ = ENGINES[options.engine]  # raises
-    if options.python is not None:
-        if options.check_in is None:
-            raise errors.UserError("--python is the environment of the engine that --check names")
-        check_exist([options.python], "Python")
-    # Check the repository, the target, the layout and both folders
     if options.push_to_hub is not None:
         hub.check_repository(options.push_to_hub)
     chosen_targets(options.to, options.target_options, options.engine)
