@@ -3,7 +3,6 @@
 from fractions import Fraction
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.cost.cache_cost import parse_memory
 
 MATCH_BUDGET = "match-budget"  # value of --tau: the threshold whose mean density equals the budget's share of heads
 DEFAULT_SHARE = Fraction(18, 63)  # share of global heads in the paper: 18 of 21 x 3
@@ -100,6 +99,8 @@ def parse_memories(text: str) -> list[float]:
 
 def _share(text: str) -> float:
     """Parse a share such as ``20%``."""
+    from spkv_nas.cost.cache_cost import parse_memory  # imports pandas, which --help does not need
+
     memory = parse_memory(text)
     if memory >= 1.0:
         raise UserError(f"budget {text[:40]}: several memories are shares of full attention's KV cache, such as 20%")
