@@ -153,12 +153,9 @@ def _parameter(field: Field[Any], kind: Any, flag: Flag) -> inspect.Parameter:
         "autocompletion": completion(flag),
     }
     info = typer.Argument(**settings) if flag.argument else typer.Option(*flag.names, **settings)
-    return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if field.default is MISSING else field.default,
-        annotation=Annotated[kind, info],
-    )
+    by_name, default = inspect.Parameter.KEYWORD_ONLY, field.default
+    default = inspect.Parameter.empty if default is MISSING else default
+    return inspect.Parameter(field.name, by_name, default=default, annotation=Annotated[kind, info])
 
 
 def completion(flag: Flag) -> Callable[[typer.Context, str], list[str]] | None:

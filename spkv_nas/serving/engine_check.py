@@ -149,18 +149,9 @@ def compare_with_engine(
         is_equal = (torch.tensor(answer.tokens) == preferred[len(prompt) - 1 :]).int()
         agrees = difference <= TOLERANCE and bool(is_equal.all())
         findings = [] if agrees else _findings(reference, answer.logprobs, folder_layout)
-    return EngineCheck(
-        answer.version,
-        expected.reach,
-        len(prompt),
-        len(answer.tokens),
-        int(is_equal.cumprod(0).sum()),
-        difference,
-        dense_difference,
-        sink_difference,
-        answer.cache,
-        findings,
-    )
+    tokens_equal = len(prompt), len(answer.tokens), int(is_equal.cumprod(0).sum())
+    differences = difference, dense_difference, sink_difference
+    return EngineCheck(answer.version, expected.reach, *tokens_equal, *differences, answer.cache, findings)
 
 
 def native_layout(config: PreTrainedConfig) -> Layout | None:

@@ -71,14 +71,8 @@ def _fit_memory(draft: Draft, options: InitOptions, reporter: progress.Reporter)
     while True:
         # Count the blocks that fit at once
         recipe = draft.recipe(base)
-        planner = run_plan.Planner(
-            recipe,
-            base,
-            options.folders.run_dir(recipe.name),
-            device=options.device,
-            announce=reporter.announce,
-            text=draft.text,
-        )
+        runs, announce = options.folders.run_dir(recipe.name), reporter.announce
+        planner = run_plan.Planner(recipe, base, runs, device=options.device, announce=announce, text=draft.text)
         fitting = planner.fitting_blocks(variants.Kind.SP_KV)
         if fitting >= draft.batch_size:
             return planner, draft

@@ -61,12 +61,8 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, reuse: bool = F
     signal = chosen_signal(options)
     options = replace(options, signal=signal.name)
     subject = _subject(options, reporter)
-    measured = subject.load(
-        reporter,
-        with_logits=signal.computes_logits,
-        tokens=SCORING_TOKENS if signal.computes_logits else None,
-        learns=signal.needs_gates,
-    )
+    scores, tokens = signal.computes_logits, SCORING_TOKENS if signal.computes_logits else None
+    measured = subject.load(reporter, with_logits=scores, tokens=tokens, learns=signal.needs_gates)
     if signal.name == signals.WINDOW_COSTS.name and options.max_tokens is None:
         measured = _half(measured, options, reporter)
     origin = _origin(subject, measured, options, reporter)

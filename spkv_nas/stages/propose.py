@@ -99,14 +99,9 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     steps = next_steps.after_propose(options, answer.table)
     if advice is not None and advice.command:
         steps.append(Suggestion(advice.command))
-    return ProposalResult(
-        answer,
-        [sentence for sentence in sentences if sentence is not None],
-        None if advice is None else advice.reason,
-        table_trust,
-        folder,
-        tuple(steps),
-    )
+    remarks = [sentence for sentence in sentences if sentence is not None]
+    reason = None if advice is None else advice.reason
+    return ProposalResult(answer, remarks, reason, table_trust, folder, tuple(steps))
 
 
 def _keep_selection(folder: Path, tables: Sequence[head_scores.HeadScores]) -> None:

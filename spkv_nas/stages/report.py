@@ -65,14 +65,8 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
         probe.name: in_folder(command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root)
         for probe in probes
     }
-    inputs = read_inputs(
-        workspace,
-        table,
-        proposal,
-        trust=_trust(options, table_at_tau, proposal.layouts),
-        commands=commands,
-        probes=probes,
-    )
+    judged = _trust(options, table_at_tau, proposal.layouts)
+    inputs = read_inputs(workspace, table, proposal, trust=judged, commands=commands, probes=probes)
     proposal.warn_of_windows(memory=map(inputs.layout_share, proposal.layouts.values()))
     # Write the page; where measurements make no sense, it recommends nothing
     steps = [] if inputs.alarm is not None else page_steps(workspace, table, conclude(inputs))

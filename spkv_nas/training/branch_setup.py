@@ -69,20 +69,12 @@ def set_up(
     if phase.extend is not None:  # check that the model supports it
         rope.extended_config(model.config, phase.extend.block_size, phase.extend.rope.parameters)
     # Moments of the dense run suit neither adapters, which leave its weights frozen, nor new weights
-    state, continues = (
-        Path(dense) / run_files.OPTIMIZER_STATE,
-        recipe.lora is None and not _is_from_scratch(recipe, variant),
-    )
-    setup = BranchSetup(
-        model=model,
-        schedule=branch_config.LearningRateSchedule(
-            phase.steps,
-            phase.warmup_steps,
-            min(phase.decay_steps, phase.steps - phase.warmup_steps),
-            phase.final_learning_rate,
-        ),
-        optimizer_state=state if continues and state.is_file() else None,
-    )
+    state = Path(dense) / run_files.OPTIMIZER_STATE
+    continues = recipe.lora is None and not _is_from_scratch(recipe, variant) and state.is_file()
+    decay_steps = min(phase.decay_steps, phase.steps - phase.warmup_steps)
+    steps = phase.steps, phase.warmup_steps, decay_steps
+    schedule = branch_config.LearningRateSchedule(*steps, phase.final_learning_rate)
+    setup = BranchSetup(model, schedule, optimizer_state=state if continues else None)
     # Apply the variant, with the dense model as its teacher if the recipe distills
     apply_variant(model, recipe, variant, seed, sink_logits)
     if phase.distill is not None:

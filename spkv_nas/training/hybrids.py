@@ -81,21 +81,13 @@ def train_by_recipe(
     comparison.check_layout_names(layouts)
     # Prepare the text and the dense model
     context = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
-
     trained = {name: layouts[name] for name in proposal.distinct(layouts)}
 
     def write(compared: Comparison) -> None:
         distributed.on_main(partial(_write, workspace, compared, context, table, trained))
 
-    return compare(
-        context,
-        layouts,
-        covered,
-        workspace.report_dir(table.name),
-        num_seeds=num_seeds,
-        reference=reference,
-        finished_run=write,
-    )
+    folder = workspace.report_dir(table.name)
+    return compare(context, layouts, covered, folder, num_seeds=num_seeds, reference=reference, finished_run=write)
 
 
 def compare(

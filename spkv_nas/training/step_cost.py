@@ -117,24 +117,17 @@ def measure(
     pass_seconds = _median(train, device, _seconds(train, device))
     optimizer.step()  # allocates the moments
     update = _median(optimizer.step, device, 0.0)
-    return StepCost(
-        pass_seconds=pass_seconds / shape[0],
-        forward_seconds=_median(forward, device, pass_seconds) / shape[0],
-        update_seconds=update,
-        is_measured=True,
-    )
+    forward_seconds = _median(forward, device, pass_seconds)
+    return StepCost(pass_seconds / shape[0], forward_seconds / shape[0], update, is_measured=True)
 
 
 def estimate(stages: stage_costs.Stages, training: stage_costs.Training, *, gated: bool) -> StepCost:
     """Estimate the time of a training step from FLOPs, at half the measured speed of a matrix product."""
     speed = EFFICIENCY * matmul_speed(stages.site.name, bfloat16=training.bfloat16)
     block = replace(training, steps=1, batch_size=1, micro_batch_size=None)
-    return StepCost(
-        pass_seconds=stages.train("", block, gated=gated).flops / speed,
-        forward_seconds=stages.measure("", stages.block_size, gated=gated).flops / speed,
-        update_seconds=0.0,
-        is_measured=False,
-    )
+    pass_seconds = stages.train("", block, gated=gated).flops / speed
+    forward_seconds = stages.measure("", stages.block_size, gated=gated).flops / speed
+    return StepCost(pass_seconds, forward_seconds, update_seconds=0.0, is_measured=False)
 
 
 def _median(call: Callable[[], object], device: str, duration: float) -> float:

@@ -86,12 +86,8 @@ def cache_bytes(specification: SearchSpecification, shape: Shape) -> trials.Layo
     if context is None:
         return None
     known = space.table.metadata
-    requirements = Requirements(
-        space.constraints,
-        context=context,
-        head_dim=known.get("head_dim") or shape.head_dim,
-        kv_dtype=known.get("dtype") or "bfloat16",
-    )
+    head_dim, dtype = known.get("head_dim") or shape.head_dim, known.get("dtype") or "bfloat16"
+    requirements = Requirements(space.constraints, context=context, head_dim=head_dim, kv_dtype=dtype)
     memory = requirements.cache_cost(space.table, space.window)
     assert memory is not None  # as there is a context
     # Count the heads of layers that are not local by design

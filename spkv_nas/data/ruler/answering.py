@@ -53,15 +53,8 @@ class DocumentQuestions:
             )
             return f"Answer the question from these documents, in a few words.\n\n{texts}\n\nQuestion: {question.text}"
 
-        sample = fill(
-            request,
-            render,
-            "Answer:",
-            question.answers[:1],
-            new_tokens=NEW_TOKENS,
-            least=len(question.documents),
-            most=len(chosen),
-        )
+        documents = {"least": len(question.documents), "most": len(chosen)}
+        sample = fill(request, render, "Answer:", question.answers[:1], new_tokens=NEW_TOKENS, **documents)
         return replace(sample, answers=question.answers)
 
 

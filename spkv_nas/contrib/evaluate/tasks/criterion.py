@@ -53,13 +53,9 @@ class TaskSamples(criterion.Criterion):
         if not setting.reporter.verbose:
             quiet_libraries()
         setting.reporter.announce("loading tasks and their data")
-        suite = load_suite(
-            str(self.names),
-            self.include or [],
-            self.data_sets or [],
-            allow_code=self.allow_code,
-            caution=setting.reporter.caution,
-        )
+        folders = self.include or [], self.data_sets or []
+        caution = setting.reporter.caution
+        suite = load_suite(str(self.names), *folders, allow_code=self.allow_code, caution=caution)
         return TaskRounds(suite, setting.tokenizer, seed=setting.seed, allow_code=self.allow_code)
 
 

@@ -36,13 +36,8 @@ def tasks(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) 
     # Run the tasks on every checkpoint
     reporter.announce("loading tasks and their data")
     with code_allowed(options.allow_code):
-        suite = load_suite(
-            ",".join(options.names),
-            options.include or [],
-            options.data_sets or [],
-            allow_code=options.allow_code,
-            caution=reporter.caution,
-        )
+        names, folders = ",".join(options.names), (options.include or [], options.data_sets or [])
+        suite = load_suite(names, *folders, allow_code=options.allow_code, caution=reporter.caution)
         sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
         by_checkpoint = [_run_tasks(options, *source, suite, samples, reporter) for source in sources]
     results, origins = zip(*by_checkpoint, strict=True)

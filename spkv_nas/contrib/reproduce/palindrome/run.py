@@ -133,16 +133,12 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
     # Train
     model = new_model(settings, variant)
     sequences = Palindromes(settings.steps * settings.batch_size, settings.seed)
+    decay_steps = max(1, settings.steps - settings.warmup_steps)
     trainer = SPKVTrainer(
         model=model,
         args=_arguments(settings, folder, device),
         train_dataset=sequences,
-        schedule=LearningRateSchedule(
-            settings.steps,
-            settings.warmup_steps,
-            max(1, settings.steps - settings.warmup_steps),
-            settings.final_learning_rate,
-        ),
+        schedule=LearningRateSchedule(settings.steps, settings.warmup_steps, decay_steps, settings.final_learning_rate),
         gates=GateSchedule(settings.steps, soft_fraction=1.0) if variant == comparison.SP_KV else None,
         gate_options=GatesConfig(tau=settings.tau, learning_rate_multiplier=settings.learning_rate_multiplier),
         title=variant,

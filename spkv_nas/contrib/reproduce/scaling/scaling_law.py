@@ -118,16 +118,8 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     reference = float(np.exp(np.log(flops).mean()))
     x = np.log(flops / reference)
     start = _start(x, loss)
-    solution = scipy.optimize.least_squares(
-        lambda p: _law(p, x) - loss,
-        start,
-        jac=lambda p: _jacobian(p, x),
-        x_scale="jac",
-        method="lm",
-        xtol=1e-14,
-        ftol=1e-14,
-        gtol=1e-14,
-    )
+    options = {"x_scale": "jac", "method": "lm", **dict.fromkeys(("xtol", "ftol", "gtol"), 1e-14)}
+    solution = scipy.optimize.least_squares(lambda p: _law(p, x) - loss, start, lambda p: _jacobian(p, x), **options)
     # Covariance, linearised at the solution
     errors = float(solution.fun @ solution.fun)
     degrees_of_freedom = len(flops) - 3
