@@ -22,14 +22,7 @@ _FRAMES = 5  # per second; drawing one takes half a millisecond
 
 @contextmanager
 def working(title: str, *, quiet: bool = False, verbose: bool = False, takes_long: bool = True) -> Iterator[Reporter]:
-    """Show progress while the block runs; the rows disappear when it prints a result.
-
-    Args:
-        title: the command's name.
-        quiet: show only warnings about results.
-        verbose: also show details.
-        takes_long: outside a terminal, announce that the command has started.
-    """
+    """Show progress while the block runs, and with ``takes_long`` announce the start outside a terminal."""
     level = logging.DEBUG if verbose else logging.INFO
     # Show warnings only, rows in a terminal, or lines of a log
     if quiet:

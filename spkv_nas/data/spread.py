@@ -39,11 +39,8 @@ class SpreadSample:
     """A sample of at least ``max_tokens`` tokens, or all: stretches of the documents with the smallest hashes.
 
     The choice depends only on the content of the documents. Further documents can displace the last stretches, but
-    never move others. Memory is proportional to the stretches kept.
-
-    Args:
-        max_tokens: number of tokens after which no further stretch is taken.
-        stretch: tokens per stretch, a multiple of the block size.
+    never move others. Memory is proportional to the stretches kept, each of ``stretch`` tokens, a multiple of the block
+    size.
     """
 
     def __init__(self, max_tokens: int, stretch: int) -> None:

@@ -32,13 +32,7 @@ class UtilityPredictor(nn.Module):
     """
 
     def __init__(self, model_size: int, row: str, config: gate_config.GateConfig) -> None:
-        """Create the layers with initial weights.
-
-        Args:
-            model_size: size of the hidden states.
-            row: letters of the layer's KV heads, which say the gated ones, as in ``GateConfig.heads``.
-            config: predictor type and sizes.
-        """
+        """Create layers with initial weights for the gated heads of a ``row`` of ``GateConfig.heads``."""
         super().__init__()
         # Create the layers that this kind of predictor has
         hidden_size = config.width(model_size)
@@ -64,12 +58,7 @@ class UtilityPredictor(nn.Module):
         nn.init.constant_(self.down.bias, self._config.bias)
 
     def forward(self, hidden_states: Tensor, *, sinks: bool = True) -> Tensor:
-        """Compute the utility logits [B, Hkv, T] (float32) from the layer's attention input [B, T, model_size].
-
-        Args:
-            hidden_states: [B, T, model_size].
-            sinks: the first token starts a sequence, so that the first ``GateConfig.sinks`` tokens are kept.
-        """
+        """Compute logits float32 [B, Hkv, T] of [B, T, model_size]; ``sinks``: the first tokens start a sequence."""
         # Predict in the dtype of the weights, without autocast
         device = hidden_states.device.type
         has_autocast = torch.amp.is_autocast_available(device)  # the device meta has none

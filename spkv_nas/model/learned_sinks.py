@@ -22,13 +22,7 @@ class LearnedSinks(torch.nn.Module):
     """
 
     def __init__(self, is_local: Sequence[bool], group: int, device: torch.device | None = None) -> None:
-        """Create logits of 0.
-
-        Args:
-            is_local: for each KV head whether it is local.
-            group: query heads per KV head.
-            device: device of the parameters.
-        """
+        """Create logits of 0 for the KV heads that are local, each with a ``group`` of query heads."""
         super().__init__()
         self.is_local, self.group = tuple(is_local), group
         self.logits = torch.nn.Parameter(torch.zeros(sum(is_local) * group, dtype=torch.float32, device=device))

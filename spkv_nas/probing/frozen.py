@@ -50,13 +50,8 @@ def frozen_within_memory(
 ) -> Iterator[AdaptiveBatchSize]:
     """Freeze ``model`` as ``frozen``, recompute activations if memory is short, and yield the micro-batch size.
 
-    Args:
-        model: the model.
-        length: tokens per block.
-        num_blocks: blocks per step.
-        learning: parameters to train.
-        gates: configuration of the gates being trained, if any.
-        attentions: kinds of attention that every layer computes and mixes.
+    A step has ``num_blocks`` of ``length`` tokens; ``gates`` are being trained, or every layer mixes ``attentions``
+    kinds.
     """
     with frozen(model, learning):
         pass_size, recomputes = passes(model, length, num_blocks, gates, attentions=attentions)
@@ -82,13 +77,7 @@ def blocks_per_step(blocks: TokenBlocks, step_tokens: int) -> int:
 
 
 def rank_tokens(blocks: TokenBlocks, indices: arrays.Int, device: torch.device) -> torch.Tensor:
-    """Return this rank's tokens of a step, int64 [B, T] on ``device``; B may be 0.
-
-    Args:
-        blocks: training text.
-        indices: int64 [blocks], blocks of the step, the same on all ranks.
-        device: device of the tokens.
-    """
+    """Return this rank's part, int64 [B, T], B may be 0, of the blocks with ``indices``, the same on all ranks."""
     share = distributed.own_share(len(indices))
     return torch.from_numpy(blocks.tokens[indices[share.start : share.stop]].astype(np.int64)).to(device)
 
@@ -96,13 +85,7 @@ def rank_tokens(blocks: TokenBlocks, indices: arrays.Int, device: torch.device) 
 def run_micro_batches(
     run: Callable[[Iterator[torch.Tensor]], Result], tokens: torch.Tensor, micro_batch: AdaptiveBatchSize
 ) -> Result:
-    """Call ``run`` with ``tokens`` [B, T] in micro-batches, again with smaller ones if a GPU runs out of memory.
-
-    Args:
-        run: takes micro-batches int64 [b, T], possibly none, and computes gradients from zero.
-        tokens: this rank's tokens of a step.
-        micro_batch: micro-batch size.
-    """
+    """Call ``run`` with micro-batches of ``tokens`` [B, T], also none, from zero with smaller ones if out of memory."""
     return micro_batch.run(lambda size: run(filter(len, torch.split(tokens, size))), max(1, len(tokens)))
 
 
@@ -132,20 +115,7 @@ def learned_table(
     name: str,
     metadata: Mapping[str, Any],
 ) -> head_scores.HeadScores:
-    """Build the table of a signal learned on all domains together.
-
-    Args:
-        signal: name of the signal.
-        unit: unit of the scores.
-        values: scores [L, Hkv].
-        blocks: training text.
-        window: number of recent keys a local head sees, including the query's own key.
-        tokens_seen: tokens of all steps.
-        name: name of the table.
-        metadata: provenance and options.
-
-    Raises ``UserError``: a value is not finite.
-    """
+    """Build the table of ``values`` [L, Hkv], learned on all domains; ``UserError``: one is not finite."""
     means, num_tokens = HeadMeans(values, "all", tokens_seen, 0), blocks.tokens.size
     num_passes = defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens
     return signal_table(

@@ -199,12 +199,7 @@ class _Rounds:
         return self.local if self.opens else self.whole
 
     def gains(self, units: Sequence[Unit], later: int = 0) -> Iterator[tuple[Unit, NDArray[np.float64]]]:
-        """Yield each unit with its gain by document [documents], in nats.
-
-        Args:
-            units: heads to switch together.
-            later: maximum number of windows still to be scored in later rounds, for the progress total.
-        """
+        """Yield units with gains by document in nats; at most ``later`` windows follow in later rounds."""
         # Score the windows that are new
         after = self.whole if self.opens else self.local
         changed = {unit: _changed(self.before, after, unit) for unit in units}

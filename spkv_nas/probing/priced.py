@@ -144,14 +144,7 @@ class _Learning:
         self.density = self.last_price = math.nan  # mean density over heads, and price of a key, in the last step
 
     def step(self, number: int, tokens: Tensor, num_blocks: int, micro_batch: memory.AdaptiveBatchSize) -> None:
-        """Apply update ``number``, counted from 0; must be called on all ranks.
-
-        Args:
-            number: step, which selects the learning rate.
-            tokens: int64 [B, T], this rank's blocks; B may be 0.
-            num_blocks: blocks of all ranks together.
-            micro_batch: micro-batch size.
-        """
+        """Apply update ``number`` from 0 on all ranks, with this rank's ``tokens`` int64 [B, T] of ``num_blocks``."""
         price = self._price
         self.last_price = self._config.price if price is None else price.value
 
@@ -174,14 +167,9 @@ class _Learning:
         self._optimizer.step()
 
     def _add_gradients(self, parts: Iterator[Tensor], num_blocks: int) -> tuple[Tensor, arrays.Float | None]:
-        """Compute a step's gradients from zero, one micro-batch of ``parts`` at a time.
+        """Compute a step's gradients from zero by ``parts`` int64 [b, T].
 
-        Args:
-            parts: int64 [b, T] tokens of this rank.
-            num_blocks: blocks of all ranks together.
-
-        Returns:
-            (loss, this rank's share of the mean; estimated benefits of keys while the first price is not set, or None).
+        Return this rank's share of the mean loss of ``num_blocks``, and benefits of keys until the first price is set.
         """
         # Estimate the benefit of keys once, to start the price from
         measures = self._price is not None and not self._price.is_measured

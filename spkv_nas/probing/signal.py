@@ -114,13 +114,7 @@ class Signal(entry.Entry, ABC):
         return signal_table(self.name, means, window, kind=self.kind, unit=self.unit, **facts)
 
     def work(self, grid: Grid, tokens: int, block_size: int) -> Work:
-        """Return the cost, one pass by default.
-
-        Args:
-            grid: (layers, KV heads).
-            tokens: tokens of the text.
-            block_size: tokens per block.
-        """
+        """Return the cost on a text of ``tokens`` in blocks of ``block_size``, one pass by default."""
         return Work(1.0, tokens)
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":

@@ -148,15 +148,9 @@ def measure_sinks(
 ) -> SinkReport:
     """Measure the attention on the first tokens of blocks, with every head open; the model is restored afterwards.
 
-    Memory is that of a forward pass plus a chunk of attention weights (``heads.attention_weights``).
-
-    Args:
-        model: any supported decoder.
-        blocks: text whose blocks begin as the model's tokenizer begins a text.
-        window: number of recent keys a local head sees, including the query's own key; None: ``default_window``.
-        tokens: tokens to measure on, at least one block.
-
-    Raises ``UserError``: the model cannot be hooked, or its attention is not finite.
+    Memory is that of a forward pass plus a chunk of attention weights (``heads.attention_weights``). ``blocks`` begin
+    as the tokenizer begins a text, of which ``tokens``, at least a block, are measured on, beyond ``window`` or
+    ``default_window``. Raises ``UserError``: the model cannot be hooked, or its attention is not finite.
     """
     # Choose the blocks and the queries that count
     blocks = blocks.spread(max(1, tokens // blocks.block_size))

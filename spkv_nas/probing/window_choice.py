@@ -134,15 +134,9 @@ def choose_window(
     batch_size: int = 1,
     progress: Progress | None = None,
 ) -> WindowChoice:
-    """Choose the window whose layout of highest scores loses least on ``blocks``; must be called on all ranks.
+    """Choose the window whose highest-scoring layout loses least on unseen ``blocks``; call on all ranks.
 
-    Args:
-        model: any supported decoder; left unchanged.
-        blocks: text that the ranking has not seen.
-        table: scores of the heads, of which the highest become global.
-        candidates: windows to try, with their numbers of global heads.
-        batch_size: blocks per pass.
-        progress: called with (blocks done, total) of every round.
+    ``candidates`` are the windows to try, with their numbers of global heads.
     """
     # Divide the text into parts, each as long as all before it
     ends = sorted({min(_FIRST_ROUND << times, blocks.num_blocks) for times in range(blocks.num_blocks.bit_length())})

@@ -186,14 +186,9 @@ def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
 def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) -> None:
     """Write ``<strategy>.yaml`` per layout, ``coverage.csv``, ``coverage-curve.csv`` and, if known, ``heads.csv``.
 
-    The files replace those of an earlier proposal all at once, and files that the new proposal lacks are removed
-    (random layouts, the solved layout, that of the recommended signal, ``heads.csv``). An earlier proposal for a
-    different budget is first copied to ``<budget>-heads/``.
-
-    Args:
-        folder: output folder; locked, so a second process waits.
-        answer: the proposal.
-        reporter: warned of the layouts that are replaced.
+    The files replace those of an earlier proposal all at once, in a locked folder, with a warning, and files that the
+    new proposal lacks are removed (random layouts, the solved layout, that of the recommended signal, ``heads.csv``).
+    An earlier proposal for a different budget is first copied to ``<budget>-heads/``.
     """
     names = [f"{check_name(name, 'the layout')}.yaml" for name in answer.layouts]
     budget = answer.layouts[strategies.DENSEST.name].num_global

@@ -51,15 +51,8 @@ def curve_for(
 ) -> BudgetCurve:
     """Compute the curve over budgets given as text, such as "6..40" or "12,18,24".
 
-    Args:
-        table: head densities.
-        requirements: constraints and further options; none by default.
-        budget: several budgets, see ``parse_budgets``.
-        tau: density threshold, see ``resolve_tau``; defaults to the table's own.
-        window: local attention window in tokens; defaults to the table's, or 128.
-        progress: called with (budgets solved, number of budgets).
-
-    Raises ``UserError``: as ``parse_budgets``, ``resolve_tau`` and ``budget_curve``.
+    Arguments are those of ``propose_for``. Raises ``UserError``: as ``parse_budgets``, ``resolve_tau``,
+    ``budget_curve``.
     """
     budgets = parse_budgets(budget, table.num_candidates)
     table = propose.resolve_tau(table, tau, budgets[0])
@@ -77,17 +70,9 @@ def budget_curve(
     window: int | None = None,
     progress: Progress | None = None,
 ) -> BudgetCurve:
-    """Compute the curve over budgets in global heads.
+    """Compute the curve over ascending budgets in global heads; ``resampled`` gives intervals.
 
-    Args:
-        table: densities at the threshold to use.
-        requirements: constraints and further options.
-        budgets: numbers of global heads, ascending.
-        resampled: bootstrap of the table, for confidence intervals.
-        window: local attention window in tokens; defaults to the table's, or 128.
-        progress: called with (budgets solved, number of budgets).
-
-    Raises ``UserError``: a budget is not feasible under the requirements.
+    Arguments are those of ``propose_for``. Raises ``UserError``: a budget is not feasible under the requirements.
     """
     cost = requirements.cache_cost(table, window)
     rows, layouts = [], {}
@@ -132,13 +117,7 @@ def find_knee(table: HeadScores, requirements: Requirements, rows: pd.DataFrame)
 
 
 def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT) -> None:
-    """Write ``budgets.csv`` and ``budgets/<strategy>-<budget>.yaml``, and remove layouts of earlier ranges.
-
-    Args:
-        folder: output folder; locked, so a second process waits.
-        curve: the curve to write.
-        reporter: warned of the layouts that are replaced.
-    """
+    """Write ``budgets.csv`` and ``budgets/<strategy>-<budget>.yaml``, locked; warn of and remove earlier layouts."""
     with locks.locked(folder, "writes layouts", reporter.announce):
         earlier.replace_layouts(folder / workspace.BUDGETS, curve.layouts, reporter)
         tables.write_csv(folder / "budgets.csv", curve.rows, digits=10)

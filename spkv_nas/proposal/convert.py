@@ -26,24 +26,12 @@ def convert(
     window: int | None = None,
     sinks: int | None = None,
 ) -> list[str]:
-    """Write a layout or head scores in another format.
+    """Write a layout or head scores in another format; return what was written, and what it cannot hold.
 
-    Scores stay scores when converted to DuoAttention, unless an option of ``ForeignScores.choose`` selects heads.
-
-    Args:
-        source: file or folder to read.
-        target: file or folder to write; its name decides the format: ``.yaml`` a layout, ``.tsv`` a PruLong mask,
-            ``full_attention_heads.tsv`` or a folder DuoAttention's two files.
-        budget: number or share of global heads, see ``ForeignScores.choose``.
-        sparsity: share of local heads in [0, 1], see ``ForeignScores.choose``.
-        threshold: score in [0, 1] from which a head is global, see ``ForeignScores.choose``.
-        window: local attention window in tokens, instead of the source's.
-        sinks: first tokens that a local head sees besides its window, instead of the source's.
-
-    Returns:
-        Messages about what was written and what the target format cannot hold.
-
-    Raises ``UserError``: a format is unknown or damaged, the target exists, or the options do not fit the source.
+    Scores stay scores when converted to DuoAttention, unless an option of ``ForeignScores.choose`` selects heads. The
+    name of ``target`` decides the format: ``.yaml`` a layout, ``.tsv`` a PruLong mask, ``full_attention_heads.tsv`` or
+    a folder DuoAttention's two files. ``window`` and ``sinks`` precede the source's. Raises ``UserError``: a format is
+    unknown or damaged, the target exists, or the options do not fit the source.
     """
     # Check target and options
     files = _target_files(target)

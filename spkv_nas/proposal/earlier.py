@@ -10,16 +10,9 @@ from spkv_nas.base import errors, names, progress, replace
 
 
 def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporter: progress.Reporter) -> bool:
-    """Copy an earlier proposal to ``<folder>/<its budget>-heads/`` if its number of global heads differs.
+    """Copy an earlier proposal of another budget to ``<folder>/<its budget>-heads/``; return whether there was one.
 
-    Args:
-        folder: folder of the layouts; the caller holds its lock.
-        files: names of the files that the new proposal writes or removes.
-        budget: global heads of the new proposal.
-        reporter: receives a message that names the folder of the earlier layouts.
-
-    Returns:
-        True if there was such a proposal.
+    The caller holds the folder's lock. ``files`` are those that the new proposal writes or removes.
     """
     replace.settle(folder)
     earlier = _read(folder / "densest.yaml")
@@ -36,13 +29,7 @@ def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporte
 
 
 def replaced_layouts(folder: Path, layouts: Mapping[str, Layout], files: Collection[str]) -> list[str]:
-    """List the layouts in ``folder`` that the new ones change or remove.
-
-    Args:
-        folder: folder of the layouts.
-        layouts: new layouts by name.
-        files: names of the files that are written or removed.
-    """
+    """List the layouts in ``folder`` that the new ones change or remove, of ``files`` written or removed."""
     earlier = {Path(name).stem: _read(folder / name) for name in sorted(files) if name.endswith(".yaml")}
     return [
         name
@@ -52,13 +39,7 @@ def replaced_layouts(folder: Path, layouts: Mapping[str, Layout], files: Collect
 
 
 def replace_layouts(folder: Path, layouts: Mapping[str, Layout], reporter: progress.Reporter) -> None:
-    """Write ``<name>.yaml`` per layout in place of all layouts of a folder; the caller holds the lock above it.
-
-    Args:
-        folder: folder that holds nothing but these layouts.
-        layouts: new layouts by name.
-        reporter: warned of the layouts that are replaced.
-    """
+    """Write ``<name>.yaml`` per layout over all of a folder, with a warning; the caller holds the lock above it."""
     stale = [file.name for file in folder.glob("*.yaml")]
     if replaced := replaced_layouts(folder, layouts, stale):
         reporter.caution(f"replaced earlier layouts in {folder}: {', '.join(replaced)}")

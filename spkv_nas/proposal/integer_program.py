@@ -72,13 +72,10 @@ class Problem:
         self._weights = np.ones(grid) if weights is None else weights
 
     def optimum(self, density: Float, *, gap: float = 0.0) -> Solution | None:
-        """Return the optimal layout for the densities; None if none is feasible.
+        """Return the layout with the highest lowest coverage of ``density`` [P, L, Hkv]; None if none is feasible.
 
-        Args:
-            density: [P, L, Hkv], per domain; the lowest of their coverages is maximised.
-            gap: relative MIP gap at which to stop; above 0, ties are not broken.
-
-        Raises ``UserError``: no layout was found within ``TIME_LIMIT`` seconds.
+        It stops at a relative MIP ``gap``, and breaks ties at 0. Raises ``UserError``: none was found in ``TIME_LIMIT``
+        seconds.
         """
         # Scale densities to gains [P, L * Hkv]: contributions to coverage
         gain = _SCALE * density.reshape(len(density), -1) / density.sum((1, 2))[:, None]
@@ -250,16 +247,10 @@ class _Program:
         gap: float = 0.0,
         presolves: Sequence[bool] = (True, False),
     ) -> _Optimum | None:
-        """Solve for the vector of lowest cost; None if the program is infeasible.
+        """Solve for the vector of lowest ``cost``, without integrality if ``relax``; None if ``rows`` are infeasible.
 
-        Args:
-            cost: coefficient of every variable.
-            rows: the constraints.
-            relax: drop integrality.
-            gap: relative MIP gap at which to stop.
-            presolves: settings of HiGHS's presolve, tried in turn until the returned point is really feasible.
-
-        Raises ``UserError``: no point was found within ``TIME_LIMIT`` seconds.
+        HiGHS's ``presolves`` are tried in turn until the point is really feasible. Raises ``UserError``: no point was
+        found within ``TIME_LIMIT`` seconds.
         """
         integrality = np.zeros(self._width) if relax else np.ones(self._width)
         integrality[-1] = 0

@@ -81,19 +81,10 @@ def layout_by(
     window: int | None = None,
     seed: int = 0,
 ) -> Layout:
-    """Choose the global heads by one strategy, and record their provenance; sink tokens are the table's.
+    """Choose the global heads, among those that can be, by one strategy, and record their provenance.
 
-    The strategy chooses among the heads that can be global (``HeadScores.layers``).
-
-    Args:
-        strategy: the strategy.
-        table: head scores.
-        heads: number of global heads.
-        name: name of the layout; defaults to the strategy's.
-        window: local attention window in tokens; defaults to the table's, or 128.
-        seed: random seed of a random strategy.
-
-    Raises ``UserError``: the strategy returns no mask of the table's grid.
+    ``name`` defaults to the strategy's, ``window`` to the table's, or 128; sink tokens are the table's. Raises
+    ``UserError``: the strategy returns no mask of the table's grid.
     """
     # Let the strategy choose among the heads that can be global
     candidates = _candidates(table)
@@ -162,12 +153,7 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
 
 
 def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
-    """Warn that "match-budget" found no threshold whose mean density is close to the budget's share of heads.
-
-    Args:
-        table: densities at the closest threshold, see ``resolve_tau``.
-        budget: number of global heads or share.
-    """
+    """Warn if "match-budget" found no tau with a mean density near the budget's share of heads (``resolve_tau``)."""
     share = parse_budget(budget, table.num_candidates) / table.num_heads
     if abs(table.mean - share) <= _MATCH_TOLERANCE:
         return None

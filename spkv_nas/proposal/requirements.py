@@ -197,15 +197,7 @@ class Requirements:
         return cost.max_heads_same_memory(num_global, table.num_heads, stride=stride)
 
     def memory(self, table: HeadScores, num_global: int, window: int | None) -> str | None:
-        """Describe the cache memory of ``num_global`` global heads; None without a context.
-
-        The text compares it with all heads global and all local.
-
-        Args:
-            table: head scores of the probe.
-            num_global: number of global heads.
-            window: local attention window in tokens; defaults to the table's, or 128.
-        """
+        """Describe the cache of ``num_global`` global heads, beside all global and all local; None without context."""
         cost = self.cache_cost(table, window)
         if cost is None:
             return None

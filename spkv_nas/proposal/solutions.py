@@ -81,14 +81,7 @@ def find_solutions(
 ) -> Solutions:
     """Find the layouts of highest coverage that differ from each other in at least so many heads.
 
-    Args:
-        table: head scores at the threshold used to choose ``first``.
-        requirements: constraints and further options.
-        limit: limit on the global heads.
-        first: the best layout; names and windows of the others follow it.
-        request: number and distance of the layouts.
-        resampled: bootstrap of the table, for intervals of the loss.
-
+    ``first`` is the best layout, whose name and window the others follow; ``resampled`` gives intervals of the loss.
     Raises ``UserError``: every score is 0, or the integer program found no layout within its time.
     """
     # Solve for one layout after the other
@@ -109,13 +102,7 @@ def find_solutions(
 
 
 def write_solutions(folder: Path, solutions: Solutions, reporter: progress.Reporter = progress.SILENT) -> None:
-    """Write ``solutions.csv`` and ``solutions/<strategy>-solution-<number>.yaml``, in place of earlier ones.
-
-    Args:
-        folder: folder of the probe's layouts; locked, so a second process waits.
-        solutions: the layouts.
-        reporter: warned of the layouts that are replaced.
-    """
+    """Write ``solutions.csv`` and ``solutions/<strategy>-solution-<number>.yaml``, locked, over earlier ones."""
     with locks.locked(folder, "writes layouts", reporter.announce):
         earlier.replace_layouts(folder / workspace.SOLUTIONS, solutions.layouts, reporter)
         tables.write_csv(folder / SOLUTIONS_TABLE, solutions.rows, digits=10)

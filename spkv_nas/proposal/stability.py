@@ -45,13 +45,7 @@ class Bootstrap:
         return float(low), float(high)
 
     def loss(self, best: Mask, mask: Mask, *, robust: bool = False) -> tuple[float, float]:
-        """Return the 95 % interval of the coverage that a layout loses against another.
-
-        Args:
-            best: bool [L, Hkv], global heads of the layout to compare with.
-            mask: bool [L, Hkv], global heads of the layout.
-            robust: compare the lowest per-domain coverages.
-        """
+        """Return the 95 % interval of the coverage, if ``robust`` the lowest, by which ``mask`` is below ``best``."""
         density = self.domain_density if robust else self.density[:, None]  # [R, P or 1, L, Hkv]
         total = density.sum((2, 3))
         density, total = density[(total > 0).all(1)], total[(total > 0).all(1)]
@@ -80,10 +74,7 @@ class Bootstrap:
     ) -> Float:
         """Return [L, Hkv], the share of the first ``NUM_SOLVED`` resamples in which ``choose`` selects a head.
 
-        Args:
-            choose: maps densities, [P, L, Hkv] if ``robust``, else [1, L, Hkv], to a bool mask [L, Hkv].
-            robust: pass densities per domain instead of their mean.
-            progress: called with (resamples done, number of resamples).
+        It maps densities, [P, L, Hkv] if ``robust``, else [1, L, Hkv], to a bool mask [L, Hkv].
         """
         samples = self.domain_density if robust else self.density[:, None]
         samples = samples[np.all(samples.any((2, 3)), axis=1)][:NUM_SOLVED]  # skip all-zero domains
@@ -98,12 +89,8 @@ class Bootstrap:
 def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
     """Resample a table's documents, stratified by domain; the same resamples every time.
 
-    Args:
-        table: head densities.
-
-    Returns:
-        The resamples, or None if the table has no per-document counts, no domain with two documents, only zero
-        densities, or the same density in all heads of each document.
+    None if the table has no per-document counts, no domain with two documents, only zero densities, or the same density
+    in all heads of each document.
     """
     documents = table.documents
     if documents is None or not (np.bincount(documents.domain) > 1).any() or not documents.kept.any():
@@ -195,14 +182,7 @@ class Certainty:
     def of(
         cls, resampled: Bootstrap, layouts: Mapping[str, Layout], budget: int, solved: Mapping[str, Float] | None = None
     ) -> "Certainty":
-        """Summarise a bootstrap for the ``budget`` densest heads and the coverage of ``layouts``.
-
-        Args:
-            resampled: the bootstrap.
-            layouts: layouts by strategy name.
-            budget: number of global heads.
-            solved: selection probabilities [L, Hkv] of the layouts that were solved for, by name.
-        """
+        """Summarise a bootstrap for the ``budget`` densest heads, ``layouts``, and probabilities of ``solved`` ones."""
         return cls(
             budget,
             {"densest": resampled.probability(budget), **(solved or {})},

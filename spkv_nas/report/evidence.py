@@ -91,12 +91,8 @@ class Evidence:
 
 def all_evidence(inputs: ReportInputs) -> list[Evidence]:
     """Return the evidence of every mode that has results, most retraining first; each has a unique description."""
-    collected = [
-        *_search_evidence(inputs),
-        *_comparison_evidence(inputs),
-        *_score_evidence(inputs),
-        *_verdict_evidence(inputs),
-    ]
+    sources = _search_evidence, _comparison_evidence, _score_evidence, _verdict_evidence
+    collected = [each for source in sources for each in source(inputs)]
     # Tell equal descriptions apart by their source
     occurrences = Counter(evidence.description for evidence in collected)
     collected = [

@@ -34,14 +34,7 @@ Groups = dict[str, list[Chart | Panels]]
 def write_report(
     folder: Path, inputs: ReportInputs, *, steps: Sequence[Step] = (), progress: Progress = no_progress
 ) -> Path:
-    """Write ``index.html`` and its figures into ``folder``, and return the page's path.
-
-    Args:
-        folder: created if missing; files of the same names are replaced, each atomically.
-        inputs: everything the page shows.
-        steps: commands to recommend.
-        progress: called with (number of figures drawn, total).
-    """
+    """Write ``index.html``, with commands ``steps``, and its figures, each atomically; return the page's path."""
     verdict = conclude(inputs)
     groups = _charts(inputs, verdict)
     # Draw the page's own figures; those of searches and result tables were drawn with them
@@ -97,25 +90,24 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
     )
     # Fill the template
     choices, folder = layout_explorer.explorer_data(inputs, verdict), Path(__file__).parent
+    shown: dict[str, Any] = {
+        "explorer": choices,
+        "inputs": inputs,
+        "table": table,
+        "measure": table.measure,
+        "verdict": verdict,
+    }
+    shown |= {"steps": steps, "tables": tables, "charts": charts, "layouts": layouts, "figures": figures}
     return render(
         "page.html.j2",
         version=version.__version__,
         data=Markup(page_data(embedded, choices, layout_explorer.layout_indices(choices))),
         script=Markup(compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))),
-        explorer=choices,
-        inputs=inputs,
-        table=table,
-        measure=table.measure,
-        verdict=verdict,
-        steps=steps,
-        tables=tables,
-        charts=charts,
-        layouts=layouts,
+        **shown,
         strategy_of=strategies.strategy_of,
         caution=stability.caution(table),
         sections=inputs.benchmarks,
         words=tables.glossary(inputs),
-        figures=figures,
     )
 
 

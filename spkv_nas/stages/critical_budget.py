@@ -62,13 +62,19 @@ class BudgetResult(CriticalBudget):
         return [f"the layouts of {self.probe}"] if self.compared.selected.unknown else []
 
 
-def run(options: CriticalBudgetOptions, reporter: progress.Reporter) -> Result:
-    """Run the command."""
-    result = critical_budget(options, reporter)
+def run(
+    options: CriticalBudgetOptions, reporter: progress.Reporter, deadline: float | None = None
+) -> Result:
+    """Run the command; ``deadline`` as in ``find_critical_budget``."""
+    result = critical_budget(options, reporter, deadline)
     return Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
 
 
-def critical_budget(options: CriticalBudgetOptions, reporter: progress.Reporter = progress.SILENT) -> BudgetResult:
+def critical_budget(
+    options: CriticalBudgetOptions,
+    reporter: progress.Reporter = progress.SILENT,
+    deadline: float | None = None,
+) -> BudgetResult:
     """Bisect budgets of global heads, or of memory, for the smallest whose layout passes against the dense model.
 
     Raises:

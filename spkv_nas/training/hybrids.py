@@ -104,16 +104,8 @@ def compare(
 
     The control, full attention, is trained first; the reporter announces how much retraining changed its NLL, and every
     layout that retraining made worse. Finished runs are reused. Equal layouts are trained once, under the first name.
-
-    Args:
-        context: recipe, text and dense checkpoint of the branches.
-        layouts: layouts by name.
-        covered: coverage by layout.
-        folder: folder of the report.
-        num_seeds: number of repetitions, each with its own data order and initial predictors.
-        reference: True to train the SP-KV reference too.
-        finished_run: called with the comparison so far after each run.
-
+    Every one of ``num_seeds`` repetitions has its own data order and initial predictors; ``finished_run`` is called
+    with the comparison so far after each run. ``covered`` is the coverage by layout, ``folder`` that of the report.
     Raises ``UserError`` if a layout does not fit the model, or has the name of a baseline.
     """
     # Measure layouts without training

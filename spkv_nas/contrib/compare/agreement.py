@@ -115,14 +115,7 @@ def write_agreement(
     *,
     reporter: progress.Reporter = progress.SILENT,
 ) -> None:
-    """Write ``agreement.csv``, and ``agreement.yaml`` with the probes, their local windows, and versions.
-
-    Args:
-        folder: output folder; locked, so a second process waits.
-        rows: the table of ``agreement``.
-        windows: local attention window of each probe, by name.
-        reporter: warned of another comparison that is replaced.
-    """
+    """Write ``agreement.csv`` and ``.yaml`` (probes, ``windows``, versions), in a locked folder, over a former one."""
     probes = list(dict.fromkeys([*rows["first"], *rows["second"]]))
     with locks.locked(folder, "writes agreement.csv", reporter.announce), replacing(folder) as new:
         if (earlier_comparison := _compared_before(folder / "agreement.csv")) not in (None, _compared(rows)):

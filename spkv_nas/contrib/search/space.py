@@ -52,14 +52,10 @@ class Space:
         return self._best(noise if suggested is None else noise + 3.0 * suggested, budget)
 
     def optimum(self, gain: Float, budget: int, tried: Collection[tuple[str, ...]] = ()) -> Layout:
-        """Return the layout of highest total gain with ``budget`` global heads, among those not in ``tried``.
+        """Return the layout of highest total ``gain`` [L, Hkv] with ``budget`` global heads that is not in ``tried``.
 
-        If all layouts were tried, the best of them is returned.
-
-        Args:
-            gain: [L, Hkv], gain of making each head global, of either sign; it does not influence how many are.
-            budget: number of global heads, within ``budgets``.
-            tried: ``heads`` of layouts to exclude.
+        Gains may have either sign, which does not influence how many heads are global. If all layouts were tried, the
+        best of them is returned.
         """
         # Make gains positive, and return the best layout if it is new
         gain = gain - gain.min() + 1e-3 * max(float(np.ptp(gain)), 1e-9)

@@ -11,7 +11,7 @@ from spkv_nas.stages import flags
 from spkv_nas.stages.options import Trains
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.export import ExportOptions, ForEngine, Out
-from spkv_nas.stages.options.init import ModelArgument, Texts
+from spkv_nas.stages.options.init import Minutes, ModelArgument, Texts
 from spkv_nas.stages.options.margins import Margin, Risk, check_decision
 from spkv_nas.stages.options.probe import ProbeOptions
 
@@ -43,6 +43,7 @@ class AutoOptions(Trains):
     engine: ForEngine = default(None, "none")
     max_tokens: flags.OptionalMaxTokens = default(None, f"{HELD_OUT_TOKENS:,}", note="Of documents that chose nothing.")
     block_size: flags.BlockSize = default(None, f"the model's context, up to {defaults.CONTEXT:,}")
+    minutes: Minutes = default(None, note="Then no further memory is tried; costs of windows are measured in any case.")
 
     @property
     def measured(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import InWorkspace, OnDevice
 
-Minutes = Annotated[float | None, Flag("Total time budget in minutes, instead of --steps.", low=0.1, high=1e6)]
+Minutes = Annotated[float | None, Flag("Total time in minutes.", low=0.1, high=1e6)]
 ModelArgument = Annotated[
     str, Flag("Hugging Face decoder model to start from: folder, ID, ID@REVISION or embedded:NAME.", argument=True)
 ]
@@ -35,7 +35,7 @@ class InitOptions(InWorkspace, OnDevice):
     name: flags.Name = default(None, "the model's")
     out: NewRecipe = Path("recipe.yaml")
     steps: flags.Steps = default(None, str(defaults.FIRST_STEPS), note="Applies to each model.")
-    minutes: Minutes = None
+    minutes: Minutes = default(None, note="Replaces --steps.")
     separator: flags.Separator = default(None, "measured on the model")
     force: Force = False
 
