@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleDimensions
+from rich.markup import escape as escape
+from rich.table import Column as Column
+from rich.table import Table as Table
 from rich.text import Text
 
 from spkv_nas.base.distributed import process_index

@@ -217,7 +217,7 @@ class _Reference:
 
     @torch.no_grad()
     def run(self, windows: Windows, sinks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each later token's log-probability, and the likeliest tokens, [T - 1]; ``sinks`` as the layout's."""
+        """Return log-probabilities of tokens after the first, and the likeliest, [T - 1]; None: the layout's sinks."""
         for state, row, learned in zip(self.states, windows, self.learned, strict=True):
             state.set_windows(row, self.layout.sinks if sinks is None else sinks)
             state.learned_sinks = learned and any(takes_sinks(state, window) for window in row)

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from spkv_nas.base import console, units
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
@@ -51,12 +48,12 @@ def show(result: CalibrationResult) -> None:
     measured = result.calibration
     case, (_, counts, seconds) = measured.case, measured.grid
     # Tabulate the times by context
-    title = f"{escape(result.name)}: µs per decoded token and layer\nby number of global heads"
-    grid = Table("tokens", *(f"{count:.0f}" for count in counts), title=title)
+    title = f"{console.escape(result.name)}: µs per decoded token and layer\nby number of global heads"
+    grid = console.Table("tokens", *(f"{count:.0f}" for count in counts), title=title)
     for context, row in zip(measured.contexts, seconds, strict=True):
         grid.add_row(f"{context:,}", *map(units.format_microseconds, row))
     console.out.print(grid)
-    console.out.print(f"{case.title}, window {case.window}, {escape(measured.source)}")
+    console.out.print(f"{case.title}, window {case.window}, {console.escape(measured.source)}")
     console.print_path("times", result.folder / "calibration.csv")
 
 

@@ -5,9 +5,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from spkv_nas.artifacts import comparison, defaults
 from spkv_nas.artifacts.proposal import distinct
 from spkv_nas.base import console, distributed, errors, progress, units
@@ -120,10 +117,10 @@ def planner_options(options: OnDevice, reporter: progress.Reporter) -> dict[str,
 
 def show_runs(plan: Plan) -> None:
     """Print the runs of a plan, their steps, tokens and time, and its remarks."""
-    grid = Table("", "steps", "tokens", "time", "", title=f"{escape(plan.name)}: planned work")
+    grid = console.Table("", "steps", "tokens", "time", "", title=f"{console.escape(plan.name)}: planned work")
     for run in plan.runs:
         steps = f"{run.steps:,}" if run.steps else "-"
-        grid.add_row(escape(run.name), steps, f"{run.tokens:,}", units.format_seconds(run.seconds), run.state)
+        grid.add_row(console.escape(run.name), steps, f"{run.tokens:,}", units.format_seconds(run.seconds), run.state)
     console.out.print(grid)
     tokens = sum(run.tokens for run in plan.runs)
     total = f"{tokens:,} tokens, {units.format_seconds(plan.seconds)}" if tokens else "nothing left to do"

@@ -132,7 +132,7 @@ def _source_from(base: Path, source: str) -> str:
 
 
 def _absolute(model: str) -> str:
-    """Return a model folder's absolute path, as recipes read it from where they run; ids stay unchanged."""
+    """Return a model folder's absolute path, because recipes read it from the current folder; an id as it is."""
     return os.path.abspath(Path(model).expanduser()) if Path(model).expanduser().exists() else model
 
 

@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from spkv_nas.artifacts import gate_config, shape
 from spkv_nas.base import console, memory, progress, units
 from spkv_nas.base.device import choose_device, training_precision
@@ -158,7 +156,7 @@ def show(result: PlanResult) -> None:
         return
     engine, cache, num_kv_heads = served.engine, served.cache, served.cache.grid[1]
     title = f"KV cache in {engine.title}: requests of {cache.context:,} tokens, window {cache.window}, {cache.dtype}"
-    grid = Table("global layers", *served.titles, title=title)
+    grid = console.Table("global layers", *served.titles, title=title)
     for budget, cache_plan in served.rows:
         grid.add_row(str(budget["num_global"] // num_kv_heads), *served.cells(cache_plan))
     console.out.print(grid)

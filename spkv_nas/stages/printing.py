@@ -4,10 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-from rich.table import Table
-
-from spkv_nas.base.console import caution, out
+from spkv_nas.base.console import Table, caution, escape, out
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores

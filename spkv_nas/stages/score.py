@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.markup import escape
-from rich.table import Table
 
 from spkv_nas.artifacts import defaults, result_tables
 from spkv_nas.artifacts.proposal import is_equal_memory
@@ -109,14 +107,14 @@ def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> 
 def show(result: NLLTable) -> None:
     """Print the NLL of every layout."""
     printing.show_alarm(result.alarm)
-    title = f"{escape(result.name)}: without training"
+    title = f"{console.escape(result.name)}: without training"
     # Tabulate the layouts; equal ones share a row
-    grid = Table("layout", "global heads", "KV cache %", "coverage %", "NLL", "ΔNLL %", title=title)
+    grid = console.Table("layout", "global heads", "KV cache %", "coverage %", "NLL", "ΔNLL %", title=title)
     rows, same = result.rows[result.rows["hash"] != ""], result.rows.groupby("hash", sort=False)["strategy"]
     for row in result.rows.drop_duplicates("hash").itertuples():
         coverage = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
         difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error)
-        names = escape(" = ".join(same.get_group(row.hash)))
+        names = console.escape(" = ".join(same.get_group(row.hash)))
         sizes = (str(row.num_global), f"{row.kv_cache_percent:.1f}")
         grid.add_row(names, *sizes, coverage, f"{row.nll:.4f}", difference)
     console.out.print(grid)

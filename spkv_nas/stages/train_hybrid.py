@@ -3,11 +3,8 @@
 import math
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV
-from spkv_nas.base.console import out, say
+from spkv_nas.base.console import Table, escape, out, say
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.evaluation.ranking import format_rank_correlation

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from rich.markup import escape
-from rich.table import Column, Table
 
 from spkv_nas.artifacts import head_scores, proposal
 from spkv_nas.base import console, errors, progress
@@ -58,9 +56,9 @@ def show(result: AgreementResult) -> None:
     # Table of the pairs
     rows = result.rows
     first, labels = rows.iloc[0], short_labels(rows)
-    grid = Table(
-        Column(overflow="fold"),
-        Column(overflow="fold"),
+    grid = console.Table(
+        console.Column(overflow="fold"),
+        console.Column(overflow="fold"),
         "Jaccard",
         "Spearman",
         "transfer %",
@@ -69,8 +67,8 @@ def show(result: AgreementResult) -> None:
     )
     for row in rows.itertuples():
         grid.add_row(
-            escape(labels[row.first]),
-            escape(labels[row.second]),
+            console.escape(labels[row.first]),
+            console.escape(labels[row.second]),
             f"{row.jaccard:.2f}",
             "-" if math.isnan(row.spearman) else f"{row.spearman:.3f}",
             f"{100 * row.transfer:.1f}",

@@ -6,8 +6,6 @@ from typing import Any
 
 import optuna
 import pandas as pd
-from rich.markup import escape
-from rich.table import Table
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.shape import Shape
@@ -108,10 +106,10 @@ def show(result: SearchResult) -> None:
     shown = ranking.best_layouts(rows) if is_ranked else rows.drop_duplicates("hash").head(12)
     columns = ["layout", "global heads", "coverage %", *([cost.name] if cost else [])]
     title = f"{'best' if is_ranked else 'first'} layouts, scored on {number} documents"
-    grid = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title=title)
+    grid = console.Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title=title)
     for row in shown.to_dict("records"):
         grid.add_row(
-            escape(row["name"]),
+            console.escape(row["name"]),
             str(row["num_global"]),
             f"{row['coverage_percent']:.1f}",
             *([f"{row['cost']:.4g}"] if cost else []),

@@ -65,6 +65,6 @@ def generate(
     *,
     is_answered: bool = False,
 ) -> sample.Sample:
-    """Generate sample ``index`` of a ``Request``; ``UserError``: no such task, no documents, or it does not fit."""
+    """Generate a sample as ``Request`` describes it; ``UserError``: no such task, no documents, or it does not fit."""
     check_task(task)
     return TASKS[task].generate(sample.Request(task, seed, index, length, tokenizer, is_answered), material)

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.markup import escape
-from rich.table import Table
 
 from spkv_nas.artifacts import checkpoints, diagnosis, result_tables
 from spkv_nas.base import assets, console, distributed, locks
@@ -119,13 +117,13 @@ def show(result: NLLResult) -> None:
         f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents "
         f"(effective number {nll.effective_documents:.1f})"
     )
-    console.out.print(f"[bold]{escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}")
+    console.out.print(f"[bold]{console.escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}")
     printing.about_selection(result.num_selection, result.selected_by)
     # Print the difference from the other checkpoint
     if result.pair is not None:
         difference = printing.change(result.pair.change.percent, result.pair.change.standard_error)
         console.out.print(
-            f"against {escape(result.pair.against)}: NLL {result.pair.evaluation.nll.mean:.4f}; "
+            f"against {console.escape(result.pair.against)}: NLL {result.pair.evaluation.nll.mean:.4f}; "
             f"difference {difference} %"
         )
         printing.about_errors(nll.num_documents, nll.effective_documents)
@@ -186,7 +184,7 @@ def show_sweep(result: SweepResult) -> None:
     """Print NLL and density at every threshold."""
     nll = result.evaluation.nll
     text = f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents"
-    grid = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: {text}")
+    grid = console.Table("tau", "density %", "NLL", "ΔNLL %", title=f"{console.escape(result.name)}: {text}")
     for row in result.rows.itertuples():
         difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
         grid.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)

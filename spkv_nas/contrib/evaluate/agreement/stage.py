@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.markup import escape
-from rich.table import Table
-
 from spkv_nas.artifacts.result_tables import AGREEMENT
 from spkv_nas.base import console, distributed, errors, version
 from spkv_nas.base.progress import SILENT, Reporter
@@ -110,13 +107,15 @@ class _Comparison:
 
 def show(result: AgreementResult) -> None:
     """Print agreement and acceptance, and the tokens per pass of the dense model at each number of drafted tokens."""
-    rows, dense = result.rows, escape(result.against)
+    rows, dense = result.rows, console.escape(result.against)
     # Print the agreement of greedy decoding, and the acceptance of sampling
     for decoding, row in rows.drop_duplicates("decoding").set_index("decoding").iterrows():
         if decoding == GREEDY:
             agreement = samples.with_error(row["agreement"], row["agreement_standard_error"])
             number = f"{int(row['num_tokens']):,} greedy tokens"
-            console.out.print(f"[bold]{escape(result.name)}[/bold]: agreement with {dense} {agreement} over {number}")
+            console.out.print(
+                f"[bold]{console.escape(result.name)}[/bold]: agreement with {dense} {agreement} over {number}"
+            )
         else:
             acceptance = samples.with_error(row["acceptance"], row["acceptance_standard_error"])
             console.out.print(
@@ -124,7 +123,7 @@ def show(result: AgreementResult) -> None:
                 f"temperature {row['temperature']:g}"
             )
     # Print the tokens per pass, by number of drafted tokens
-    grid = Table("drafted tokens", *rows["decoding"].unique(), title=f"tokens per pass of {dense}")
+    grid = console.Table("drafted tokens", *rows["decoding"].unique(), title=f"tokens per pass of {dense}")
     for number, group in rows.groupby("draft_tokens"):
         values = [f"{row.tokens_per_pass:.2f} ± {row.tokens_per_pass_standard_error:.2f}" for row in group.itertuples()]
         grid.add_row(str(number), *values)

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from rich.markup import escape
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import comparison, result_tables
@@ -276,8 +274,8 @@ def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: R
 
 def show(result: NLLTable) -> None:
     """Print every method at each density, and the SP-KV checkpoint at each threshold."""
-    title = f"{escape(result.name)}: training-free cache pruning"
-    grid = Table("method", "sinks", "density %", "NLL", "ΔNLL %", title=title)
+    title = f"{console.escape(result.name)}: training-free cache pruning"
+    grid = console.Table("method", "sinks", "density %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
         method = f"{row.method}, tau {row.tau:g}" if row.tau == row.tau else row.method
         difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"

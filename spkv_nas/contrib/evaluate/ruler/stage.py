@@ -7,8 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base import console, distributed
@@ -116,8 +114,8 @@ def show(result: samples.SampledTable) -> None:
     """Print the scores by length and task, with the floor and, if there is one, the other checkpoint."""
     against = result.rows["against"].notna().any()
     columns = ["length", "task", "score", "floor", "density %", *(["against", "difference"] if against else [])]
-    title = f"{escape(result.name)}: share of correct answers; floor: every head local"
-    grid = Table(*columns, title=title)
+    title = f"{console.escape(result.name)}: share of correct answers; floor: every head local"
+    grid = console.Table(*columns, title=title)
     for row in result.rows.itertuples():
         score = samples.with_error(row.score, row.standard_error)
         cells = [str(row.length), row.task, score, samples.with_error(row.floor), samples.percent(row.density)]

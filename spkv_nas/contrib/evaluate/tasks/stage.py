@@ -5,9 +5,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base import console, distributed, progress
 from spkv_nas.base.version import environment
@@ -87,11 +84,13 @@ def show(result: SampledTable) -> None:
     """Print every task by metric, with the other checkpoint if there is one."""
     against = result.rows["against"].notna().any()
     pair_columns = ["against", "density %", "difference"] if against else []
-    grid = Table("task", "metric", "shots", "value", "density %", *pair_columns, title=escape(result.name))
+    grid = console.Table(
+        "task", "metric", "shots", "value", "density %", *pair_columns, title=console.escape(result.name)
+    )
     for row in result.rows.itertuples():
         shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
         value = with_error(row.value, row.standard_error)
-        cells = [escape(row.task), escape(row.metric), shots, value, percent(row.density)]
+        cells = [console.escape(row.task), console.escape(row.metric), shots, value, percent(row.density)]
         if against:
             difference = printing.change(row.difference, row.difference_standard_error)
             cells += [with_error(row.against), percent(row.against_density), difference]
