@@ -78,25 +78,12 @@ def duo(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> head_scores.HeadScores:
-    """Learn alpha for every KV head on ``blocks``; the model is restored afterwards.
+    """Learn alpha for every KV head on ``blocks``; the model is restored afterwards. Must be called on all ranks.
 
-    Must be called on all ranks.
-
-    Args:
-        model: any supported decoder.
-        blocks: training text.
-        window: number of recent keys a local head sees, including the query's own key.
-        sinks: number of first keys a local head sees as well.
-        steps: number of optimizer steps.
-        batch_size: blocks per step; the micro-batch size is halved when a GPU runs out of memory.
-        learning_rate: peak learning rate of alpha.
-        regularisation: lambda, the weight of mean(alpha) in the loss.
-        seed: seed of the order of the blocks.
-        name: name of the table.
-        metadata: provenance of the model and the text.
-        progress: called with (steps done, total).
-
-    Raises ``UserError``: the model cannot be hooked.
+    Each of ``steps`` optimizer steps takes ``batch_size`` blocks, in an order by ``seed``; the micro-batch size is
+    halved when a GPU runs out of memory. ``learning_rate`` is the peak of alpha's, ``regularisation`` lambda, the
+    weight of mean(alpha) in the loss. Other arguments are those of ``probe``. Raises ``UserError``: the model cannot be
+    hooked.
     """
     with windows.full_attention(model) as states, frozen(model):
         # Train alpha

@@ -53,18 +53,9 @@ def gains(
 ) -> head_scores.HeadScores:
     """Measure the gain of every KV head by domain; the model is restored afterwards.
 
-    Args:
-        signal: name of the signal, "add-one-head" or "leave-one-out".
-        model: any supported decoder.
-        blocks: held-out text.
-        window: number of recent keys a local head sees, including the query's own key.
-        opens: True to make heads global in an all-local model, False to make them local in an all-global one.
-        name: name of the table; None: ``signal``.
-        metadata: provenance of the model and the text.
-        options: ``sinks``, ``granularity``, ``max_heads``, ``batch_size`` and ``progress``, as in ``_measure``.
-
-    Raises ``UserError``: the model cannot be hooked, an NLL is not finite, or the options do not fit the model or each
-    other.
+    ``signal`` names the table, "add-one-head" or "leave-one-out", unless ``name`` does. ``options`` are those of
+    ``_measure``, other arguments those of ``probe``. Raises ``UserError``: the model cannot be hooked, an NLL is not
+    finite, or the options do not fit the model or each other.
     """
     measured = _measure(model, blocks, window, opens=opens, **options)
     table_metadata = {**(metadata or {}), "granularity": measured.granularity, "nll_before": measured.nll_before}
@@ -122,23 +113,16 @@ def _measure(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> _Measurement:
-    """Measure the gain of every head by document.
+    """Measure the gain of every head by document; model, text and window are those of ``probe``.
 
-    Args:
-        model: any supported decoder.
-        blocks: held-out text.
-        window: number of recent keys a local head sees, including the query's own key.
-        opens: True to make heads global in an all-local model, False to make them local in an all-global one.
-        sinks: number of first tokens a local head sees as well.
-        granularity: "head" measures single heads. "layer" measures whole layers and divides each gain evenly among
-            the layer's heads.
-        max_heads: maximum number of heads to measure individually, in the layers with the largest gains; the others
-            share their layer's gain. At least one layer's heads; None measures every head.
-        batch_size: blocks per forward pass, of which at most one hidden state per layer is kept.
-        progress: called with (blocks done, total) of this rank, over all passes.
-
-    Raises ``UserError``: the model cannot be hooked, an NLL is not finite, or ``max_heads`` is less than one layer has
-    or is combined with granularity "layer".
+    With ``opens`` heads become global in an all-local model, else local in an all-global one; local heads see the first
+    ``sinks`` tokens as well. The granularity "head" measures single heads; "layer" measures whole layers and divides
+    each gain evenly among the layer's heads. ``max_heads`` is the maximum number of heads to measure individually, in
+    the layers with the largest gains; the others share their layer's gain. It is at least one layer's heads; None
+    measures every head. A forward pass has ``batch_size`` blocks, of which at most one hidden state per layer is kept.
+    ``progress`` is called with (blocks done, total) of this rank, over all passes. Raises ``UserError``: the model
+    cannot be hooked, an NLL is not finite, or ``max_heads`` is less than one layer has or is combined with granularity
+    "layer".
     """
     _check_heads(granularity, max_heads)
     with full_attention(model) as states:

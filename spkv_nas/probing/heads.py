@@ -113,13 +113,8 @@ class HeadSums:
 def domain_means(blocks: TokenBlocks, sums: arrays.Float, counts: arrays.Int) -> list[HeadMeans]:
     """Compute token means by domain, with jackknife standard errors of the ratio estimator over documents.
 
-    Args:
-        blocks: text that the sums were measured on; names the documents' domains.
-        sums: [L, Hkv, documents], sum of the values over each document's tokens.
-        counts: [documents], number of tokens in each sum.
-
-    Returns:
-        One entry for each domain that has at least one counted token.
+    ``sums`` [L, Hkv, documents] are over each document's ``counts`` [documents] of tokens. There is one entry for each
+    domain that has at least one counted token.
     """
     domain_of = np.array([document.domain for document in blocks.documents])
     means = []
@@ -143,20 +138,10 @@ def signal_table(
     kind: str = kinds.SHARE,
     unit: str = kinds.SHARE_UNIT,
 ) -> head_scores.HeadScores:
-    """Build the ``HeadScores`` table of a signal from its means by domain.
+    """Build the ``HeadScores`` table of a signal from its means by domain, at the cost of ``passes`` over ``tokens``.
 
-    Args:
-        signal: name of the signal, to record.
-        means: one entry per domain. Shares are clipped to [0, 1], against rounding.
-        window: number of recent keys a local head sees, including the query's own key.
-        passes: cost in forward passes over ``tokens``.
-        tokens: number of tokens in the text.
-        name: name of the table.
-        metadata: provenance and options; ``metadata["model"]`` becomes the source of proposed layouts.
-        kind: kind of the scores, one of ``artifacts.kinds.KINDS``.
-        unit: their unit.
-
-    Raises ``UserError``: a value is not finite.
+    Shares are clipped to [0, 1], against rounding. ``metadata["model"]`` becomes the source of proposed layouts;
+    ``kind`` is one of ``artifacts.kinds.KINDS``, with its ``unit``. Raises ``UserError``: a value is not finite.
     """
     # Reject NaN and infinity
     low, high = (0.0, 1.0) if kind == kinds.SHARE else (-np.inf, np.inf)

@@ -91,24 +91,11 @@ def measure_signal(
     progress: Progress | None = None,
     **options: Any,
 ) -> HeadScores:
-    """Measure a signal on token blocks, with the arguments of ``probe``.
+    """Measure a signal, given or named, on token blocks, with the arguments of ``probe``; None takes the default.
 
     A signal of gates uses their window. Layouts of the table have the sink tokens that it was measured with.
-
-    Args:
-        signal: a signal with its options, or the name of one.
-        model: any supported decoder.
-        blocks: held-out text.
-        window: number of recent keys a local head sees, including the query's own key.
-        sinks: number of sink tokens; None: ``choose_sinks``.
-        memory: limit on the KV cache, within which the window is chosen with the heads.
-        context: tokens per sequence for which ``memory`` is counted.
-        name: name of the table.
-        metadata: provenance of the model and the text.
-        progress: called with (blocks or steps done, total).
-        options: options of the signal, and ``batch_size`` and ``cache``, where it takes them; None for the default.
-
-    Raises ``UserError``: the signal lacks an option or cannot be measured on this model, or the blocks are too short.
+    ``options`` are the signal's, and ``batch_size`` and ``cache`` where it takes them. Raises ``UserError``: the signal
+    lacks an option or cannot be measured on this model, or the blocks are too short.
     """
     # Check options and model
     entry, run = _configured(SIGNALS[signal], options)
