@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     from spkv_nas.stages import critical_budget, probe, report
     from spkv_nas.stages.options.report import ReportOptions
 
+    deadline = None if options.minutes is None else time.monotonic() + 60.0 * options.minutes
     # Measure what windows cost
     reporter.announce("1 of 4: costs of windows")
     table = probe.probe(options.probe, reporter, reuse=True)
@@ -45,7 +47,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
         raise errors.UserError(f"{alarm}\nno layout is chosen by such numbers: check the model and the text")
     # Find the smallest memory
     reporter.announce("2 of 4: smallest KV cache that passes")
-    found = critical_budget.run(options.search(table.name), reporter)
+    found = critical_budget.run(options.search(table.name), reporter, deadline)
     yield found
     search: BudgetResult = found.value
     if search.file is None:

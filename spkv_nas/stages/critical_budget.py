@@ -62,10 +62,8 @@ class BudgetResult(CriticalBudget):
         return [f"the layouts of {self.probe}"] if self.compared.selected.unknown else []
 
 
-def run(
-    options: CriticalBudgetOptions, reporter: progress.Reporter, deadline: float | None = None
-) -> Result:
-    """Run the command; ``deadline`` as in ``find_critical_budget``."""
+def run(options: CriticalBudgetOptions, reporter: progress.Reporter, deadline: float | None = None) -> Result:
+    """Run the command; no budget is looked at after ``deadline``, as in ``find_critical_budget``."""
     result = critical_budget(options, reporter, deadline)
     return Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
 
@@ -94,7 +92,8 @@ def critical_budget(
     # Look at budgets, on documents that the heads were not scored on
     compared = decision.prepare(options, candidates, list(files.files.values()), reporter)
     nll = table.metadata.get("nll") if memories is not None else None
-    outcome = find_critical_budget(compared.trial, candidates, parse_risk(options.risk), reporter, memories, nll)
+    trial, risk = compared.trial, parse_risk(options.risk)
+    outcome = find_critical_budget(trial, candidates, risk, reporter, memories, nll, deadline)
     smallest = outcome.critical.passes
     if outcome.layout is not None and (reason := propose.price_advice(table, outcome.layout.num_global)) is not None:
         reporter.caution(reason)

@@ -26,7 +26,6 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
 from spkv_nas.evaluation.verdict.nll import DocumentRounds
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.model.config_section import checkpoint_layout
 from spkv_nas.stages.critical_budget import BudgetResult, critical_budget, document
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.probe import ProbeOptions
@@ -287,9 +286,7 @@ class TestAuto:
         rows, record = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail("no table")
         assert set(rows.loc[rows["memory"] == record["critical_budget"], "result"]) == {"passes"}
         layout = Layout.read("layouts/dense-window-costs/critical-budget.yaml")
-        exported = checkpoint_layout(load("hybrid")[0])
-        assert exported is not None
-        assert exported.content_hash == layout.content_hash
+        assert Layout.read("hybrid/layout.yaml") == layout
         assert lines[-5].startswith(f"dense: {layout.num_global} of 8 KV heads global, {layout.reach}")
         assert "passes nll=30% at a risk of 5 %" in lines[-3]
         assert Path(lines[-2].rpartition("report: ")[2]).is_file()
@@ -322,6 +319,14 @@ class TestAuto:
         assert failed.value.code == 1
         assert "no layout passes nll=1%: try a larger --margin" in capsys.readouterr().out
         assert not Path("hybrid").exists()
+
+    def test_no_further_memory_is_tried_after_the_time(self, folder: Path) -> None:
+        with pytest.raises(SystemExit) as failed:
+            main([*self.COMMAND, "--memory", "10%,20%,80%", "--margin", "nll=1%", "--minutes", "0.0001"])
+        assert failed.value.code in (1, 3)
+        table = CRITICAL_BUDGET.read(Path("reports/dense-window-costs"))
+        assert table is not None
+        assert len(table[0]) == 1
 
     def test_in_python(self, folder: Path) -> None:
         model, tokenizer = load("dense")

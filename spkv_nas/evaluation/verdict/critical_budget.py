@@ -14,6 +14,7 @@ A second bisection finds the largest candidate that fails in the same way, in th
 same candidates until one is open. A candidate that only one of them looks at gets only this one's answer.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -166,12 +167,14 @@ def find_critical_budget(
     reporter: Reporter = SILENT,
     memories: Sequence[float] | None = None,
     nll: float | None = None,
+    deadline: float | None = None,
 ) -> CriticalBudget:
     """Bisect layouts, by ascending budget, for the smallest that passes against the dense model.
 
     Their budgets are their numbers of global heads, or ``memories`` in percent of full attention's KV cache. That any
     passes wrongly, and that any fails wrongly, has a probability of at most ``risk`` each. With the dense model's
-    ``nll`` on other text, the first look is at the smallest that passes by the costs that layouts were chosen by.
+    ``nll`` on other text, the first look is at the smallest that passes by the costs that layouts were chosen by. After
+    the ``deadline``, in seconds of ``time.monotonic``, no further budget is looked at; at least one is.
     """
     layouts = [each.layout for each in candidates if each.layout is not None]
     measured: dict[int, Pairs] = {}
@@ -180,6 +183,9 @@ def find_critical_budget(
 
         def test(position: int, level: float) -> Answer:
             """Measure a budget until its answer at a level is known; keep the larger number of samples."""
+            if measured and deadline is not None and time.monotonic() > deadline:
+                measured.setdefault(position, {})
+                return "open"
             levels = Levels(level, level / len(trial.margins))
             title = f"{layouts[position].num_global} heads" if memories is None else f"{memories[position]:g} % memory"
             progress = part_of(bar, min(len(measured), looks - 1), looks, title)

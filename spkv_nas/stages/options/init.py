@@ -10,7 +10,7 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import InWorkspace, OnDevice
 
-Minutes = Annotated[float | None, Flag("Total time in minutes.", low=0.1, high=1e6)]
+Minutes = Annotated[float | None, Flag("Total time in minutes.", low=1e-4, high=1e6)]
 ModelArgument = Annotated[
     str, Flag("Hugging Face decoder model to start from: folder, ID, ID@REVISION or embedded:NAME.", argument=True)
 ]
