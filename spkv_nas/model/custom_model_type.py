@@ -157,4 +157,5 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
         raise errors.UserError(f"the model's config lacks the text model's section '{_TEXT}'\n{_DAMAGED}")
     native = {**_with_layers(content, _layers_key(text["model_type"]), num_layers), "model_type": kind}
     limits.check_counts(native, "the model")  # now that they are under their usual keys
+    native.pop("auto_map", None)  # names the export's code for plain transformers, in whose place these classes load
     return {**native, "architectures": architectures, CUSTOM_MODEL_TYPE: section}, CONFIG_MAPPING[kind]

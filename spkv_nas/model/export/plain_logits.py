@@ -2,11 +2,13 @@
 
     python plain_logits.py REQUESTS.json ANSWERS.json
 
-``verify_export.py`` defines requests and answers. Models run in float32 on the CPU, offline, and without remote code.
-Their weights stay memory-mapped in their files, and are converted to float32 only while a layer uses them.
+``verify_export.py`` defines requests and answers. Models run in float32 on the CPU, offline, and without remote code
+but that of this package, ``modeling_spkv.py``. Their weights stay memory-mapped in their files, and are converted to
+float32 only while a layer uses them.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +55,12 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
 def _loaded_logits(folder: str, tokens: list[int], keep: int, steps: int) -> torch.Tensor | str:
     """Load a folder with plain transformers, and return its logits [keep, V], or why its tensors do not fit."""
     model, loading = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", output_loading_info=True, local_files_only=True, use_safetensors=True
+        folder,
+        dtype="auto",
+        output_loading_info=True,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=os.path.isfile(os.path.join(folder, "modeling_spkv.py")),
     )
     # Check that the files have the model's tensors
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

@@ -1,28 +1,38 @@
-"""Export target ``spkv``: the custom model type, which expresses every layout and which only this package loads."""
+"""Export target ``spkv``: the custom model type, which expresses every layout.
+
+The folder carries ``modeling_spkv.py``, by which plain transformers loads it with ``trust_remote_code=True``. This
+package, and in it vLLM's plug-in, load the folder with classes of their own.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spkv_nas.model.export.target import ExportTarget, Hybrid, Written
+from spkv_nas.base import errors, files
+from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from spkv_nas.artifacts.layout import Layout
 
+_CODE = Path(__file__).with_name("modeling_spkv.py")
+
 
 @dataclass(frozen=True)
 class SpkvTarget(ExportTarget):
     """Write the layout to the config's ``spkv`` section, under a model type that other loaders refuse.
 
-    ``custom_model_type.py`` says why. This package reads what it wrote, so there is no check.
+    ``custom_model_type.py`` says why. This package reads what it wrote, so only the code for plain transformers is
+    checked; it is left out, not the export given up, if it computes something else.
     """
 
     name = "spkv"
-    help = "a custom model type, which only spkv_nas loads"
+    help = "a custom model type, which spkv_nas loads, and plain transformers with trust_remote_code"
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
         """Return the name, and what local heads have that vLLM may refuse: sinks, and more than three windows."""
@@ -36,14 +46,38 @@ class SpkvTarget(ExportTarget):
         return self.name + {0: "", 1: " with a sink token"}.get(layout.sinks, " with several sink tokens")
 
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
-        """Write the checkpoint with its section."""
-        from spkv_nas.model.custom_model_type import CUSTOM_MODEL_TYPE
-
-        form = (
-            "loads with spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas; plain transformers "
-            f"refuses its model type '{CUSTOM_MODEL_TYPE}'"
-        )
-        return Written(form, hybrid.save(folder))
+        """Write the checkpoint with its section, and the code for plain transformers if it computes the hybrid."""
+        weights = hybrid.save(folder)
+        form = "loads with spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas"
+        return Written(f"{form}; {_add_code(hybrid, folder)}", weights)
 
 
 SPKV = SpkvTarget()
+
+
+def _add_code(hybrid: Hybrid, folder: Path) -> str:
+    """Add the code for plain transformers to a folder; return how well it agrees, or why it was left out."""
+    from spkv_nas.model import custom_model_type
+    from spkv_nas.model.export import verify_export
+
+    # Name the classes and copy their file
+    config, code = folder / "config.json", folder / _CODE.name
+    before = config.read_bytes()
+    classes = {
+        "AutoConfig": custom_model_type.native_class(hybrid.model.config),
+        "AutoModelForCausalLM": type(hybrid.model),
+    }
+    auto_map = {auto: f"{code.stem}.SPKV{kind.__name__}" for auto, kind in classes.items()}
+    files.write_atomic(
+        config, json.dumps({**json.loads(before), "auto_map": auto_map}, indent=2, sort_keys=True) + "\n"
+    )
+    shutil.copyfile(_CODE, code)
+    # Compare it with the hybrid, and remove it if it differs
+    try:
+        agreement = verify_export.agreement(hybrid, folder)
+        return f"plain transformers loads it with trust_remote_code=True: {agreement}"
+    except (TargetError, errors.UserError) as error:
+        code.unlink()
+        files.write_atomic(config, before)
+        reason = str(error) if isinstance(error, TargetError) else "they could not be compared on this machine"
+        return f"plain transformers refuses it, because its code was left out: {reason}"

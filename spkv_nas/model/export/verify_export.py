@@ -61,6 +61,16 @@ def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
     return ReferenceLogits(tokens[0].tolist(), logits, time.monotonic() - began)
 
 
+def agreement(hybrid: target.Hybrid, folder: Path) -> str:
+    """Compare a folder with the hybrid, and return how well it agrees, as a clause; raises as ``check``."""
+    reference = expected(hybrid.model, max([hybrid.layout.window, *hybrid.layout.windows.values()]))
+    difference = check(folder, reference)
+    return (
+        f"over {len(reference.tokens)} tokens in a process of its own its logits are the hybrid's to {difference:.0e} "
+        "of the largest"
+    )
+
+
 def check(folder: Path, hybrid: ReferenceLogits) -> float:
     """Compare a folder in a subprocess with the hybrid, and return the largest difference, relative to the logits.
 
@@ -126,6 +136,7 @@ def _run_program(arguments: list[str], folder: Path, seconds: float) -> None:
     # Pass the program as text, so that its folder is not on the import path
     program = Path(__file__).with_name("plain_logits.py").read_text(encoding="utf-8")
     environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment["HF_MODULES_CACHE"] = str(folder / "modules")  # where transformers copies a folder's code to
     try:
         process = subprocess.run(
             [sys.executable, "-c", program, *arguments],

@@ -1,7 +1,7 @@
-"""Test exports of twelve model families: plain transformers reproduces the hybrid in a fresh process, or refuses.
+"""Test exports of twelve model families: plain transformers reproduces the hybrid in a fresh process.
 
 All exports are written first. Then one fresh process answers for all of them, and another one, which imports spkv_nas,
-for those with a model type of their own.
+for those with a model type of their own, whose code the first one runs.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def answers(exports: dict[Key, Exported]) -> dict[Key, torch.Tensor | str]:
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("case", CASES)
-def test_plain_transformers_runs_the_hybrid_or_refuses(
+def test_plain_transformers_runs_the_hybrid(
     case: str, split: str, types: str, exports: dict[Key, Exported], answers: dict[Key, torch.Tensor | str]
 ) -> None:
     exported, answer = exports[case, split, types], answers[case, split, types]
@@ -138,12 +138,10 @@ def test_plain_transformers_runs_the_hybrid_or_refuses(
     kind = KINDS.get(case) or (KINDS_IF_NATIVE.get(case) if types == "native" else None)
     if split == "heads" or kind is None:
         assert "not exported as native" in exported.message
-        assert isinstance(answer, str)
-        assert "model type `spkv` but Transformers does not recognize" in answer
         assert json.loads((exported.folder / "config.json").read_text())["model_type"] == "spkv"
     else:
         assert f"a {'' if case == 'granite' else 'native '}{kind} checkpoint" in exported.message
-        assert verify_export.compare(answer, exported.hybrid) <= verify_export.TOLERANCE
+    assert verify_export.compare(answer, exported.hybrid) <= verify_export.TOLERANCE
     if split == "layers" and types == "native":
         return  # the dense model itself
     assert exported.dense_difference > 100 * verify_export.TOLERANCE  # so that the comparison can fail
@@ -151,7 +149,7 @@ def test_plain_transformers_runs_the_hybrid_or_refuses(
 
 def test_custom_types_load_after_import_spkv_nas(exports: dict[Key, Exported], tmp_path: Path) -> None:
     """Transformers' Auto class loads them without code from the folder, with the same logits."""
-    custom = [one for one in exports.values() if "refuses its model type" in one.message]
+    custom = [one for one in exports.values() if "with trust_remote_code=True" in one.message]
     assert len(custom) > 2 * len(CASES)
     (tmp_path / "own.json").write_text(json.dumps([[str(one.folder), one.hybrid.tokens] for one in custom]))
     program = """
