@@ -19,7 +19,9 @@ class Transformers(Engine):
     outcomes = dict.fromkeys(
         ("ministral", "qwen2", "qwen3", "gemma3_text", f"gemma3_text{OTHER_LAYERS}", "olmo3", "smollm3", "cohere2",
          f"cohere2{OTHER_LAYERS}", "exaone4", "gpt_oss", f"gpt_oss{OTHER_LAYERS}", "granite_swa"), EXACT,
-    ) | dict.fromkeys(SPKV_FORMS, Cell(Outcome.EXACT, "with trust_remote_code=True; refused without"))  # fmt: skip
+    ) | dict.fromkeys(
+        SPKV_FORMS, Cell(Outcome.EXACT, "with trust_remote_code=True, without saving memory; refused otherwise")
+    )  # fmt: skip
     program = Program("run_transformers.py", "transformers", registers_type=True)
 
     def cell(self, form: str, config: PreTrainedConfig) -> Cell:

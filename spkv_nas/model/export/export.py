@@ -57,8 +57,8 @@ def export(
 
     By default a layer-wise layout becomes a native architecture where one computes the same (``native.py``, or
     ``granite_swa.py`` with learned sinks), which a subprocess with plain ``transformers`` verifies. Any other hybrid
-    gets the model type ``spkv``, which ``spkv_nas.load`` loads and plain ``transformers`` refuses (``spkv.py``). The
-    checkpoint's gates are dropped.
+    gets the model type ``spkv``, which ``spkv_nas.load`` loads, and plain ``transformers`` with
+    ``trust_remote_code=True`` (``spkv.py``). The checkpoint's gates are dropped.
 
     Args:
         layout: layout to apply; None takes the checkpoint's, which exports a retrained hybrid as it is.

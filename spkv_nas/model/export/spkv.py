@@ -74,6 +74,8 @@ def _add_code(hybrid: Hybrid, folder: Path) -> str:
     shutil.copyfile(_CODE, code)
     # Compare it with the hybrid, and remove it if it differs
     try:
+        if hybrid.model.config.get_text_config() is not hybrid.model.config:
+            raise TargetError("it is for models of text alone")
         agreement = verify_export.agreement(hybrid, folder)
         return f"plain transformers loads it with trust_remote_code=True: {agreement}"
     except (TargetError, errors.UserError) as error:

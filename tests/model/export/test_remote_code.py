@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from helpers import FAMILIES, save_with_tokenizer, sharpen_attention, tiny_model
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from spkv_nas import Layout, apply_layout
 from spkv_nas.model.attention import attention_layers
+from spkv_nas.model.export import verify_export
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import add_learned_sinks
 
@@ -116,18 +118,26 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
 
 
+@pytest.mark.usefixtures("verified_in_process")
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("learned", "gemma3-wide"), id="two"),
+        pytest.param(tuple(CASES), id="all", marks=pytest.mark.slow),
+    ],
+)
 def test_a_process_without_this_package_computes_the_hybrid(
-    tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    names: tuple[str, ...], tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Logits, gradients, greedy tokens and beams of a batch with padding on the left, and a folder saved again."""
     # Export every case
-    models = {name: hybrid(case) for name, case in CASES.items()}
+    models = {name: hybrid(CASES[name]) for name in names}
     for name, model in models.items():
         save_with_tokenizer(model, tiny_tokenizer, tmp_path / f"{name}-hybrid")
         exported = export(None, tmp_path / f"{name}-hybrid", tmp_path / name, to="spkv")
         assert "plain transformers loads it with trust_remote_code=True: over " in exported.form
     # Run them without this package
-    request = {"folders": [str(tmp_path / name) for name in CASES], "again": str(tmp_path / "learned")}
+    request = {"folders": [str(tmp_path / name) for name in names], "again": str(tmp_path / "learned")}
     run_plain(tmp_path, PROGRAM, request | {"prompts": PROMPTS, "tokens": tokens.tolist(), "new": NEW})
     # Compare
     prompts = torch.tensor(PROMPTS)
@@ -151,3 +161,15 @@ def test_a_process_without_this_package_computes_the_hybrid(
         assert attention_layers(own)
         assert not hasattr(own.config, "auto_map")
         assert torch.equal(own(tokens).logits, models["learned"](tokens).logits)
+
+
+def test_code_that_computes_something_else_is_left_out(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export stays, for spkv_nas and vLLM, and says so."""
+    save_with_tokenizer(hybrid(CASES["llama"]), tiny_tokenizer, tmp_path / "hybrid")
+    monkeypatch.setattr(verify_export, "TOLERANCE", -1.0)
+    exported = export(None, tmp_path / "hybrid", tmp_path / "out", to="spkv")
+    assert "plain transformers refuses it, because its code was left out: its logits in plain" in exported.form
+    assert not (tmp_path / "out" / "modeling_spkv.py").exists()
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
