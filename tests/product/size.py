@@ -24,19 +24,19 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 50_290,
-    "lines without contrib": 42_000,
-    "files": 355,
-    "files without contrib": 297,
-    "lines of commands": 7_070,
-    "files of commands": 64,
-    "option slots": 222,
+    "lines": 49_800,
+    "lines without contrib": 41_730,
+    "files": 357,
+    "files without contrib": 299,
+    "lines of commands": 7_135,
+    "files of commands": 65,
+    "option slots": 230,
     "option slots of one command": 20,
-    "imports in 100 lines": 8.4,
-    "comments in 1,000 lines": 24.0,  # lines that hold nothing else; at least, not at most
-    "tracked files": 833,
-    "lines of tests": 39_940,
-    "quick test items": 4_000,
+    "imports in 100 lines": 8.1,
+    "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
+    "tracked files": 840,
+    "lines of tests": 40_520,
+    "quick test items": 4_025,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 
