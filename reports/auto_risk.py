@@ -37,6 +37,7 @@ class Documents:
 
     sums: dict[str, Float]
     size: int = 16
+    contender = Contender("")
 
     @property
     def num_samples(self) -> int:

@@ -28,18 +28,17 @@ class ScalingOptions(InWorkspace):
     command = "reproduce scaling"
 
     runs: Runs = flag.default(None, "the paper's levels")
-    name: flags.Name = None
 
 
 def scaling(options: ScalingOptions, reporter: progress.Reporter) -> result.Result:
     """Fit the scaling law L(C) = L_inf + A C^-alpha to training runs, by default the paper's.
 
     Needs at least four runs of different compute per variant. Predicts the held-out runs. Writes
-    reports/NAME/scaling.yaml and a figure.
+    scaling.yaml and a figure to reports/NAME/, which is named after the file.
     """
     from spkv_nas.contrib.reproduce.scaling import stage
 
-    return result.Result(stage.scaling(options.folders, options.runs, options.name), stage.show)
+    return result.Result(stage.scaling(options.folders, options.runs), stage.show)
 
 
 @dataclass(frozen=True, kw_only=True)

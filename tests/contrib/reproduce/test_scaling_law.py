@@ -148,8 +148,8 @@ class TestScalingCommand:
     def test_four_runs_are_enough(self, tmp_path: Path) -> None:
         """With one degree of freedom, three points of an exact law predict the fourth."""
         path = self.runs(tmp_path / "four.csv", held_out=[0, 0, 0, 0, 1])
-        main(["reproduce", "scaling", str(path), "--workspace", str(tmp_path), "--name", "mine"])
-        law = yaml.safe_load((tmp_path / "reports" / "mine" / "scaling.yaml").read_text())["fits"][0]
+        main(["reproduce", "scaling", str(path), "--workspace", str(tmp_path)])
+        law = yaml.safe_load((tmp_path / "reports" / "four" / "scaling.yaml").read_text())["fits"][0]
         assert law["num_runs"] == 4
 
     @pytest.mark.parametrize(

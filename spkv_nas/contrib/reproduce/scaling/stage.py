@@ -26,12 +26,12 @@ class ScalingResult:
     figure: Path | None
 
 
-def scaling(workspace: Workspace, file: Path | None, name: str | None) -> ScalingResult:
+def scaling(workspace: Workspace, file: Path | None) -> ScalingResult:
     """Fit the scaling law to runs, by default the paper's, and write law and figure to ``reports/<name>/``."""
     runs = scaling_law.read_runs(file or assets.PAPER_TABLE)
     laws = scaling_law.fit_runs(runs)
     described = scaling_law.describe_laws(runs, laws)
-    name = name or (PAPER if file is None else file.stem)
+    name = PAPER if file is None else file.stem
     workspace.check_writable()
     folder = workspace.report_dir(name)
     record = {"source": PAPER if file is None else str(file), "fits": described, "environment": version.environment()}
