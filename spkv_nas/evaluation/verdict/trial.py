@@ -176,10 +176,10 @@ class Trial:
                 answer = levels.answer(criterion.test.evidence(measured, margin))
                 loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
                 show(number, rounds.num_rounds, loss)
-                left = rounds.num_samples - len(measured)
-                if answer != "open" or (
-                    gives_up and number > 1 and _is_hopeless(criterion, margin, measured, levels, left)
-                ):
+                # Give up after two rounds and an eighth of all at the earliest: before, the loss is too uncertain
+                left, enough = rounds.num_samples - len(measured), max(2.0, rounds.num_rounds / 8)
+                may_give_up = gives_up and number >= enough
+                if answer != "open" or (may_give_up and _is_hopeless(criterion, margin, measured, levels, left)):
                     break
             answers.append(answer)
             # One failed criterion is enough
