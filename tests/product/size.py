@@ -24,7 +24,7 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 49_800,
+    "lines": 49_810,
     "lines without contrib": 41_730,
     "files": 357,
     "files without contrib": 299,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, float] = {
     "imports in 100 lines": 8.1,
     "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
     "tracked files": 840,
-    "lines of tests": 40_520,
+    "lines of tests": 40_525,
     "quick test items": 4_025,
 }
 AT_LEAST = ("comments in 1,000 lines",)

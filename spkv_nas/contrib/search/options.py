@@ -13,6 +13,7 @@ from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
 
 if TYPE_CHECKING:  # pandas takes too long for --help
+    from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.contrib.search.space import Space
     from spkv_nas.contrib.search.trials import Effort
@@ -56,7 +57,9 @@ class SearchOptions(LayerOptions, RetrainsLayouts):
     layouts: flags.OptionalLayoutFiles = flag.default(
         note="Retrained, too; those within budget, window and constraints are also started from."
     )
-    budget: flags.OptionalBudgets = flag.default(None, PAPER_BUDGET)
+    budget: flags.OptionalBudgets = flag.default(
+        None, PAPER_BUDGET, note="Or memory=20%: as many heads as fit that share of full attention's KV cache."
+    )
     objective: Objective = "nll"
     trials: Trials = 100
     sampler: Sampler = SAMPLER
@@ -82,12 +85,25 @@ class SearchSpecification:
     given: "dict[str, Layout]"  # that the user gave, by name
 
 
+def _budgets(budget: str | None, table: "HeadScores", window: int, context: str | None = None) -> list[int]:
+    """Return the numbers of global heads of a budget, ascending; memory counts at a context, by default the model's."""
+    from spkv_nas.base.units import parse_context
+    from spkv_nas.proposal.budget import MEMORY, is_several, parse_budget, parse_budgets, parse_memories
+    from spkv_nas.proposal.requirements import Requirements
+
+    if not str(budget).startswith(MEMORY):
+        number = table.num_candidates
+        return parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
+    size = None if context is None else parse_context(context)
+    limits = [Requirements(kv_bytes=f"{percent}%", context=size) for percent in parse_memories(str(budget))]
+    return sorted({limit.limit(table, None, window).heads(table) for limit in limits})
+
+
 def specify(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> SearchSpecification:
     """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
     from spkv_nas.artifacts.proposal import Proposal, distinct
     from spkv_nas.contrib.search.space import Space, starting_layouts
     from spkv_nas.contrib.search.trials import Effort
-    from spkv_nas.proposal.budget import is_several, parse_budget, parse_budgets
     from spkv_nas.stages import engines, lookup
     from spkv_nas.training.recipe import Recipe
 
@@ -98,10 +114,9 @@ def specify(options: SearchOptions, reporter: progress.Reporter = progress.SILEN
     context = _parse_objective(options.objective, options.context)
     SAMPLERS[options.sampler]  # raises for an unknown one
     # Define the search space
-    budget, number = options.budget, table.num_candidates
-    budgets = parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
-    constraints = engines.read_constraints(options)
     window = table.window or recipe.gates.window
+    budgets = _budgets(options.budget, table, window, options.context)
+    constraints = engines.read_constraints(options)
     space = Space(table, (budgets[0], budgets[-1]), window, constraints.on(table))
     space.check()
     # Read the layouts to start from and to compare with

@@ -6,6 +6,7 @@ import re
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_record
 from spkv_nas.contrib.search.driver import Search
+from spkv_nas.contrib.search.options import _budgets
 from spkv_nas.contrib.search.results import front, write_results
 from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Sampler, StudySampler
 from spkv_nas.contrib.search.space import Space
@@ -94,6 +96,14 @@ class TestSpace:
         assert [tuple(np.flatnonzero(mask)) for mask in masks[:-1]] == pairs
         assert len(set(tried)) == len(tried)
         assert "".join(tried[-1]).count("G") == 1
+
+    def test_shares_of_memory_are_numbers_of_heads(self) -> None:
+        """Of 64 keys in 8 heads with a window of 8, a half is 3 global heads, and three quarters are 5."""
+        facts = {"head_dim": 8, "dtype": "float32", "positions": 64}
+        table = make_table(np.random.default_rng(0).random((4, 2)))
+        table = replace(table, metadata={**table.metadata, **facts})
+        assert _budgets("memory=50%,75%", table, 8) == [3, 5]
+        assert _budgets("50%", table, 8) == [4]
 
     def test_a_budget_that_whole_layers_cannot_give(self, table: HeadScores) -> None:
         space = Space(table, (5, 5), 8, Constraints(granularity="layer"))
