@@ -35,7 +35,7 @@ BUDGETS: dict[str, float] = {
     "imports in 100 lines": 8.1,
     "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
     "tracked files": 840,
-    "lines of tests": 40_525,
+    "lines of tests": 40_540,
     "quick test items": 4_025,
 }
 AT_LEAST = ("comments in 1,000 lines",)

@@ -16,6 +16,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning, OptunaError, TrialPruned
 from optuna.pruners import MedianPruner
 from optuna.storages import RDBStorage, fail_stale_trials
+from optuna.storages._heartbeat import is_heartbeat_enabled
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, SQLAlchemyError
@@ -144,6 +145,8 @@ def _run_free(
     if rank >= len(free):  # other workers were faster
         time.sleep(_POLL)
         raise TrialPruned
+    if is_heartbeat_enabled(study._storage):  # else a worker that dies before Optuna's first one holds the task forever
+        study._storage.record_heartbeat(trial._trial_id)
     trial.set_user_attr(INDEX, free[rank])
     return run(trial, free[rank])
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import optuna
@@ -95,6 +97,20 @@ def test_workers_share_the_tasks_and_those_of_a_dead_one(url: str, monkeypatch: 
     assert states[0] == (TrialState.FAIL, 0)
     complete = [index for state, index in states if state == TrialState.COMPLETE]
     assert len(complete) <= 21  # two workers that saw the same free task are rare
+
+
+def test_a_task_is_taken_with_a_heartbeat(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna's thread beats later: a worker that was killed before held its task forever, and all others waited."""
+    monkeypatch.setattr("optuna.storages._heartbeat.HeartbeatThread._record_heartbeat", lambda *_: None)
+    study, beats = open_study(open_storage(url), "study", {}, ["value"]), list[int]()
+
+    def run(trial: Trial, index: int) -> list[float]:
+        with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+            beats.append(connection.execute("select count(*) from trial_heartbeats").fetchone()[0])
+        return value(trial, index)
+
+    work(study, 2, run)
+    assert beats == [1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:Heartbeat of storage")
