@@ -213,7 +213,10 @@ class HeadScores(OnGrid):
         return values if signed else values.clip(0.0)
 
     def at_tau(self, tau: float) -> "HeadScores":
-        """Return the table at another tau, without standard errors; ``UserError``: not in [0, 1], or no histogram."""
+        """Return the table at another threshold; standard errors become NaN and ``positions`` stays as probed.
+
+        Raises ``UserError`` if ``tau`` is outside [0, 1], or the table has no histogram.
+        """
         if not 0.0 <= tau <= 1.0:
             raise UserError(f"tau must lie in [0, 1]; found {tau}")
         if tau == self.tau:
@@ -235,7 +238,10 @@ class HeadScores(OnGrid):
         return replace(self, rows=rows, tau=tau, documents=documents, **earlier)
 
     def tau_for_density(self, rho: float) -> float:
-        """Return the threshold with mean density closest to ``rho``; ``UserError``: not in [0, 1], or no histogram."""
+        """Return the threshold whose mean density is closest to ``rho``, of those that keep any tokens.
+
+        Raises ``UserError`` if ``rho`` is outside [0, 1], or the table has no histogram.
+        """
         if not 0.0 <= rho <= 1.0:
             raise UserError(f"the density to match must lie in [0, 1]; found {rho}")
         histogram = self._need_histogram()

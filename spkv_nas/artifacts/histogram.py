@@ -108,7 +108,10 @@ class LogitHistogram:
 
     @classmethod
     def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> "LogitHistogram | None":
-        """Read the histogram; None without a file. Raises ``UserError``: damaged, other ``grid``, lacks ``domains``."""
+        """Read the histogram from a file; None if it does not exist.
+
+        Raises ``UserError`` if it is damaged, is for another ``grid``, or lacks one of the ``domains``.
+        """
         if not files.is_file(path):
             return None
         remedy = "probe again, or remove it: only --tau needs it"
@@ -174,7 +177,10 @@ class DocumentCounts:
 
     @classmethod
     def read(cls, path: Path, domains: tuple[str, ...], density: ArrayLike) -> "DocumentCounts | None":
-        """Read the counts; None without a file. Raises ``UserError``: damaged, other ``domains`` or ``density``."""
+        """Read the counts from a file; None if it does not exist.
+
+        Raises ``UserError`` if it is damaged, or is for other ``domains`` or another ``density`` [P, L, Hkv].
+        """
         if not files.is_file(path):
             return None
         remedy = "probe again, or remove the file: only confidence intervals need it"

@@ -13,7 +13,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def choose_device(device: str | None = None) -> str:
-    """Return ``device``, by default "cuda" if there is a GPU, else "cpu"; ``UserError``: no GPU, or ``AUTO``."""
+    """Return ``device``, or by default "cuda" if there is a GPU, else "cpu".
+
+    Raises ``UserError`` for "cuda" without a GPU, and for ``AUTO``, which only some commands support.
+    """
     import torch
 
     check_device(device)
@@ -23,7 +26,10 @@ def choose_device(device: str | None = None) -> str:
 
 
 def check_device(device: str | None, *, spreads: bool = False) -> None:
-    """Check a device's name without torch, also ``AUTO`` if ``spreads``; ``UserError``: not cpu, cuda or cuda:N."""
+    """Check the name of a device without importing torch; ``spreads`` says whether ``AUTO`` is supported, too.
+
+    Raises ``UserError`` if the name is not cpu, cuda or cuda:N; None stands for the default.
+    """
     if device == AUTO and not spreads:
         raise errors.UserError(
             "--device auto is for probe, evaluate and score, which place a model's layers on all GPUs\n"

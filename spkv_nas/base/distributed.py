@@ -86,7 +86,10 @@ def disconnect() -> None:
 
 
 def leave(exit_code: int) -> None:
-    """Exit at once if one of several processes: Python's own shutdown may abort once its process group is gone."""
+    """Exit this process if it is one of several, else return.
+
+    Python's own shutdown is skipped: in it, threads of a process group that is gone occasionally abort the process.
+    """
     if num_processes() == 1:
         return
     disconnect()

@@ -94,7 +94,10 @@ class SharedOption:
 
 
 def shared_options(registry: Registry[Any]) -> dict[str, SharedOption]:
-    """Return the options of all entries by name; ``UserError``: one name has different types or flags."""
+    """Return the options of all entries of a registry by name, in the order of the entries.
+
+    Raises ``UserError``: two entries declare an option of one name with different types or flags.
+    """
     shared: dict[str, SharedOption] = {}
     for entry in registry:
         for name, option in entry.options().items():

@@ -34,7 +34,10 @@ def shortened(text: str, max_length: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first line, with those a colon introduces; its type before a word, as of a ``KeyError``."""
+    """Return the first line of a library's error; its type before a single word, such as the key of a ``KeyError``.
+
+    If the line ends in a colon, the lines that it introduces follow.
+    """
     lines = [line.strip() for line in str(error).strip().splitlines()]
     end = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
     if end > 1:  # a list follows: up to the next blank line

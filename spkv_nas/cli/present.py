@@ -53,7 +53,10 @@ def _suggest(suggestions: "Sequence[Suggestion]") -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value for JSON: numbers unrounded, NaN and infinity null, tables lists of rows, paths text."""
+    """Return a value in types that JSON has.
+
+    Numbers stay unrounded, NaN and infinity become null, tables become lists of rows, and paths become text.
+    """
     # Convert objects
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}

@@ -157,7 +157,10 @@ class EngineCost(CacheCost):
         return f" in {self.serving.engine.title}"
 
     def layout_plan(self, layout: Layout) -> CachePlan | None:
-        """Plan a layout's smallest cache; None: too many sinks for the engine. ``UserError``: too many windows."""
+        """Plan the cache of a layout in the form that takes least; None if it has more sinks than the engine keeps.
+
+        Raises ``UserError`` if it has more windows than the engine serves.
+        """
         if layout.sinks > self.serving.engine.max_sinks:
             return None
         self.serving.engine.check_windows(len(layout.windows), "leave out --engine, or use fewer windows")

@@ -194,7 +194,10 @@ def cost(
 
 
 def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | None] = ()) -> float:
-    """Return the share of global KV heads among layers not local by design. Raises ``UserError``: another grid."""
+    """Return the share of global KV heads in a layout, among the layers that are not local by design.
+
+    Raises ``UserError`` if the layout has another grid than the model.
+    """
     grid.check_grid(f"layout '{layout.strategy}'", layout.grid, "the model", shape.grid)
     counts = layout.global_mask.sum(1)
     candidates = local_layers.candidate_layers(local_layers.config_layers(native_windows or [None] * layout.num_layers))

@@ -25,7 +25,10 @@ _CACHE_BYTES = 1 << 28  # of all caches together; one per number of global heads
 
 
 def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progress | None = None) -> Calibration:
-    """Measure a layer at each context length; ``progress`` gets (done, total). ``UserError``: too little memory."""
+    """Measure a layer at each of the context lengths, in tokens; ``progress`` is called with (done, total).
+
+    Raises ``UserError``: the GPU has too little memory.
+    """
     timings: list[Timing] = []
     report = progress or (lambda done, total: None)
     try:

@@ -133,7 +133,10 @@ def is_written(folder: Path) -> bool:
 
 
 def map_blocks(folder: Path) -> TokenBlocks:
-    """Memory-map a finished folder's blocks without reading them; ``UserError``: the files do not fit together."""
+    """Memory-map the blocks of a finished folder without reading them; its manifest detects damage.
+
+    Raises ``UserError``: the files do not fit together.
+    """
     record = schema.validate(_Record, files.read_json(folder / _RECORD, _WHAT), f"{_WHAT} {folder / _RECORD}")
     # Map tokens and document indices of the recorded shape
     shape = record.num_blocks, record.block_size

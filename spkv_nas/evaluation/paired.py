@@ -79,8 +79,9 @@ def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDi
 
     The change is 100 (R - 1) with R the ratio of the two NLL sums, so its standard error includes the variance of the
     baseline between documents. It is the delete-one-document jackknife (CR3 of the cluster-robust estimators), which
-    stays valid for few documents and for documents of unequal length. NaN for fewer than two documents. Raises
-    ``UserError``: if the two were not evaluated on the same text.
+    stays valid for few documents and for documents of unequal length. NaN for fewer than two documents.
+
+    Raises ``UserError``: if the two were not evaluated on the same text.
     """
     if not np.array_equal(candidate.num_tokens, baseline.num_tokens):
         raise errors.UserError("the two models were not evaluated on the same held-out text")

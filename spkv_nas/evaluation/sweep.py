@@ -79,7 +79,10 @@ def tau_sweep(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[Evaluation]:
-    """Evaluate open gates (tau 0), then hard ones by ascending tau; ``UserError``: no gates, or not in [0, 1]."""
+    """Evaluate a model with open gates (tau 0, density 1), then with hard gates at each threshold above 0, ascending.
+
+    Raises ``UserError`` if the model has no gates, or a threshold is outside [0, 1].
+    """
     if config_section.gate_config(model) is None:
         raise UserError("this model has no gates, so it has no threshold to sweep: evaluate it without a sweep")
     hard_taus = [tau for tau in sorted(set(taus)) if tau != 0.0]

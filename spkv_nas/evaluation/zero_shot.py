@@ -135,7 +135,10 @@ def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blo
 
 
 def cache_shares(model: PreTrainedModel, layouts: Mapping[str, Layout], context: int) -> dict[str, float]:
-    """Return each layout's share of full attention's cache at ``context`` tokens; ``UserError``: another grid."""
+    """Return the KV cache of each layout for ``context`` tokens, as a share of full attention's, by name.
+
+    Raises ``UserError`` if a layout does not fit the model.
+    """
     with full_attention(model) as states:
         native = [state.native_window for state in states]
     return {name: layout_share(layout, context, native) for name, layout in layouts.items()}

@@ -128,7 +128,10 @@ def detached(model: PreTrainedModel) -> Iterator[None]:
 
 
 def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int]) -> list[str | None]:
-    """Return the letters (S, G, L) of hooked layers; None: local by design. ``UserError``: unfit ``config.heads``."""
+    """Return the head letters (S, G or L) of each hooked layer; None for a layer that is local by design.
+
+    Raises ``UserError`` if ``config.heads`` does not fit the model.
+    """
     local = {i for i, state in enumerate(attention.layer_states(model)) if state.is_always_local}
     if config.heads is None:
         return [None if i in local else GATED * heads for i, heads in enumerate(num_kv_heads)]

@@ -29,7 +29,10 @@ class DensityTracker:
         self._real: tuple[torch.Tensor, int] | None = None
 
     def only(self, real: torch.Tensor | None) -> None:
-        """Count only tokens of ``real``, bool [B, T], in later passes: no padding or tokens after EOS; None: all."""
+        """Count only some tokens of the following passes: those that ``real``, bool [B, T], marks; None: all.
+
+        The others are padding, or come after a row's EOS token.
+        """
         self._real = None if real is None else (real, int(real.sum()))
 
     def start(self) -> None:

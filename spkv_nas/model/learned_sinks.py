@@ -58,7 +58,10 @@ def added_parameters(model: torch.nn.Module) -> set[Any]:
 
 
 def chosen_sink_logits(native: torch.Tensor | None, learned: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a call's sink logits, the model's or its ``LearnedSinks``', None without; ``UserError``: both exist."""
+    """Return the sink logits of an attention call: the model's, or those of its ``LearnedSinks``; None if it has none.
+
+    Raises ``UserError``: it has both.
+    """
     if native is not None and learned is not None:
         raise native_sinks_error()
     return native if learned is None else learned

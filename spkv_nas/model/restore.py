@@ -59,7 +59,10 @@ def check_attention(config: PreTrainedConfig, attn_implementation: str | None, w
 
 
 def _put_section(model: PreTrainedModel) -> None:
-    """Attach what a config's section describes: hooks, and empty predictors or windows and sinks (learned: 0)."""
+    """Attach to a model what the section of its config describes: hooks, and empty predictors, or windows and sinks.
+
+    Learned sinks are 0 until weights are loaded.
+    """
     config = model.config
     gates, saved, layout = (
         config_section.saved_gates(config),

@@ -28,7 +28,10 @@ def extend_positions(model: PreTrainedModel, length: int, rope: Mapping[str, Any
 
 
 def extended_config(config: PreTrainedConfig, length: int, rope: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a copy of the config with ``rope``, for ``length`` positions; ``UserError``: no such RoPE."""
+    """Return a copy of the text config with ``rope`` merged in, for at least ``length`` positions.
+
+    Raises ``UserError``: the model has no RoPE, or not of this kind.
+    """
     text = copy.deepcopy(config.get_text_config())
     current = getattr(text, "rope_parameters", None)
     if not current:

@@ -37,7 +37,10 @@ def resolve(path_or_id: StrPath) -> Path:
 
 
 def check_checkpoint(path_or_id: str | Path) -> None:
-    """Check without torch that a folder with config or an id (cache, hub) exists; ``UserError``: what is missing."""
+    """Check, without torch, that a model folder with a config exists. Ids are looked up in the cache or online.
+
+    Raises ``UserError``: something is missing, which the message names.
+    """
     folder = _local(path_or_id)
     if folder is None:
         return

@@ -62,7 +62,10 @@ def check_files(folder: Path) -> list[Path]:
 
 
 def weight_names(folder: Path) -> tuple[str, ...]:
-    """Return a folder's names of weights; ``UserError``: ``transformers_weights`` is not a file of the folder."""
+    """Return the names that the weights of a model folder may have: ``transformers_weights``, or the usual ones.
+
+    Raises ``UserError`` if the config names anything but a file of the folder.
+    """
     name = read_json(folder / "config.json", "config").get("transformers_weights")
     if name is None:
         return FILE, INDEX

@@ -26,7 +26,10 @@ ROOM = 0.5  # share of the free memory that a forward and backward pass may use
 
 @contextmanager
 def frozen(model: torch.nn.Module, learning: Collection[torch.nn.Parameter] = ()) -> Iterator[None]:
-    """Freeze ``model`` but ``learning`` in the block; ``UserError``: gradients would pass weights on no device."""
+    """Freeze all parameters of ``model`` except those in ``learning`` inside the ``with`` block.
+
+    Raises ``UserError``: gradients would have to pass through weights that are on no device.
+    """
     device_map.check_placed(model)
     others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in learning]
     for parameter in others:
@@ -115,7 +118,20 @@ def learned_table(
     name: str,
     metadata: Mapping[str, Any],
 ) -> head_scores.HeadScores:
-    """Build the table of ``values`` [L, Hkv], learned on all domains; ``UserError``: one is not finite."""
+    """Build the table of a signal learned on all domains together.
+
+    Args:
+        signal: name of the signal.
+        unit: unit of the scores.
+        values: scores [L, Hkv].
+        blocks: training text.
+        window: number of recent keys a local head sees, including the query's own key.
+        tokens_seen: tokens of all steps.
+        name: name of the table.
+        metadata: provenance and options.
+
+    Raises ``UserError``: a value is not finite.
+    """
     means, num_tokens = HeadMeans(values, "all", tokens_seen, 0), blocks.tokens.size
     num_passes = defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens
     return signal_table(

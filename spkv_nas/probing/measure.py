@@ -141,7 +141,10 @@ def _with_facts(
 
 
 def _configured(entry: Signal, options: Mapping[str, Any]) -> tuple[Signal, dict[str, Any]]:
-    """Return a signal with its options, and its run's ``batch_size`` and ``cache``; ``UserError``: a wrong one."""
+    """Return a signal with its options, and the options of its run, ``batch_size`` and ``cache``.
+
+    Raises ``UserError``: the signal lacks an option, or a value does not fit it.
+    """
     set_options = {name: value for name, value in options.items() if value is not None}
     check_options(SIGNALS, entry, set_options)
     run = {name: set_options.pop(name) for name in _RUN if name in set_options}

@@ -58,7 +58,10 @@ class Constraints:
 
     @classmethod
     def parse(cls, texts: Sequence[str], granularity: str = "head") -> "Constraints":
-        """Read constraints such as "max-per-layer=2", "global-layers=0,20", "uniform"; ``UserError``: another form."""
+        """Read constraints from texts such as "max-per-layer=2", "global-layers=0,20" and "uniform".
+
+        Raises ``UserError``: a text has no such form, or as the constructor.
+        """
         settings: dict[str, Any] = {}
         for text in texts:
             name, equals, value = text.strip().partition("=")
@@ -89,7 +92,10 @@ class Constraints:
         }
 
     def on(self, table: HeadScores) -> "Constraints":
-        """Extend ``local_layers`` by those local by design; ``UserError``: one of them is in ``global_layers``."""
+        """Return the constraints with ``local_layers`` extended by the layers that are local by design.
+
+        Raises ``UserError``: one of them is in ``global_layers``.
+        """
         if table.num_candidates == table.num_heads:
             return self
         native = set(range(table.num_layers)) - set(table.layers)

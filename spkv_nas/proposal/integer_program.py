@@ -72,10 +72,13 @@ class Problem:
         self._weights = np.ones(grid) if weights is None else weights
 
     def optimum(self, density: Float, *, gap: float = 0.0) -> Solution | None:
-        """Return the layout with the highest lowest coverage of ``density`` [P, L, Hkv]; None if none is feasible.
+        """Return the optimal layout for the densities; None if none is feasible.
 
-        It stops at a relative MIP ``gap``, and breaks ties at 0. Raises ``UserError``: none was found in ``TIME_LIMIT``
-        seconds.
+        Args:
+            density: [P, L, Hkv], per domain; the lowest of their coverages is maximised.
+            gap: relative MIP gap at which to stop; above 0, ties are not broken.
+
+        Raises ``UserError``: no layout was found within ``TIME_LIMIT`` seconds.
         """
         # Scale densities to gains [P, L * Hkv]: contributions to coverage
         gain = _SCALE * density.reshape(len(density), -1) / density.sum((1, 2))[:, None]

@@ -81,10 +81,19 @@ def layout_by(
     window: int | None = None,
     seed: int = 0,
 ) -> Layout:
-    """Choose the global heads, among those that can be, by one strategy, and record their provenance.
+    """Choose the global heads by one strategy, and record their provenance; sink tokens are the table's.
 
-    ``name`` defaults to the strategy's, ``window`` to the table's, or 128; sink tokens are the table's. Raises
-    ``UserError``: the strategy returns no mask of the table's grid.
+    The strategy chooses among the heads that can be global (``HeadScores.layers``).
+
+    Args:
+        strategy: the strategy.
+        table: head scores.
+        heads: number of global heads.
+        name: name of the layout; defaults to the strategy's.
+        window: local attention window in tokens; defaults to the table's, or 128.
+        seed: random seed of a random strategy.
+
+    Raises ``UserError``: the strategy returns no mask of the table's grid.
     """
     # Let the strategy choose among the heads that can be global
     candidates = _candidates(table)

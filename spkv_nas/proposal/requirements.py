@@ -92,7 +92,10 @@ class Requirements:
         return EngineCost(*sizes, sinks=table.sinks, serving=self.serving, **cache_facts)
 
     def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> "Limit":
-        """Resolve the budget to heads or the weights' unit; ``UserError``: it is invalid, or options conflict."""
+        """Resolve the budget to a limit in heads, or in the unit of the weights.
+
+        Raises ``UserError``: the budget is invalid, or options contradict each other.
+        """
         # Convert the memory limit to a number of heads
         if self.kv_bytes is not None:
             if budget is not None or self.head_costs is not None:
@@ -145,8 +148,9 @@ class Requirements:
     def fitted(self, table: HeadScores, limit: "Limit", window: int | None) -> "Limit":
         """Lower a limit until the solution within it fits in the memory of an engine.
 
-        A solution with fewer global heads than the limit can need more memory than one that reaches it. Raises
-        ``UserError``: no solution fits, or as ``solve``.
+        A solution with fewer global heads than the limit can need more memory than one that reaches it.
+
+        Raises ``UserError``: no solution fits, or as ``solve``.
         """
         cost = self.cache_cost(table, window)
         if self.kv_bytes is None or not isinstance(cost, EngineCost):
@@ -161,7 +165,10 @@ class Requirements:
     def solve_apart(
         self, table: HeadScores, limit: "Limit", window: int | None, *, excluded: Sequence[Layout], apart: int
     ) -> Layout | None:
-        """Return the best layout ``apart`` heads from each of ``excluded``, within an engine's memory; None without."""
+        """Return the best layout that differs from each of ``excluded`` in at least ``apart`` heads; None without one.
+
+        It fits in the memory of an engine, as in ``fitted``.
+        """
         cost = self.cache_cost(table, window)
         memory = None
         if self.kv_bytes is not None and cost is not None:

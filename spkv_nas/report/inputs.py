@@ -64,7 +64,10 @@ def no_pair_error(_first: str, _second: str) -> float:
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Everything a report is made from; ``UserError``: a layout of another shape, or an unreadable comparison."""
+    """Everything a report is made from, checked.
+
+    Raises ``UserError``: a layout has another shape than the table, or the comparison cannot be read.
+    """
 
     table: head_scores.HeadScores  # head scores of the reference model
     layouts: Mapping[str, Layout]  # layouts by name, which is their strategy in the comparison

@@ -217,7 +217,10 @@ class _Reference:
 
     @torch.no_grad()
     def run(self, windows: Windows, sinks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities of tokens after the first, and the likeliest, [T - 1]; None: the layout's sinks."""
+        """Return the log-probability of each token after the first, and the likeliest tokens there: [T - 1] each.
+
+        Without ``sinks``, local heads see those of the layout.
+        """
         for state, row, learned in zip(self.states, windows, self.learned, strict=True):
             state.set_windows(row, self.layout.sinks if sinks is None else sinks)
             state.learned_sinks = learned and any(takes_sinks(state, window) for window in row)

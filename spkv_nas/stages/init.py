@@ -31,7 +31,10 @@ class FirstRecipe:
 
 
 def init(options: InitOptions, reporter: progress.Reporter = progress.SILENT) -> FirstRecipe:
-    """Write a first recipe, and plan its runs; ``UserError``: the file exists, no model, too little text or time."""
+    """Write a first recipe for a model and a text, and plan the runs that follow from it.
+
+    Raises ``UserError`` if the file exists, the model does not, or text or time are too little to train.
+    """
     checks.check(options)
     transformers_logging.quiet_transformers(reporter)
     # Draft the recipe

@@ -17,7 +17,10 @@ _MAX_LISTED = 8  # maximum number of commands in an error
 
 
 def find_table(workspace: Workspace, probe: str) -> head_scores.HeadScores:
-    """Read head scores by name (``probes/<name>/``), folder or file (.csv, .tsv); ``UserError``: none, or damaged."""
+    """Read head scores by name (``probes/<name>/``), folder or file; a ``.tsv`` file is read too.
+
+    Raises ``UserError`` if it does not exist or cannot be read.
+    """
     # Read a file
     if probe.endswith(".csv"):
         return head_scores.HeadScores.read(Path(probe))
@@ -36,7 +39,10 @@ def find_table(workspace: Workspace, probe: str) -> head_scores.HeadScores:
 
 
 def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:
-    """Read layouts, by default ``layouts/<name>/``; ``UserError``: none, a damaged one, or a baseline's name."""
+    """Read the layouts in files, by default all of ``layouts/<name>/``.
+
+    Raises ``UserError`` if there are none, one cannot be read, or one has a baseline's name.
+    """
     folder = workspace.layout_dir(name)
     if not files and name in workspace.probes() and not workspace.has_layouts(name):
         command = command_line(propose.ProposeOptions(probe=name, workspace=workspace.root))

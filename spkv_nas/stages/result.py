@@ -1,4 +1,4 @@
-"""Hold what a command returns: a value, and how to print and convert it. Imports nothing heavy: ``--help``."""
+"""Hold what a command returns: a value, and how to print and convert it. Import nothing heavy, for ``--help``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -145,7 +145,10 @@ def training_data(recipe: Recipe, corpus: Corpus, phase: DenseConfig | BranchCon
 def ruler_blocks(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, essays: Essays | None, text: TokenBlocks, seed: int
 ) -> RulerBlocks | None:
-    """Return the recipe's RULER samples as blocks like ``text``'s; None without. ``UserError``: a task does not fit."""
+    """Return the samples that a recipe mixes into its text, in blocks like those of ``text``; None without a mixture.
+
+    Raises ``UserError``: a task does not fit in a block.
+    """
     if recipe.data.mix is None:
         return None
     mix = recipe.data.mix.ruler
@@ -161,7 +164,10 @@ def ruler_blocks(
 def mixed_heldout(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, essays: Essays | None, text: TokenBlocks, num_blocks: int
 ) -> TokenBlocks:
-    """Return ``num_blocks`` held-out blocks mixed as the training text; ``UserError``: a task does not fit."""
+    """Return ``num_blocks`` blocks of held-out text and RULER samples, mixed as the recipe's training text is.
+
+    Raises ``UserError``: a task does not fit in a block.
+    """
     samples = ruler_blocks(recipe, tokenizer, essays, text, recipe.seed)
     assert samples is not None
     assert recipe.data.mix is not None

@@ -79,7 +79,10 @@ class Draft:
 
     @classmethod
     def of(cls, name: str, model: str, sources: tuple[str, ...], size: ModelSize, text: TextSize, device: str) -> Draft:
-        """Create the draft with the largest block that model, text and device allow; ``UserError``: too little text."""
+        """Create the draft with the largest block that model, text and device allow.
+
+        Raises ``UserError``: there is too little text.
+        """
         if text.tokens < _MIN_BLOCKS * _SMALLEST_BLOCK:
             raise _too_little(size, text)
         # Bound the block size by device, model and text

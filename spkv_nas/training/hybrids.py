@@ -154,7 +154,10 @@ def _distinct(layouts: dict[str, Layout], reporter: progress.Reporter) -> dict[s
 
 
 def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> dict[str, Variant]:
-    """Return variants by name: full attention, SP-KV if ``reference``, layouts; ``UserError``: a baseline's name."""
+    """Return the variants to train, by name: full attention, SP-KV if ``reference``, and the layouts.
+
+    Raises ``UserError``: a layout has the name of one of the baselines.
+    """
     comparison.check_layout_names(layouts)
     baselines = {comparison.FULL_ATTENTION: Variant.full_attention()} | (
         {comparison.SP_KV: Variant.sp_kv()} if reference else {}

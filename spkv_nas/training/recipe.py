@@ -263,7 +263,10 @@ class Recipe(schema.Section):
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_precision(self, dtype: str | None) -> "Recipe":
-        """Return the recipe in ``dtype``, None keeps its own. Raises ``UserError``: neither float32 nor bfloat16."""
+        """Return the recipe with ``precision`` set to ``dtype``, or unchanged if that is None.
+
+        Raises ``UserError``: ``dtype`` is neither float32 nor bfloat16.
+        """
         if dtype is None:
             return self
         if dtype not in ("float32", "bfloat16"):

@@ -35,7 +35,10 @@ class TextSize:
 
 
 def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: "PreTrainedTokenizerBase") -> TextSize:
-    """Count documents and tokens in ``MAX_CHARACTERS``, paths from ``base``; ``UserError``: a source is missing."""
+    """Count the documents and tokens of a text, up to ``MAX_CHARACTERS`` characters; paths start from ``base``.
+
+    Raises ``UserError``: a source does not exist.
+    """
     remaining = documents(sources, base)
     number = tokens = characters = 0
     # Tokenize batch by batch, until the text ends or enough is read

@@ -153,7 +153,10 @@ def _domains(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.H
 
 
 def _halves(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:
-    """Yield ("even", table), ("odd", table) of documents; ``UserError``: no counts, or no domain with two documents."""
+    """Yield ("even", table) and ("odd", table) of the documents; domains with a single document are left out.
+
+    Raises ``UserError``: the table has no per-document counts, or no domain with two documents.
+    """
     documents = table.documents
     if documents is None:
         raise errors.UserError(

@@ -65,6 +65,9 @@ def generate(
     *,
     is_answered: bool = False,
 ) -> sample.Sample:
-    """Generate a sample as ``Request`` describes it; ``UserError``: no such task, no documents, or it does not fit."""
+    """Generate sample ``index`` of a task, as ``Request`` describes it.
+
+    Raises ``UserError`` if there is no such task, its documents are missing, or it does not fit in the length.
+    """
     check_task(task)
     return TASKS[task].generate(sample.Request(task, seed, index, length, tokenizer, is_answered), material)

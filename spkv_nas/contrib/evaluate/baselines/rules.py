@@ -51,7 +51,10 @@ class Protocol:
     kind: str = EXACT
 
     def check(self, block_size: int) -> None:
-        """Raise ``UserError``: an invalid protocol, or blocks of ``block_size`` tokens leave no keys to decide on."""
+        """Check that the protocol is valid and that blocks of ``block_size`` tokens leave keys to decide on.
+
+        Raises ``UserError`` if not.
+        """
         if self.kind not in PROTOCOLS:
             raise UserError(f"--protocol must be {' or '.join(PROTOCOLS)}; found '{self.kind}'")
         if self.chunk > self.window:

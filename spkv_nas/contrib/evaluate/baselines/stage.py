@@ -195,7 +195,10 @@ def pruned_nll(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> tuple[paired.DocumentNLL, float]:
-    """Compute NLL and density of ``blocks`` read by a rule; ``UserError``: no hooks, or an NLL that is not finite."""
+    """Compute the NLL of ``blocks`` read by a rule of a protocol, and the density of what it kept.
+
+    Raises ``UserError`` if the model cannot be hooked, or an NLL is not finite.
+    """
     sums, num_kept = DocumentSums(blocks), 0
     with reading(model) as reader:
         # Evaluate under the rule, counting the kept pairs

@@ -55,7 +55,10 @@ class Criterion:
 
     @classmethod
     def of(cls, length: int, short: int | None = None) -> "Criterion":
-        """Return the criterion for ``length`` tokens, a quarter short by default; ``UserError``: nothing is left."""
+        """Return the criterion for texts of at most ``length`` tokens, by default with a quarter for the short context.
+
+        Raises ``UserError`` if the short context leaves nothing of a text.
+        """
         short = short or max(1, min(LONGPPL_SHORT, length // _PART))
         if short >= length:
             raise errors.UserError(
