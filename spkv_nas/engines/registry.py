@@ -13,6 +13,8 @@ from spkv_nas.engines import cache, known, vllm
 from spkv_nas.engines.engine import Engine, Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedConfig
 
 ENGINES: registry.Registry[Engine] = registry.Registry(
@@ -87,6 +89,15 @@ def guards(form: str) -> dict[str, Any]:
 def outcomes(form: str, config: PreTrainedConfig) -> dict[str, str]:
     """Return what each engine does with a form, such as "exact" or "refused", by name and version."""
     return {engine.full_title: str(engine.cell(form, config)) for engine in ENGINES}
+
+
+def serve_command(cells: Mapping[str, str], folder: str) -> str | None:
+    """Return the command by which vLLM serves a folder, given ``outcomes``; None if it does not compute the hybrid."""
+    cell = cells.get(vllm.VLLM.full_title, "")
+    if not cell.startswith(Outcome.EXACT.value):
+        return None
+    option = "--model-impl transformers"
+    return f"vllm serve {folder}{f' {option}' if option in cell else ''}"
 
 
 def objection(form: str, config: PreTrainedConfig, name: str) -> str | None:

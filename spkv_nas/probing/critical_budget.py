@@ -92,8 +92,8 @@ def auto(
     It measures costs of windows on half of the text at most, and bisects layouts for several memories on the other
     documents, as the command ``auto`` does::
 
-        found = spkv_nas.auto(model, tokenizer, texts, margin="nll=1%")
-        found.passes, found.layout  # 12.0 (% of full attention's KV cache) and its layout; None if no memory passes
+        result = spkv_nas.auto(model, tokenizer, texts, margin="nll=1%")
+        result.passes, result.layout  # 12.0 (% of full attention's KV cache) and its layout; None if no memory passes
 
     Args:
         model: any supported decoder; it is left unchanged.

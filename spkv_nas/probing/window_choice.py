@@ -181,8 +181,13 @@ def half_of(blocks: TokenBlocks, num_blocks: int | None = None) -> TokenBlocks:
 
     Raises ``UserError``: half of the documents are shorter than a block.
     """
-    looked_at = blocks.spread(_LARGEST)
-    _, half = hold_out(looked_at, looked_at.tokens.size, 0.5)
+    part = blocks.spread(_LARGEST)
+    try:
+        _, half = hold_out(part, part.tokens.size, 0.5)
+    except errors.UserError as error:
+        raise errors.UserError(
+            f"half the documents, without the longest, are less than a block of {blocks.block_size} tokens: give more"
+        ) from error
     return half if num_blocks is None else half.nested([min(num_blocks, half.num_blocks)])[0]
 
 

@@ -24,8 +24,9 @@ from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.proposal.budget_curve import budget_curve
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.windows import layouts_by_memory
-from spkv_nas.stages import checks, commands, decision, engines, lookup, sized_model
+from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, sized_model
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
+from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.margins import is_layout
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.result import Result
@@ -38,9 +39,8 @@ class Memory:
     full: int  # bytes with full attention
     used: int  # bytes at the critical budget
     context: int  # tokens that both are counted for
-    requests: (
-        float | None
-    )  # times as many requests in vLLM as with full attention; None if it does not serve the layout
+    # ratio of the requests that fit in vLLM's cache to those of full attention; None if it does not serve the layout
+    requests: float | None
     sentence: str  # both for people, with the sizes and the engine that they are counted for
 
 
@@ -52,7 +52,7 @@ class BudgetResult(CriticalBudget):
     probe: str  # name of the head scores that the layouts are selected by
     num_heads: int  # KV heads that can be global
     memory: Memory | None  # cache at the critical budget; None if no budget passes
-    file: Path | None  # layout file of the critical budget; None if no budget passes, or if there is none
+    file: Path | None  # layout file of the critical budget; None if no budget passes, or for numbers of heads
     folder: Path  # folder of the table
     next: tuple[commands.Suggestion, ...]  # commands to run next
 
@@ -119,7 +119,7 @@ def critical_budget(
         memory=memory,
         file=file,
         folder=options.folders.report_dir(compared.name),
-        next=() if outcome.layout is None or file else (_proposal(options, table.name, outcome.layout.num_global),),
+        next=() if outcome.alarm is not None or files.layouts else _next(options, table.name, outcome, file),
     )
     result_tables.CRITICAL_BUDGET.write(
         result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
@@ -136,8 +136,8 @@ def _layouts(
     text = ",".join(options.budgets)
     # A layout for each memory
     if not files.layouts and text.startswith(MEMORY):
-        found = layouts_by_memory(table, cost, parse_memories(text), requirements.constraints)
-        return {f"{percent:g}%": layout for percent, layout in found.items()}, list(found)
+        by_percent = layouts_by_memory(table, cost, parse_memories(text), requirements.constraints)
+        return {f"{percent:g}%": layout for percent, layout in by_percent.items()}, list(by_percent)
     # Files of which some have several windows, so that numbers of heads do not order them
     layouts = files.layouts or budget_curve(table, requirements, parse_budgets(text, table.num_candidates)).layouts
     if any(layout.windows for layout in layouts.values()):
@@ -196,11 +196,19 @@ def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requiremen
     )
 
 
-def _proposal(options: CriticalBudgetOptions, probe: str, budget: int) -> commands.Suggestion:
-    """Suggest the command that writes the layout of the critical budget."""
-    names, granularity = {"probe": options.probe or probe, "workspace": options.workspace}, options.granularity
-    proposal = ProposeOptions(budget=str(budget), granularity=granularity, **names)  # type: ignore[arg-type]
-    return commands.Suggestion.of(proposal, "write the layouts of this budget")
+def _next(
+    options: CriticalBudgetOptions, probe: str, outcome: CriticalBudget, file: Path | None
+) -> tuple[commands.Suggestion, ...]:
+    """Suggest the command that exports the layout of the critical budget, or that writes it; nothing if none passes."""
+    if outcome.layout is None:
+        return ()
+    workspace: dict[str, Any] = {"workspace": options.workspace}
+    if file is not None:
+        exported = ExportOptions(layout=file, model=options.model, out=Path(f"{probe}-export"), **workspace)
+        return (commands.Suggestion.of(exported),)
+    budget, granularity = str(outcome.layout.num_global), options.granularity
+    proposed = ProposeOptions(budget=budget, granularity=granularity, probe=options.probe or probe, **workspace)
+    return (commands.Suggestion.of(proposed, "write the layouts of this budget"),)
 
 
 def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, Any]:
@@ -216,11 +224,13 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
         "sinks": result.layouts[0].sinks,
         "answers": {result.compared.candidates[look.position].name: look.answer for look in result.critical.looks},
         "unrecorded": result.unrecorded,
+        **({} if result.alarm is None else {result_tables.ALARM: result.alarm}),
     }
 
 
 def show(result: BudgetResult) -> None:
     """Print the budgets that were looked at, the critical budget, what it saves, and what the answer rests on."""
+    printing.show_alarm(result.alarm)
     title = f"{escape(result.probe)}: loss against {escape(result.compared.against)}"
     sizes = ["global heads"] if result.memories is None else ["KV cache %", "global heads"]
     grid = Table(*sizes, "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
@@ -240,6 +250,7 @@ def document(result: BudgetResult) -> dict[str, Any]:
     return {
         **decision.shared_document(result.compared, result, _sentences(result)),
         "probe": result.probe,
+        "alarm": result.alarm,
         "answer": result.answer,
         "critical_budget": result.passes,
         "largest_failing": result.fails,

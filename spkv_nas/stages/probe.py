@@ -45,12 +45,13 @@ _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
 _MAX_TARGET = 0.99  # maximum target density of learned gates
 
 
-def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, reuse: bool = False) -> HeadScores:
+def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, is_step: bool = False) -> HeadScores:
     """Probe a recipe's reference (trained first if need be), a user's checkpoint, or the embedded reference.
 
     The default signal is density for a recipe or a model with gates, else head gates. To measure density on a model
-    without gates, gates are learned first, at the budget's price and with frozen weights. ``reuse`` returns the table
-    of an earlier probe of the same inputs by this version, if there is one.
+    without gates, gates are learned first, at the budget's price and with frozen weights. As a step of ``auto``, it
+    returns the table of an earlier probe of the same inputs by this version, if there is one, and raises ``UserError``
+    if the text has too few documents to leave some unseen.
     """
     checks.check(options)
     transformers_logging.quiet_transformers(reporter)
@@ -61,7 +62,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, reuse: bool = F
     scores, tokens = signal.computes_logits, SCORING_TOKENS if signal.computes_logits else None
     measured = subject.load(reporter, with_logits=scores, tokens=tokens, learns=signal.needs_gates)
     if signal.name == signals.WINDOW_COSTS.name and options.max_tokens is None:
-        measured = _half(measured, options, reporter)
+        measured = _half(measured, options, reporter, is_needed=is_step)
     origin = _origin(subject, measured, options, reporter)
     run_options = _run_options(signal, subject, measured, options)
     # Learn gates
@@ -76,7 +77,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, reuse: bool = F
     inputs = on_main(lambda: _inputs(subject, measured, options))
     name = on_main(lambda: _free_name(options.folders, subject.name, inputs, reporter))
     folder = options.folders.probe_dir(name)
-    if reuse and probe_records(options.folders).get(name, {}).get("environment") == environment():
+    if is_step and probe_records(options.folders).get(name, {}).get("environment") == environment():
         reporter.announce(f"reused probe {name} of the same model, text and options")
         return HeadScores.read(folder)
     with reporter.bar("probing") as progress:
@@ -112,12 +113,14 @@ def _run_options(signal: Signal, subject: Subject, measured: Measured, options: 
     return run_options
 
 
-def _half(measured: Measured, options: ProbeOptions, reporter: Reporter) -> Measured:
+def _half(measured: Measured, options: ProbeOptions, reporter: Reporter, *, is_needed: bool) -> Measured:
     """Leave half of the documents unseen, for verdicts on the same text; few blocks are enough for costs of windows."""
     whole = measured.blocks
     try:
         part = half_of(whole, NUM_BLOCKS if options.memory is None else None)
     except UserError:
+        if is_needed:
+            raise
         reporter.caution("too few documents to leave some unseen: score and verdict need other text")
         return measured
     unseen = len(whole.text_ids) - len(part.text_ids)

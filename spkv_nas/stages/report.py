@@ -235,7 +235,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     results |= {name: read_record(*record) for name, record in records.items() if is_file(record[0])}
     if (folder / DOCUMENTS_FILE).is_file():
         results["pair_error"] = pair_error(read_documents(folder / DOCUMENTS_FILE))
-    files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict"))
+    files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict", "critical-budget"))
     alarms = [read_record(file, "results", AlarmRecord).get(ALARM) for file in files if file.is_file()]
     return {**results, "benchmarks": read_benchmarks(folder), "alarms": [each for each in alarms if each is not None]}
 

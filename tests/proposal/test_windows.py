@@ -112,10 +112,10 @@ class TestProposal:
             loss[row.window] = costs.sum() - np.sort(costs, axis=None)[-row.num_global :].sum()
         assert densest.window == min(loss, key=loss.__getitem__)
         assert len(loss) > 4
-        given = spkv_nas.propose(probed, memory="20%", window=64)["densest"]
-        assert given.window == 64
+        at_64 = spkv_nas.propose(probed, memory="20%", window=64)["densest"]
+        assert at_64.window == 64
         costs = at_window(probed, 64).values
-        assert costs[given.global_mask].min() > costs[~given.global_mask].max()
+        assert costs[at_64.global_mask].min() > costs[~at_64.global_mask].max()
 
     def test_a_budget_of_heads_is_the_memory_of_its_densest_layout(self) -> None:
         answer = propose_for(table(), budget=12)

@@ -331,11 +331,11 @@ class TestAuto:
     def test_in_python(self, folder: Path) -> None:
         model, tokenizer = load("dense")
         texts = [file.read_text() for file in sorted(Path("text").iterdir())]
-        found = spkv_nas.auto(model, tokenizer, texts, margin="nll=30%", memory="20%..80%")
-        assert found.layout is not None
-        assert found.answers[found.passes] == "passes"
-        assert found.memories is not None
-        assert found.memories[0] == 20.0
+        result = spkv_nas.auto(model, tokenizer, texts, margin="nll=30%", memory="20%..80%")
+        assert result.layout is not None
+        assert result.answers[result.passes] == "passes"
+        assert result.memories is not None
+        assert result.memories[0] == 20.0
 
 
 def contents() -> dict[str, bytes]:

@@ -25,7 +25,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.evaluation.verdict.contenders import Contender
-from spkv_nas.evaluation.verdict.trial import Answer, Levels, Outcome, Pairs, Trial
+from spkv_nas.evaluation.verdict.trial import Answer, Levels, Outcome, Pairs, Trial, nll_alarm
 
 Test = Callable[[int, float], Answer]  # position, level -> answer
 
@@ -126,6 +126,7 @@ class CriticalBudget(Outcome):
     layouts: Sequence[Layout]
     critical: Critical
     memories: Sequence[float] | None
+    alarm: str | None  # sentence if the numbers make no sense (``evaluation.alarms``)
 
     @property
     def budgets(self) -> list[float]:
@@ -204,7 +205,11 @@ def find_critical_budget(
         rows += [{**head, **row} for row in trial.rows(measured[look.position], levels, risks)]
     table = pd.DataFrame(rows, columns=CRITICAL_BUDGET.header[:-1]).astype({"more_samples": "Int64"})
     margins = [f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins]
-    return CriticalBudget(risk, table, trial.nouns, trial.num_samples, margins, layouts, bisection, memories)
+    # Check that the numbers make sense
+    pairs = {candidates[position].name: scores for position, scores in measured.items()}
+    alarm = nll_alarm(trial, [each for each in candidates if each.name in pairs], pairs)
+    counts = trial.nouns, trial.num_samples
+    return CriticalBudget(risk, table, *counts, margins, layouts, bisection, memories, alarm)
 
 
 def _first(trial: Trial, layouts: Sequence[Layout], nll: float | None) -> int | None:

@@ -251,10 +251,10 @@ def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, repor
         levels = Levels.of(risk, others, num_candidates=len(candidates), num_criteria=len(trial.margins))
         rows += [{"candidate": name, **row} for row in trial.rows(scores, levels, (share, share))]
     table = pd.DataFrame(rows, columns=VERDICT.header).astype({"more_samples": "Int64"})
-    return Verdict(risk, table, trial.nouns, trial.num_samples, decided, _alarm(trial, candidates, pairs))
+    return Verdict(risk, table, trial.nouns, trial.num_samples, decided, nll_alarm(trial, candidates, pairs))
 
 
-def _alarm(trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pairs]) -> str | None:
+def nll_alarm(trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pairs]) -> str | None:
     """Return a sentence if the NLL of layouts that were not retrained makes no sense, else None."""
     if trial.circumstances is None:
         return None

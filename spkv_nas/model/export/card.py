@@ -15,6 +15,7 @@ from spkv_nas.base import files, units, version
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.device import dtype_name
 from spkv_nas.cost.cache_cost import CacheCost
+from spkv_nas.engines.registry import serve_command
 from spkv_nas.model import model_shape, source
 from spkv_nas.model.custom_model_type import CUSTOM_MODEL_TYPE
 from spkv_nas.model.export.target import Hybrid
@@ -82,7 +83,7 @@ Inference engines, by the support matrix of spkv-nas:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says besides the model and its layout."""
+    """Hold what a card says besides the model and its layout."""
 
     title: str  # name of the model
     checkpoint: files.StrPath  # folder or id that is exported
@@ -179,8 +180,8 @@ def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> It
     yield 'tokenizer = AutoTokenizer.from_pretrained("DIR")\n```'
     if has_code:
         yield "\nWith spkv-nas installed, `import spkv_nas` before these lines replaces the code in the folder."
-    if any(name.startswith("vLLM") and outcome.startswith("exact") for name, outcome in engines.items()):
-        yield f"\nTo serve it: `vllm serve DIR`{', with spkv-nas installed beside vLLM' if is_custom else ''}."
+    if (command := serve_command(engines, "DIR")) is not None:
+        yield f"\nTo serve it: `{command}`{', with spkv-nas installed beside vLLM' if is_custom else ''}."
 
 
 def _bullets(lines: Iterable[str]) -> str:

@@ -98,7 +98,7 @@ class TestSpace:
         assert "".join(tried[-1]).count("G") == 1
 
     def test_shares_of_memory_are_numbers_of_heads(self) -> None:
-        """Of 64 keys in 8 heads with a window of 8, a half is 3 global heads, and three quarters are 5."""
+        """Count 64 keys in 8 heads with a window of 8: a half is 3 global heads, and three quarters are 5."""
         facts = {"head_dim": 8, "dtype": "float32", "positions": 64}
         table = make_table(np.random.default_rng(0).random((4, 2)))
         table = replace(table, metadata={**table.metadata, **facts})

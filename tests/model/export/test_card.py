@@ -56,7 +56,7 @@ def test_the_card_of_a_custom_model_type(dense: Path, tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_the_cache(dense: Path, tmp_path: Path) -> None:
-    """Of 8 heads, 2 keep all keys and 6 keep 6."""
+    """Compute the sizes: of 8 heads, 2 keep all keys and 6 keep 6."""
     export(Layout(("GL", "LL", "LL", "GL"), 6), dense, tmp_path / "out")
     text, most = (tmp_path / "out/README.md").read_text(), tiny_model().config.max_position_embeddings
     assert [float(share) for share in re.findall(r"([\d.]+) % \|$", text, re.MULTILINE)] == [

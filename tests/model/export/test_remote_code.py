@@ -157,10 +157,10 @@ def test_a_process_without_this_package_computes_the_hybrid(
             assert torch.equal(answer[kind], generated), (name, kind)
     # With this package imported, its classes load both folders
     for folder in (tmp_path / "learned", tmp_path / "learned-again"):
-        own = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-        assert attention_layers(own)
-        assert not hasattr(own.config, "auto_map")
-        assert torch.equal(own(tokens).logits, models["learned"](tokens).logits)
+        reloaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert attention_layers(reloaded)
+        assert not hasattr(reloaded.config, "auto_map")
+        assert torch.equal(reloaded(tokens).logits, models["learned"](tokens).logits)
 
 
 def test_code_that_computes_something_else_is_left_out(
