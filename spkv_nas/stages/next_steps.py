@@ -10,9 +10,10 @@ from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, RECOMM
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.proposal.windows import WINDOW_PER_HEAD
 from spkv_nas.stages import lookup, record, subject
 from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.options import init, report, score, train
+from spkv_nas.stages.options import init, report, score, train, verdict
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
@@ -95,6 +96,19 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
     # Retrain if the recipe is known, else score on the probe's text
     if (retrain := retraining(workspace, table)) is not None:
         return [Suggestion.of(retrain)]
+    # Decide about a layout with a window per head, whose probe left documents unseen
+    layout = workspace.layout_dir(table.name) / f"{WINDOW_PER_HEAD}.yaml"
+    has_unseen = table.window_costs is not None and recorded.max_tokens is None
+    if has_unseen and recorded.model is not None and layout.is_file():
+        judged = verdict.VerdictOptions(
+            candidates=[str(layout)],
+            model=recorded.model,
+            data=recorded.data,
+            block_size=recorded.block_size,
+            dtype=recorded.dtype,
+            workspace=workspace.root,
+        )
+        return [Suggestion.of(judged, "decide whether it loses less than 1 % of NLL, on documents that chose nothing")]
     scored = score.ScoreOptions(
         model=recorded.model,
         data=recorded.data,

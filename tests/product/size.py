@@ -24,11 +24,11 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 50_020,
-    "lines without contrib": 41_920,
+    "lines": 50_035,
+    "lines without contrib": 41_935,
     "files": 357,
     "files without contrib": 299,
-    "lines of commands": 7_170,
+    "lines of commands": 7_180,
     "files of commands": 65,
     "option slots": 230,
     "option slots of one command": 20,
