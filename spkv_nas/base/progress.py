@@ -10,7 +10,7 @@ it loads anything else.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -111,6 +111,37 @@ class Reporter:
         """Announce how much finished work is reused, if any: "reused 9 of 9 runs"."""
         if number:
             self.announce(f"reused {number} of {total} {what}")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Stages of a command, which share one progress bar."""
+
+    reporter: Reporter
+    shares: Mapping[str, float]  # by title, in order: their times relative to each other, about
+
+    @contextmanager
+    def begin(self, title: str, step: str = "") -> Iterator[Reporter]:
+        """Announce a stage, and yield the reporter for its steps; the bar moves with the one called ``step``."""
+        # Place the stage in the bar
+        number, times = list(self.shares).index(title), list(self.shares.values())
+        start, width = (1000 * part / sum(times) for part in (sum(times[:number]), times[number]))
+        heading, position = f"{number + 1} of {len(times)}: {title}", start
+        self.reporter.announce(heading)
+        with self.reporter.bar(heading) as whole:
+            whole(round(start), 1000)
+
+            @contextmanager
+            def bar(name: str) -> Iterator[Bar]:
+                def show(done: int, total: int, note: str = "") -> None:
+                    nonlocal position
+                    if name == step:
+                        position = start + width * done / total
+                    whole(round(position), 1000, " ".join(filter(None, (name, note))))
+
+                yield show
+
+            yield Reporter(bar)
 
 
 SILENT = Reporter()  # shows no progress

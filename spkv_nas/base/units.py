@@ -52,6 +52,18 @@ def format_seconds(seconds: float) -> str:
     return f"{round(minutes / 1440):,} days"
 
 
+def parse_length(text: str) -> float | int:
+    """Parse a number of steps, as an int, or a duration such as ``90s``, ``30m`` or ``1.5h``, in seconds as a float.
+
+    Raises ``UserError``: it is neither.
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)([smh]?)", text.strip().lower())
+    number, unit = match.groups() if match else ("0", "")
+    if not float(number) or (not unit and "." in number):
+        raise UserError(f"'{text[:40]}' is neither a duration, such as 90s, 30m or 2h, nor a number of steps")
+    return float(number) * {"s": 1, "m": 60, "h": 3600}[unit] if unit else int(number)
+
+
 def parse_context(text: str) -> int:
     """Parse a number of tokens: ``131072`` or ``128k`` (k: 1,024); ``UserError`` for other text, or out of range."""
     digits = text.strip().lower()

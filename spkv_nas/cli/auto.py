@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from spkv_nas.base import console, errors
-from spkv_nas.base.progress import Reporter
+from spkv_nas.base.progress import Reporter, Stages
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.options.auto import AutoOptions
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:
-    from spkv_nas.stages.critical_budget import BudgetResult
+    import pandas as pd
+
+    from spkv_nas.artifacts.head_scores import HeadScores
+    from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.stages.critical_budget import BudgetResult, Memory
+    from spkv_nas.stages.decision import Compared
+    from spkv_nas.stages.verdict import VerdictResult
 
 
-_NO_LAYOUT = "no layout is chosen by such numbers: check the model and the text"
+# Stages, and about how long they take relative to each other
+_COSTS, _SEARCH, _FOLDER, _REPORT = "costs of windows", "smallest KV cache that passes", "the folder", "the report"
+_RETRAINING, _VERDICT = "retraining", "verdict on retrained hybrids"
+_SHARES = {_COSTS: 3.0, _SEARCH: 5.0, _RETRAINING: 8.0, _VERDICT: 3.0, _FOLDER: 1.0, _REPORT: 0.5}
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,18 @@ class AutoResult:
     report: Path | None = None
 
 
+@dataclass(frozen=True)
+class _Hybrid:
+    """Hold a hybrid that passes, and what was measured of it."""
+
+    layout: Layout
+    file: Path | None  # of the layout; None if the checkpoint has it
+    model: str  # checkpoint
+    memory: Memory
+    rows: pd.DataFrame  # loss by criterion
+    compared: Compared
+
+
 def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     """Measure the costs of windows, find the smallest memory that passes, export its layout, and write the report.
 
@@ -41,38 +62,86 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     of the probe make no sense.
     """
     from spkv_nas.artifacts.result_tables import ALARM
-    from spkv_nas.stages import critical_budget, probe, report
+    from spkv_nas.stages import critical_budget, probe, report, retrain, verdict
     from spkv_nas.stages.options.report import ReportOptions
 
     deadline = None if options.minutes is None else time.monotonic() + 60.0 * options.minutes
+    retrains = options.retrain is not None
+    stages = Stages(reporter, {k: v for k, v in _SHARES.items() if retrains or k not in (_RETRAINING, _VERDICT)})
     # Measure what windows cost
-    reporter.announce("1 of 4: costs of windows")
-    table = probe.probe(options.probe, reporter, is_step=True)
-    if (alarm := table.metadata.get(ALARM)) is not None:
-        raise errors.UserError(f"{alarm}\n{_NO_LAYOUT}")
-    # Find the smallest memory
-    reporter.announce("2 of 4: smallest KV cache that passes")
-    result = critical_budget.run(options.search(table.name), reporter, deadline)
-    yield result
+    with stages.begin(_COSTS, "probing") as inner:
+        table = probe.probe(options.probe, inner, is_step=True)
+    _check(table.metadata.get(ALARM))
+    # Find the smallest memory; the answer about retrained hybrids may replace this one
+    with stages.begin(_SEARCH, "comparing") as inner:
+        result = critical_budget.run(options.search(table.name), inner, deadline)
+    yield replace(result, exit_code=0) if retrains else result
     search: BudgetResult = result.value
-    if search.alarm is not None:
-        raise errors.UserError(f"{search.alarm}\n{_NO_LAYOUT}")
-    if search.file is None:
-        yield Result(AutoResult(_remedies(options, search)), _show)
+    _check(search.alarm)
+    hybrid = _found(options, search)
+    # Retrain smaller ones
+    checkpoints = []
+    if retrains:
+        with stages.begin(_RETRAINING, _RETRAINING) as inner:
+            checkpoints = retrain.retrain(options, table, search, inner)
+    if checkpoints:
+        with stages.begin(_VERDICT, "comparing") as inner:
+            judged = verdict.run(options.verdict(table.name, checkpoints), inner)
+        yield replace(judged, exit_code=0)
+        _check(judged.value.alarm)
+        hybrid = _smaller(hybrid, _passing(options, table, judged.value))
+    if hybrid is None:
+        lines = _remedies(options, search)
+        yield Result(AutoResult(lines), _show, exit_code=result.exit_code)
         return
     # Write the folder and the report
-    reporter.announce("3 of 4: the folder")
-    serve = _export(options, search.file, reporter)
-    reporter.announce("4 of 4: the report")
-    page = report.report(ReportOptions(probe=table.name, workspace=options.workspace), reporter)
-    yield Result(AutoResult(_lines(options, search, page, serve), search.file, options.out, page), _show)
+    with stages.begin(_FOLDER) as inner:
+        serve = _export(options, hybrid, inner)
+    with stages.begin(_REPORT) as inner:
+        page = report.report(ReportOptions(probe=table.name, workspace=options.workspace), inner)
+    yield Result(AutoResult(_lines(options, hybrid, page, serve), hybrid.file, options.out, page), _show)
 
 
 auto.__doc__ = AutoOptions.__doc__  # the help
 
 
-def _export(options: AutoOptions, layout: Path, reporter: Reporter) -> str | None:
-    """Write the hybrid, unless the folder holds it from before an interruption: the same layout of the same probe.
+def _check(alarm: str | None) -> None:
+    """Raise ``UserError`` if numbers make no sense."""
+    if alarm is not None:
+        raise errors.UserError(f"{alarm}\nno layout is chosen by such numbers: check the model and the text")
+
+
+def _found(options: AutoOptions, search: BudgetResult) -> _Hybrid | None:
+    """Return the smallest hybrid that passes as the model is; None if none does."""
+    if search.layout is None:
+        return None
+    assert search.memory is not None
+    size = "num_global" if search.memories is None else "memory"
+    rows = search.rows[search.rows[size] == search.passes]
+    return _Hybrid(search.layout, search.file, options.model, search.memory, rows, search.compared)
+
+
+def _passing(options: AutoOptions, table: HeadScores, judged: VerdictResult) -> _Hybrid | None:
+    """Return the first retrained hybrid that passes; None if none does."""
+    from spkv_nas.stages.critical_budget import layout_memory
+
+    for each in judged.compared.candidates:
+        if judged.answers[each.name] == "passes" and each.chosen is not None:
+            memory = layout_memory(options.search(table.name), table, each.chosen)
+            rows = judged.rows[judged.rows["candidate"] == each.name]
+            return _Hybrid(each.chosen, None, each.source, memory, rows, judged.compared)
+    return None
+
+
+def _smaller(hybrid: _Hybrid | None, retrained: _Hybrid | None) -> _Hybrid | None:
+    """Return the hybrid of smaller memory, and of equal ones that which was not retrained."""
+    if hybrid is None or (retrained is not None and retrained.memory.used < hybrid.memory.used):
+        return retrained
+    return hybrid
+
+
+def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | None:
+    """Write the hybrid, unless the folder holds it from before an interruption: the same layout of the same weights.
 
     Return the command by which vLLM serves what was written; None if it does not, or nothing was written.
     """
@@ -82,48 +151,54 @@ def _export(options: AutoOptions, layout: Path, reporter: Reporter) -> str | Non
 
     written = options.out / "layout.yaml"
     if not written.is_file():
-        return serve_command(export.export(options.export(layout), reporter).engines, str(options.out))
-    if Layout.read(written) != Layout.read(layout):
+        done = export.export(options.export(hybrid.file, hybrid.model), reporter)
+        return serve_command(done.engines, str(options.out))
+    if Layout.read(written) != (hybrid.layout if hybrid.file is None else Layout.read(hybrid.file)):
         raise errors.UserError(f"{options.out} holds another hybrid: remove it, or give another folder")
     reporter.announce(f"{options.out} holds this hybrid already")
     return None
 
 
-def _lines(options: AutoOptions, search: BudgetResult, page: Path, serve: str | None) -> list[str]:
+def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None) -> list[str]:
     """Return the lines that a user reads at the end: heads, memory, loss, files, and what was not tried."""
-    layout, memory = search.layout, search.memory
-    assert layout is not None
-    assert memory is not None
+    layout, memory, nouns = hybrid.layout, hybrid.memory, hybrid.compared.trial.nouns
     # The loss by each criterion, whose upper end holds for all memories together
-    rows = search.rows[search.rows["memory"] == search.passes]
     losses = [
         f"{row.criterion} {row.loss:+.2g} {row.unit}, at most {row.high:+.2g} after {row.num_samples} "
-        f"{search.nouns[row.criterion]}"
-        for row in rows.itertuples()
+        f"{nouns[row.criterion]}"
+        for row in hybrid.rows.itertuples()
     ]
     requests = "" if memory.requests is None else f" (vLLM: {memory.requests:.1f} times as many requests)"
     if memory.requests is not None and memory.requests < 1.05:
         requests = " (vLLM: no more requests, because it keeps every token of so short a context)"
     files = [f"folder: {options.out}", serve, f"report: {page}"]
+    untried = "retraining, which recovers part of the loss (--retrain)"
+    if options.retrain is not None:
+        untried = "full attention retrained alike"
+    name = f"{hybrid.compared.against}{', retrained' if hybrid.file is None else ''}"
     return [
-        f"{search.compared.against}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}",
+        f"{name}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}",
         f"KV cache at {memory.context:,} tokens: {memory.full / memory.used:.1f} times smaller{requests}",
-        f"{'; '.join(losses)}; passes {options.margin} at a risk of {100 * search.risk:g} %",
+        f"{'; '.join(losses)}; passes {options.margin} at a risk of {options.risk.replace('%', ' %')}",
         "   ".join(each for each in files if each is not None),
-        "not tried: retraining, which recovers part of the loss, and tasks other than this text (see --margin)",
+        f"not tried: {untried}, and tasks other than this text (see --margin)",
     ]
 
 
 def _remedies(options: AutoOptions, search: BudgetResult) -> list[str]:
     """Return the loss at the largest memory that was tried, and what to do if no memory passes."""
-    rows = search.rows[search.rows["memory"] == search.rows["memory"].max()]
+    rows = search.rows[search.rows["kv_bytes"] == search.rows["kv_bytes"].max()]
     losses = [
-        f"{row.memory:g} % of the KV cache: {row.criterion} {row.loss:+.2g} {row.unit}" for row in rows.itertuples()
+        f"{f'{row.num_global} global heads' if search.memories is None else f'{row.memory:g} % of the KV cache'}: "
+        f"{row.criterion} {row.loss:+.2g} {row.unit}"
+        for row in rows.itertuples()
     ]
+    # Suggest retraining, or a recipe for a longer one
     ways = ["more text"] if search.answer == "open" else []
-    ways += ["a larger --margin", "more memory (--memory)", "retraining"]
+    ways += ["a larger --margin", "more memory (--memory)", "longer retraining" if options.retrain else "--retrain"]
     recipe = InitOptions(model=options.model, data=options.data, workspace=options.workspace)
-    return [*losses, f"no layout passes {options.margin}: try {', or '.join(ways)}", next_line(command_line(recipe))]
+    following = recipe if options.retrain else replace(options, retrain="30m")
+    return [*losses, f"no layout passes {options.margin}: try {', or '.join(ways)}", next_line(command_line(following))]
 
 
 def _show(result: AutoResult) -> None:

@@ -68,9 +68,10 @@ def find_selected(
 ) -> Selected:
     """Find the documents that ``layouts``, by name, were selected on.
 
-    There may be files of documents near the layout files ``near``, too. ``with_scores`` counts the documents of
-    ``score``, whose table shows which layout is best.
+    There may be files of documents near the layout files ``near``, too; a file in a checkpoint's own folder lists those
+    that it was trained on. ``with_scores`` counts the documents of ``score``, whose table shows which layout is best.
     """
+    near = list(near)
     # Find the folders that may have files of documents
     patterns = (f"{kind}/{PATTERN}" for kind in ("probes/*", "layouts/*", "layouts/*/*", "reports/*"))
     in_workspace = dict.fromkeys(file.parent for pattern in patterns for file in workspace.root.glob(pattern))
@@ -78,6 +79,11 @@ def find_selected(
     equal = _provenances(workspace)
     by_record: dict[str, Selection] = {}
     unknown = []
+    # Add what checkpoints were trained on
+    for folder in near:
+        for file in folder.glob(PATTERN):
+            trained_on = read_selection(file.stem.removeprefix(f"{SELECTION}-"), [folder])
+            by_record["training"] = by_record.get("training", frozenset()) | (trained_on or frozenset())
     # Collect what may have selected each layout
     for name, layout in layouts.items():
         origins = [layout.provenance, *equal.get(layout.content, ())]

@@ -28,7 +28,6 @@ from spkv_nas.stages import checks, commands, decision, engines, lookup, printin
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.margins import is_layout
-from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.result import Result
 
 
@@ -52,7 +51,7 @@ class BudgetResult(CriticalBudget):
     probe: str  # name of the head scores that the layouts are selected by
     num_heads: int  # KV heads that can be global
     memory: Memory | None  # cache at the critical budget; None if no budget passes
-    file: Path | None  # layout file of the critical budget; None if no budget passes, or for numbers of heads
+    file: Path | None  # layout file of the critical budget; None if no budget passes
     folder: Path  # folder of the table
     next: tuple[commands.Suggestion, ...]  # commands to run next
 
@@ -98,16 +97,15 @@ def critical_budget(
     if outcome.layout is not None and (reason := propose.price_advice(table, outcome.layout.num_global)) is not None:
         reporter.caution(reason)
     # Compute the cache of every budget, and what the smallest that passes saves
-    window, table = outcome.layouts[0].window or None, propose.with_sinks(table, outcome.layouts[0].sinks)
-    cost = requirements.cache_cost(table, window)
-    assert cost is not None  # there is a default context
+    table = propose.with_sinks(table, outcome.layouts[0].sinks)
+    cost = _cache_cost(requirements, table, outcome.layouts[0])
     kv_bytes = dict(zip(outcome.budgets, (_kv_bytes(cost, layout, table) for layout in outcome.layouts), strict=True))
     rows = outcome.rows.assign(kv_bytes=outcome.rows[_column(outcome)].map(kv_bytes))
     # Write the layout of the smallest, unless it is from a file
     file, memory = None if smallest is None else files.files.get(names[smallest]), None
-    if outcome.layout is not None and outcome.passes is not None:
-        memory = _memory(requirements, table, cost, outcome.layout, kv_bytes[outcome.passes])
-        if memories is not None and file is None:
+    if outcome.layout is not None:
+        memory = _memory(requirements, table, outcome.layout)
+        if file is None:
             file = options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
             outcome.layout.write(file)
     # Collect and write the result
@@ -119,7 +117,7 @@ def critical_budget(
         memory=memory,
         file=file,
         folder=options.folders.report_dir(compared.name),
-        next=() if outcome.alarm is not None or files.layouts else _next(options, table.name, outcome, file),
+        next=() if outcome.alarm is not None or files.layouts else _next(options, table.name, file),
     )
     result_tables.CRITICAL_BUDGET.write(
         result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
@@ -155,11 +153,22 @@ def _column(outcome: CriticalBudget) -> str:
     return "num_global" if outcome.memories is None else "memory"
 
 
-def _memory(
-    requirements: Requirements, table: head_scores.HeadScores, cost: CacheCost, layout: Layout, used: int
-) -> Memory:
-    """Return the KV cache of a layout, ``used`` bytes, beside full attention's."""
-    full = cost.full(table.num_heads)
+def layout_memory(options: CriticalBudgetOptions, table: head_scores.HeadScores, layout: Layout) -> Memory:
+    """Return the KV cache of a layout, which may have been retrained, beside full attention's."""
+    return _memory(_requirements(options, Proposal({})), propose.with_sinks(table, layout.sinks), layout)
+
+
+def _cache_cost(requirements: Requirements, table: head_scores.HeadScores, layout: Layout) -> CacheCost:
+    """Return the cost of the KV cache at a layout's window, if it has one."""
+    cost = requirements.cache_cost(table, layout.window or None)
+    assert cost is not None  # there is a default context
+    return cost
+
+
+def _memory(requirements: Requirements, table: head_scores.HeadScores, layout: Layout) -> Memory:
+    """Return the KV cache of a layout beside full attention's."""
+    cost = _cache_cost(requirements, table, layout)
+    full, used = cost.full(table.num_heads), _kv_bytes(cost, layout, table)
     sentence = f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
     sentence += f"{units.format_bytes(full)} with all heads global; {layout.reach}"
     if not layout.windows:
@@ -196,19 +205,13 @@ def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requiremen
     )
 
 
-def _next(
-    options: CriticalBudgetOptions, probe: str, outcome: CriticalBudget, file: Path | None
-) -> tuple[commands.Suggestion, ...]:
-    """Suggest the command that exports the layout of the critical budget, or that writes it; nothing if none passes."""
-    if outcome.layout is None:
+def _next(options: CriticalBudgetOptions, probe: str, file: Path | None) -> tuple[commands.Suggestion, ...]:
+    """Suggest the command that exports the layout of the critical budget; nothing if none passes."""
+    if file is None:
         return ()
-    workspace: dict[str, Any] = {"workspace": options.workspace}
-    if file is not None:
-        exported = ExportOptions(layout=file, model=options.model, out=Path(f"{probe}-export"), **workspace)
-        return (commands.Suggestion.of(exported),)
-    budget, granularity = str(outcome.layout.num_global), options.granularity
-    proposed = ProposeOptions(budget=budget, granularity=granularity, probe=options.probe or probe, **workspace)
-    return (commands.Suggestion.of(proposed, "write the layouts of this budget"),)
+    out = Path(f"{probe}-export")
+    exported = ExportOptions(layout=file, model=options.model, out=out, workspace=options.workspace)
+    return (commands.Suggestion.of(exported),)
 
 
 def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Estimate the cost of the workflow's stages, as commands run them by default, from the model's config alone."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,9 @@ class Forecast:
 
 def plan_auto(options: auto.AutoOptions, reporter: progress.Reporter = progress.SILENT) -> Forecast:
     """Estimate the cost of ``auto``: the probe, and the comparison of memories with the dense model."""
-    return plan_probe(options.probe, reporter, compares=options.max_tokens or auto.HELD_OUT_TOKENS)
+    plan = plan_probe(options.probe, reporter, compares=options.max_tokens or auto.HELD_OUT_TOKENS)
+    retraining = [] if options.retrain is None else [f"not counted: --retrain {options.retrain}, and its verdict"]
+    return replace(plan, remarks=(*plan.remarks, *retraining))
 
 
 def plan_probe(

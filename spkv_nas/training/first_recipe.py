@@ -26,7 +26,7 @@ from spkv_nas.training.text_size import TextSize
 
 SOFT_FRACTION = 0.8
 MIN_STEPS = 20
-_STEP_TOKENS, _BLOCK_SIZE = {"cpu": 2048, "cuda": 16384}, {"cpu": 512, "cuda": 2048}
+STEP_TOKENS, _BLOCK_SIZE = {"cpu": 2048, "cuda": 16384}, {"cpu": 512, "cuda": 2048}
 _SMALLEST_BLOCK, _MIN_BLOCKS, _HELDOUT_BLOCKS = 32, 64, 8
 _HELDOUT_TOKENS, _MAX_HELDOUT = 20_000, 60_000
 _MODEL_SHARE, _MAX_MODEL_RATE = 0.05, 3e-4
@@ -103,15 +103,15 @@ class Draft:
     def batch_size(self) -> int:
         """Return the blocks per step: a power of two, at most an eighth of the training text."""
         max_blocks = int((1 - self.heldout) * self.text.tokens) // self.block_size // 8
-        target_blocks = _STEP_TOKENS[self.device] // self.block_size
+        target_blocks = STEP_TOKENS[self.device] // self.block_size
         return int(2 ** int(math.log2(max(1, min(target_blocks, max_blocks)))))
 
     def remark(self) -> str:
         """Return a sentence that states the assumptions of training costs: steps and tokens per step."""
-        tokens, other = self.batch_size * self.block_size, next(kind for kind in _STEP_TOKENS if kind != self.device)
+        tokens, other = self.batch_size * self.block_size, next(kind for kind in STEP_TOKENS if kind != self.device)
         return (
             f"training: as in the recipe that init writes with --device {self.device}, {self.steps} steps of "
-            f"{tokens:,} tokens (with --device {other} at most {_STEP_TOKENS[other]:,})"
+            f"{tokens:,} tokens (with --device {other} at most {STEP_TOKENS[other]:,})"
         )
 
     @property

@@ -71,7 +71,7 @@ def train_hybrids(
     # Train and compare
     training: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
     training |= {"warmup_steps": round(harm.WARMUP_SHARE * steps), "distill": {"weight": distill} if distill else None}
-    recipe = _recipe(runs / "dense", corpus, training, seed).resolve_precision(model.device.type)
+    recipe = recipe_of_blocks(runs / "dense", corpus, training, seed).resolve_precision(model.device.type)
     join_processes(recipe, model.device.type)
     context = branches.BranchContext(recipe, corpus, runs / "dense", runs, model.device.type, Reporter.of(progress))
     return hybrids.compare(context, named, dict.fromkeys(named, math.nan), runs, reference=False)
@@ -95,12 +95,14 @@ def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: P
         checkpoint.save(model, tokenizer, new)
 
 
-def _recipe(dense: Path, corpus: Corpus, training: dict[str, Any], seed: int) -> Recipe:
-    """Return the recipe of the runs, which names the text by its hash. Raises ``UserError`` for an invalid setting."""
-    if training["learning_rate"] is None:
-        training["learning_rate"] = first_recipe.finished_model_rate(
-            checkpoint.read_size(str(dense)).without_embeddings
-        )
+def recipe_of_blocks(dense: Path, corpus: Corpus, training: dict[str, Any], seed: int, **keys: Any) -> Recipe:
+    """Return a recipe that names its text by its hash, with further ``keys``; ``training`` is its section ``branch``.
+
+    Without a learning rate, it is that of ``init`` for a finished model. Raises ``UserError``: a setting is invalid.
+    """
+    if training.get("learning_rate") is None:
+        size = checkpoint.read_size(str(dense)).without_embeddings
+        training = {**training, "learning_rate": first_recipe.finished_model_rate(size)}
     settings = {
         "name": "hybrids",
         "seed": seed,
@@ -108,5 +110,6 @@ def _recipe(dense: Path, corpus: Corpus, training: dict[str, Any], seed: int) ->
         "data": {"sources": [f"blocks {corpus.text}"], "block_size": corpus.train.block_size},
         "branch": training,
         "evaluation": {"batch_size": training["batch_size"]},
+        **keys,
     }
     return schema.validate(Recipe, settings, "train_hybrids")

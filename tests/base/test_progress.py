@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import make_table
 
-from spkv_nas.base.progress import LOGGER, SILENT
+from spkv_nas.base.progress import LOGGER, SILENT, Reporter, Stages
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli.screen import working
 from spkv_nas.stages.lookup import chosen_table
@@ -52,6 +53,20 @@ def test_library_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert caplog.messages == [
         "using probe 'mine-head-gates' (head-gates), one of 2 of this model; --probe selects another"
     ]
+
+
+def test_stages_share_one_bar() -> None:
+    """It moves forward only, with the step that takes the time."""
+    shown: list[tuple[int, int, str]] = []
+    stages = Stages(Reporter(lambda _: nullcontext(lambda *call: shown.append((*call, "")[:3]))), {"a": 3.0, "b": 1.0})
+    for title in ("a", "b"):
+        with stages.begin(title, "long") as inner:
+            for step in ("short", "long", "short"):
+                with inner.bar(step) as bar:
+                    bar(1, 1)
+    assert [done for done, _, _ in shown] == [0, 0, 750, 750, 750, 750, 1000, 1000]
+    assert {total for _, total, _ in shown} == {1000}
+    assert shown[2][2] == "long"
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,8 @@ MISTAKES: list[tuple[str, str]] = [
     ("reproduce ablate {}/none.yaml", "ablations not found"),
     ("reproduce ablate {}/ablations.yaml", "row 'a': unknown key 'bramch'"),
     ("auto {}/model {}/text.txt --out {}/layouts", "exists and is not an empty folder"),
+    ("auto {}/model {}/text.txt --out {}/new --memory 20% --budget 4", "give --memory or --budget, not both"),
+    ("auto {}/model {}/text.txt --out {}/new --retrain soon", "neither a duration"),
     ("auto {}/model {}/text.txt --out {}/new --memory 40%..20%", "from the smaller share to the larger one"),
     ("init {}/empty {}/text.txt --out {}/new.yaml", "the folder has no config.json"),
     ("init {}/model {}/none.txt --out {}/new.yaml", "text source not found"),

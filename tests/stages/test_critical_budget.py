@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
+from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET, VERDICT
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
@@ -29,7 +29,9 @@ from spkv_nas.model.checkpoint import load, save
 from spkv_nas.stages.critical_budget import BudgetResult, critical_budget, document
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.probe import probe
+from spkv_nas.stages.verdict import verdict
 
 TOKENS = 48  # per document
 NUM_HEADS = 8
@@ -157,7 +159,8 @@ class TestAnswer:
     def test_constraints_skip_budgets_with_the_same_layout(self, folder: Path) -> None:
         result = run(budgets=["2..8"], granularity="layer")
         assert list(result.budgets) == [2, 4, 6, 8]
-        assert "--granularity layer" in result.next[0].command
+        assert result.file is not None
+        assert Layout.read(result.file).is_layerwise
 
     def test_layouts_from_files(self, folder: Path) -> None:
         """Layouts that ``propose`` writes with constraints, sinks and another window are judged as they are."""
@@ -300,9 +303,6 @@ class TestAuto:
         for name in ("hybrid", "probes/dense-window-costs", "layouts", "reports", "runs"):
             shutil.rmtree(name)
 
-        def interrupt(*_: Any, **__: Any) -> Any:
-            raise KeyboardInterrupt
-
         for name in ("stages.probe.measure_signal", "evaluation.verdict.trial.Trial.rows", "stages.export.export"):
             with monkeypatch.context() as patch:
                 patch.setattr(f"spkv_nas.{name}", interrupt)
@@ -328,6 +328,37 @@ class TestAuto:
         assert table is not None
         assert len(table[0]) == 1
 
+    def test_a_number_of_heads(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        main([*self.COMMAND, "--budget", "6"])
+        layout = Layout.read("hybrid/layout.yaml")
+        assert (layout.num_global, layout.windows) == (6, {})
+        assert "dense: 6 of 8 KV heads global, window" in capsys.readouterr().out
+
+    def test_retrained_hybrids_are_judged_on_other_documents(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The margin is below what the layout loses without training, and above what it loses after a few steps."""
+        monkeypatch.setattr("spkv_nas.evaluation.alarms.Circumstances.symptom", None)  # the model is random
+        command = [*self.COMMAND, "--memory", "50%", "--margin", "nll=11%", "--retrain", "40"]
+        with monkeypatch.context() as patch:
+            patch.setattr("spkv_nas.training.retraining.write_selection", interrupt)
+            with pytest.raises(SystemExit):
+                main(command)
+        main(command)
+        assert "dense, retrained: " in capsys.readouterr().out
+        # The documents that it learned from are listed in the folder, and left out here and later
+        (file,) = Path("hybrid").glob("selection-*.txt")
+        _, record = VERDICT.read(Path("reports/dense-window-costs")) or pytest.fail("no table")
+        assert record["risk"] == 0.025
+        assert record["left_out"]["documents"] == len(file.read_text().split())
+        options = {"model": "dense", "data": ["text"], "block_size": 96, "name": "later"}
+        later = verdict(VerdictOptions(candidates=["hybrid"], **options))
+        assert later.compared.num_left_out == record["left_out"]["documents"]
+        assert "training" in later.compared.selected.by
+        whole = contents()
+        main(command)
+        assert contents() == whole
+
     def test_in_python(self, folder: Path) -> None:
         model, tokenizer = load("dense")
         texts = [file.read_text() for file in sorted(Path("text").iterdir())]
@@ -336,6 +367,10 @@ class TestAuto:
         assert result.answers[result.passes] == "passes"
         assert result.memories is not None
         assert result.memories[0] == 20.0
+
+
+def interrupt(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def contents() -> dict[str, bytes]:

@@ -25,6 +25,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.evaluation.verdict.contenders import Contender
+from spkv_nas.evaluation.verdict.margins import Margins
 from spkv_nas.evaluation.verdict.trial import Answer, Levels, Outcome, Pairs, Trial, nll_alarm
 
 Test = Callable[[int, float], Answer]  # position, level -> answer
@@ -194,7 +195,7 @@ def find_critical_budget(
             measured[position] = max(pairs, measured.get(position, {}), key=lambda each: sum(map(len, each.values())))
             return answer
 
-        bisection = critical(len(layouts), risk, test, _first(trial, layouts, nll))
+        bisection = critical(len(layouts), risk, test, first_by_costs(trial.margins, layouts, nll))
     # Fill the table; an end of an interval holds at the level of its bisection
     rows = []
     for number, look in enumerate(bisection.looks, 1):
@@ -212,11 +213,14 @@ def find_critical_budget(
     return CriticalBudget(risk, table, *counts, margins, layouts, bisection, memories, alarm)
 
 
-def _first(trial: Trial, layouts: Sequence[Layout], nll: float | None) -> int | None:
-    """Return the first layout whose recorded cost, in nats per token, is below the margin of NLL; None if unknown."""
-    margin = next((margin for criterion, margin in trial.margins if criterion.name == "nll"), None)
+def first_by_costs(margins: Margins, layouts: Sequence[Layout], nll: float | None, factor: float = 1.0) -> int | None:
+    """Return the first layout whose recorded cost is below ``factor`` margins of NLL, or the last; None if unknown.
+
+    ``nll`` is the dense model's, in nats per token as the costs.
+    """
+    margin = next((margin for criterion, margin in margins if criterion.name == "nll"), None)
     costs = [layout.provenance.get("cost") for layout in layouts]
     if nll is None or margin is None or not all(isinstance(cost, float) for cost in costs):
         return None
-    passing = (index for index, cost in enumerate(costs) if 100.0 * float(str(cost)) <= margin * nll)
+    passing = (index for index, cost in enumerate(costs) if 100.0 * float(str(cost)) <= factor * margin * nll)
     return next(passing, len(layouts) - 1)

@@ -3,6 +3,7 @@
 A layout changes the config but no weight, so most targets carry the weight files over unchanged (``weight_files.py``).
 """
 
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.layout import FILE, Layout
+from spkv_nas.artifacts.selection import PATTERN
 from spkv_nas.base import errors, files, manifest, replace
 from spkv_nas.engines.registry import ENGINES, objection, outcomes
-from spkv_nas.model import config_section, windows
+from spkv_nas.model import config_section, source, windows
 from spkv_nas.model.checkpoint import load, weight_files
 from spkv_nas.model.export.card import CardFacts, write_card
 from spkv_nas.model.export.registry import AUTO, chosen_targets
@@ -82,8 +84,7 @@ def export(
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
     # Choose the targets to try
-    if engine is not None:
-        _ = ENGINES[engine]  # raises
+    _ = engine is None or ENGINES[engine]  # raises
     candidates = chosen_targets(to, options, engine)
     # Load the model and apply the layout
     new = replace.check_new(Path(out))
@@ -97,7 +98,8 @@ def export(
     for target in candidates:
         try:
             cells = _cells(target, hybrid, engine)
-            return Exported(Path(out), target.name, _write(target, hybrid, new, cells, facts), rejected, cells)
+            form = _write(target, hybrid, checkpoint, new, cells, facts)
+            return Exported(Path(out), target.name, form, rejected, cells)
         except TargetError as error:
             rejected[target.name] = str(error)
     reasons = "\n".join(f"it is not exported as {name}: {reason}" for name, reason in rejected.items())
@@ -119,13 +121,21 @@ def _cells(target: ExportTarget, hybrid: Hybrid, engine: str | None) -> dict[str
 
 
 def _write(
-    target: ExportTarget, hybrid: Hybrid, folder: Path, engines: Mapping[str, str], facts: CardFacts | None
+    target: ExportTarget,
+    hybrid: Hybrid,
+    checkpoint: files.StrPath,
+    folder: Path,
+    engines: Mapping[str, str],
+    facts: CardFacts | None,
 ) -> str:
     """Write and verify a hybrid in the form of a target, and return what was written. Raises ``TargetError``."""
     with replace.new_folder(folder) as unfinished:
         written = target.write(hybrid, unfinished)
         verified = target.verify(hybrid, unfinished)
         hybrid.layout.write(unfinished / FILE)
+        # Keep the list of documents that a retrained checkpoint has learned from
+        for file in source.resolve(checkpoint).glob(PATTERN):
+            shutil.copyfile(file, unfinished / file.name)
         manifest.write_manifest(unfinished, written.weights.hashes)
         # Write the card last: the manifest does not list it, so it may be edited
         if facts is not None:

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from spkv_nas.artifacts import defaults
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.units import parse_length
+from spkv_nas.evaluation.verdict.margins import parse_risk
 from spkv_nas.proposal.budget import MEMORIES, MEMORY, parse_memories
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import Trains
@@ -14,11 +17,20 @@ from spkv_nas.stages.options.export import ExportOptions, ForEngine, Out
 from spkv_nas.stages.options.init import Minutes, ModelArgument, Texts
 from spkv_nas.stages.options.margins import Margin, Risk, check_decision
 from spkv_nas.stages.options.probe import ProbeOptions
+from spkv_nas.stages.options.verdict import VerdictOptions
 
 HELD_OUT_TOKENS = 262_144  # to compare on, at most: 128 blocks of 2,048 tokens
 Memories = Annotated[
     str | None,
     Flag("Only this share of full attention's KV cache, or the smallest of these: 20%, 10%..40%.", metavar="N%|RANGE"),
+]
+Retrain = Annotated[
+    str | None,
+    Flag(
+        "Also retrain up to three hybrids of smaller memories for this long together, or for a number of steps each, "
+        "on the half of the documents that selects. A smaller hybrid that passes is exported instead.",
+        metavar="TIME|STEPS",
+    ),
 ]
 
 
@@ -29,7 +41,7 @@ class AutoOptions(Trains):
     Measures on part of the text what each window of local attention costs each KV head, makes a layout with a window
     per head for each memory, and bisects these for the smallest whose loss is below --margin, on documents that chose
     nothing. A wrong pass has a probability of at most --risk. Exports the model with this layout, and writes a report.
-    No weight changes. Run the same command again after an interruption: what was measured is reused.
+    Without --retrain no weight changes. Run the same command again after an interruption: what was measured is reused.
 
     Exits with 0 if a layout passes, 1 if all fail, 3 otherwise.
     """
@@ -40,6 +52,8 @@ class AutoOptions(Trains):
     margin: Margin = "nll=1%"
     risk: Risk = "5%"
     memory: Memories = default(None, f"{MEMORIES[0]}%..{MEMORIES[-1]}%")
+    budget: flags.OptionalBudget = default(None, "none", note="Replaces --memory; all other heads have one window.")
+    retrain: Retrain = default(None, "no retraining")
     engine: ForEngine = default(None, "none")
     max_tokens: flags.OptionalMaxTokens = default(None, f"{HELD_OUT_TOKENS:,}", note="Of documents that chose nothing.")
     block_size: flags.BlockSize = default(None, f"the model's context, up to {defaults.CONTEXT:,}")
@@ -58,16 +72,22 @@ class AutoOptions(Trains):
 
     def search(self, probe: str | None) -> CriticalBudgetOptions:
         """Return the options that find the smallest memory by the costs of a probe."""
-        budget = MEMORY if self.memory is None else f"{MEMORY}={self.memory}"
-        decision: dict[str, Any] = {"margin": self.margin, "risk": self.risk}
-        decision["max_tokens"] = self.max_tokens or HELD_OUT_TOKENS
-        return CriticalBudgetOptions(budgets=[budget], probe=probe, name=probe, **decision, **self.measured)
+        budget = self.budget or (MEMORY if self.memory is None else f"{MEMORY}={self.memory}")
+        return CriticalBudgetOptions(budgets=[budget], probe=probe, **self._decision(probe))
 
-    def export(self, layout: Path) -> ExportOptions:
-        """Return the options that export the model with a layout."""
-        return ExportOptions(
-            layout=layout, model=self.model, out=self.out, engine=self.engine, workspace=self.workspace
-        )
+    def verdict(self, probe: str, checkpoints: list[str]) -> VerdictOptions:
+        """Return the options that decide whether retrained hybrids pass."""
+        return VerdictOptions(candidates=checkpoints, **self._decision(probe))
+
+    def _decision(self, probe: str | None) -> dict[str, Any]:
+        """Return the options of a decision; with retraining there are two, which share the risk."""
+        risk = self.risk if self.retrain is None else f"{50.0 * parse_risk(self.risk):g}%"
+        limits = {"margin": self.margin, "risk": risk, "max_tokens": self.max_tokens or HELD_OUT_TOKENS}
+        return {"name": probe, **limits, **self.measured}
+
+    def export(self, layout: Path | None, model: str) -> ExportOptions:
+        """Return the options that export a model with a layout; None: its own."""
+        return ExportOptions(layout=layout, model=model, out=self.out, engine=self.engine, workspace=self.workspace)
 
 
 def check(options: AutoOptions) -> None:
@@ -77,6 +97,10 @@ def check(options: AutoOptions) -> None:
 
     if options.memory is not None:
         parse_memories(f"{MEMORY}={options.memory}")
+    if options.memory is not None and options.budget is not None:
+        raise UserError("give --memory or --budget, not both")
+    if options.retrain is not None:
+        parse_length(options.retrain)
     if options.engine is not None:
         _ = ENGINES[options.engine]  # raises
     check_decision(replace(options.search(None), max_tokens=options.max_tokens))
