@@ -176,8 +176,9 @@ def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> It
     if is_custom and not has_code:
         yield "import spkv_nas  # adds the model type to transformers"
     yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-    yield f'model = AutoModelForCausalLM.from_pretrained("DIR"{", trust_remote_code=True" if has_code else ""})'
-    yield 'tokenizer = AutoTokenizer.from_pretrained("DIR")\n```'
+    code = ", trust_remote_code=True" if has_code else ""  # without it, the tokenizer asks whether to run the code
+    yield f'model = AutoModelForCausalLM.from_pretrained("DIR"{code})'
+    yield f'tokenizer = AutoTokenizer.from_pretrained("DIR"{code})\n```'
     if has_code:
         yield "\nWith spkv-nas installed, `import spkv_nas` before these lines replaces the code in the folder."
     if (command := serve_command(engines, "DIR")) is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from spkv_nas.artifacts.layout import FILE, Layout
 from spkv_nas.artifacts.selection import PATTERN
 from spkv_nas.base import errors, files, manifest, replace
+from spkv_nas.engines.engine import REFUSED
 from spkv_nas.engines.registry import ENGINES, objection, outcomes
 from spkv_nas.model import config_section, source, windows
 from spkv_nas.model.checkpoint import load, weight_files
@@ -98,7 +99,7 @@ def export(
     for target in candidates:
         try:
             cells = _cells(target, hybrid, engine)
-            form = _write(target, hybrid, checkpoint, new, cells, facts)
+            form, cells = _write(target, hybrid, checkpoint, new, cells, engine, facts)
             return Exported(Path(out), target.name, form, rejected, cells)
         except TargetError as error:
             rejected[target.name] = str(error)
@@ -126,11 +127,18 @@ def _write(
     checkpoint: files.StrPath,
     folder: Path,
     engines: Mapping[str, str],
+    engine: str | None,
     facts: CardFacts | None,
-) -> str:
-    """Write and verify a hybrid in the form of a target, and return what was written. Raises ``TargetError``."""
+) -> tuple[str, dict[str, str]]:
+    """Write and verify a hybrid in the form of a target; return what was written, and what engines do with it.
+
+    Raises ``TargetError``: it is not the hybrid, or ``engine`` refuses it.
+    """
     with replace.new_folder(folder) as unfinished:
         written = target.write(hybrid, unfinished)
+        if engine in written.refused_by:
+            raise TargetError(written.form)
+        engines = {**engines, **{ENGINES[name].full_title: str(REFUSED) for name in written.refused_by}}
         verified = target.verify(hybrid, unfinished)
         hybrid.layout.write(unfinished / FILE)
         # Keep the list of documents that a retrained checkpoint has learned from
@@ -140,7 +148,7 @@ def _write(
         # Write the card last: the manifest does not list it, so it may be edited
         if facts is not None:
             write_card(unfinished, hybrid, facts, form=written.form, verified=verified, engines=engines)
-    return "; ".join(clause for clause in (written.form, verified, written.weights.done) if clause)
+    return "; ".join(clause for clause in (written.form, verified, written.weights.done) if clause), engines
 
 
 def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: files.StrPath) -> Layout:

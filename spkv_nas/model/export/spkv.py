@@ -49,7 +49,9 @@ class SpkvTarget(ExportTarget):
         """Write the checkpoint with its section, and the code for plain transformers if it computes the hybrid."""
         weights = hybrid.save(folder)
         form = "loads with spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas"
-        return Written(f"{form}; {_add_code(hybrid, folder)}", weights)
+        code = _add_code(hybrid, folder)
+        refused_by = () if (folder / _CODE.name).is_file() else ("transformers",)
+        return Written(f"{form}; {code}", weights, refused_by)
 
 
 SPKV = SpkvTarget()

@@ -62,6 +62,7 @@ class Written:
 
     form: str  # what it is and what loads it, as a clause of a message
     weights: WrittenWeights  # how the weights were written
+    refused_by: tuple[str, ...] = ()  # names of engines that would compute the form, but lack something in this folder
 
 
 class ExportTarget(Entry, ABC):

@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas import Layout, apply_layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.engines.registry import ENGINES
 from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.export import verify_export
 from spkv_nas.model.export.export import export
@@ -173,3 +175,33 @@ def test_code_that_computes_something_else_is_left_out(
     assert "plain transformers refuses it, because its code was left out: its logits in plain" in exported.form
     assert not (tmp_path / "out" / "modeling_spkv.py").exists()
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported.engines[ENGINES["transformers"].full_title] == "refused"
+    with pytest.raises(UserError, match="its code was left out"):
+        export(None, tmp_path / "hybrid", tmp_path / "for", to="spkv", engine="transformers")
+
+
+@pytest.mark.slow
+def test_lm_eval_runs_a_task(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """A process without this package evaluates a folder, offline."""
+    pytest.importorskip("lm_eval")
+    save_with_tokenizer(hybrid(CASES["llama"]), tiny_tokenizer, tmp_path / "hybrid")
+    export(None, tmp_path / "hybrid", tmp_path / "out", to="spkv")
+    rows = [{"context": "def f(x):", "right": " return x", "wrong": f" {number}"} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"task": "mine", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test"}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}, "doc_to_text": "{{context}}"}
+    task |= {"doc_to_choice": "{{[right, wrong]}}", "doc_to_target": 0, "metric_list": [{"metric": "acc"}]}
+    (tmp_path / "mine.yaml").write_text(json.dumps(task))
+    program = f"""
+import sys
+sys.modules["spkv_nas"] = sys.modules["spkv_kernels"] = None
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+model = {{"pretrained": {str(tmp_path / "out")!r}, "trust_remote_code": True}}
+tasks = TaskManager(include_path={str(tmp_path)!r}, include_defaults=False)
+print(simple_evaluate("hf", model, ["mine"], task_manager=tasks, device="cpu", bootstrap_iters=0)["results"])
+"""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, check=False)
+    assert "'acc,none': " in result.stdout, result.stderr
