@@ -346,6 +346,7 @@ class TestAuto:
                 main(command)
         main(command)
         assert "dense, retrained: " in capsys.readouterr().out
+        assert "`dense`, retrained, with hybrid attention" in Path("hybrid/README.md").read_text()
         # The documents that it learned from are listed in the folder, and left out here and later
         (file,) = Path("hybrid").glob("selection-*.txt")
         _, record = VERDICT.read(Path("reports/dense-window-costs")) or pytest.fail("no table")

@@ -10,8 +10,9 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 from yaml import YAMLError
 
+from spkv_nas.artifacts.checkpoints import RUN_RECORD
 from spkv_nas.artifacts.local_layers import cache_facts, candidate_layers, config_layers
-from spkv_nas.base import files, units, version
+from spkv_nas.base import errors, files, units, version
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.device import dtype_name
 from spkv_nas.cost.cache_cost import CacheCost
@@ -130,6 +131,12 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
     """
     path = source.resolve(checkpoint)
     folder = source.model_folder(str(path))
+    # Go on from a run's checkpoint to the model that it was trained from
+    if files.is_file(record := folder / RUN_RECORD):
+        trained_from = files.read_json(record, "run record").get("recipe", {}).get("model", {}).get("path")
+        with suppress(OSError, errors.UserError):  # it may be on another machine
+            metadata, name = _base_model(str(trained_from))
+            return metadata, f"{name}, retrained,"
     # Read the card of the checkpoint, which people write
     card: dict[str, Any] = {}
     with suppress(OSError, ValueError, YAMLError):

@@ -28,7 +28,8 @@ Retrain = Annotated[
     str | None,
     Flag(
         "Also retrain up to three hybrids of smaller memories for this long together, or for a number of steps each, "
-        "on the half of the documents that selects. A smaller hybrid that passes is exported instead.",
+        "on the half of the documents that selects. The others judge them, at half of the risk; a smaller hybrid that "
+        "passes is exported.",
         metavar="TIME|STEPS",
     ),
 ]
@@ -76,8 +77,9 @@ class AutoOptions(Trains):
         return CriticalBudgetOptions(budgets=[budget], probe=probe, **self._decision(probe))
 
     def verdict(self, probe: str, checkpoints: list[str]) -> VerdictOptions:
-        """Return the options that decide whether retrained hybrids pass."""
-        return VerdictOptions(candidates=checkpoints, **self._decision(probe))
+        """Return the options that decide whether retrained hybrids pass, on half of twice as much text."""
+        max_tokens = 2 * (self.max_tokens or HELD_OUT_TOKENS)
+        return replace(VerdictOptions(candidates=checkpoints, **self._decision(probe)), max_tokens=max_tokens)
 
     def _decision(self, probe: str | None) -> dict[str, Any]:
         """Return the options of a decision; with retraining there are two, which share the risk."""
