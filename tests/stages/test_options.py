@@ -81,6 +81,7 @@ def test_a_name_means_one_thing() -> None:
     allowed |= {"granularity": 2}  # a constraint on layouts, in a panel of the help; an option of signals
     allowed |= {"recipe": 2, "file": 2, "data": 2, "out": 2}  # by place or by name; a folder
     allowed |= {"memory": 2}  # one limit; a range of shares
+    allowed |= {"retrain": 2}  # how many layouts; for how long
     allowed |= {"model": 3}  # by place or by name; the one to compare with, by --against
     flags_of: dict[str, set[int]] = {}
     for one in CLASSES:
