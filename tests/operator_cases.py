@@ -96,7 +96,8 @@ def eager(
     heads, length, group = k.shape[1], q.shape[2], q.shape[1] // k.shape[1]
     windows = (window,) * heads if isinstance(window, int) else tuple(window.tolist())
     counts = None if sinks is None else tuple(sinks.tolist())
-    bias = reference._bias(windows, counts, length, log_utility, keep, torch.float32, q.device)
+    one_document = torch.zeros(1, length, dtype=torch.int64, device=q.device)
+    bias = reference._bias(windows, counts, one_document, log_utility, keep, torch.float32)
     keys, values, bias = (x.repeat_interleave(group, dim=1) for x in (k, v, bias))
     scores = q @ keys.mT / q.shape[3] ** 0.5
     return reference._softmax(scores.float() + bias, sink_logits).to(q.dtype) @ values

@@ -4,7 +4,8 @@
     python kernels/benchmarks/resources.py --arch 80 --size 128 --kernel bwd_dkdv --mode soft
     python kernels/benchmarks/resources.py --config 64,128,8,3 --kernel fwd --size 128    # a candidate instead
 
-Mode ``sinks`` is a window with sink tokens and learned sinks; ``--learned-sinks`` adds learned sinks to other modes.
+Mode ``sinks`` is a window with sink tokens and learned sinks; ``--with sink_logits starts ends`` adds learned sinks and
+packed documents to other modes.
 
 The report is that of the ``ptxas`` in the triton package: registers and bytes spilled per thread, bytes of shared
 memory per block. A spill is a value that found no register and goes through memory instead. Unguarded are the
@@ -20,7 +21,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,8 @@ _OTHER_TYPES = {
     "sinks": "*i32",
     "positions": "*i32",
     "rank": "*i32",
+    "starts": "*i32",
+    "ends": "*i32",
     "keep": "*u8",
     "ring_keep": "*u8",
     "table": "*i64",
@@ -71,11 +74,12 @@ _OTHER_TYPES = {
 }
 _FAR_KEYS = {"far_k", "far_v", "positions", "rank", "keep"}
 _SINKS = {"sinks", "part_dk", "part_dv"}
+_OPTIONAL = {"sink_logits", "starts", "ends"}
 _ABSENT = {  # arguments that are None, by mode
-    "none": _FAR_KEYS | _SINKS | {"gate", "far_dk", "far_dv", "sink_logits"},
-    "soft": _FAR_KEYS | _SINKS | {"far_dk", "far_dv", "sink_logits"},
-    "hard": _SINKS | {"gate", "sink_logits"},
-    "sinks": _FAR_KEYS | {"gate"},
+    "none": _FAR_KEYS | _SINKS | {"gate", "far_dk", "far_dv"} | _OPTIONAL,
+    "soft": _FAR_KEYS | _SINKS | {"far_dk", "far_dv"} | _OPTIONAL,
+    "hard": _SINKS | {"gate"} | _OPTIONAL,
+    "sinks": _FAR_KEYS | {"gate", "starts", "ends"},
 }
 
 
@@ -102,10 +106,13 @@ def compile_kernel(
     size: int,
     arch: int,
     config: Config | None = None,
-    learned_sinks: bool = False,
+    present: Collection[str] = (),
     group: int = 4,
 ) -> Resources:
-    """Compile a kernel for ``sm_<arch>`` with the specialisation of a launch: pointers and strides divisible by 16."""
+    """Compile a kernel for ``sm_<arch>`` with the specialisation of a launch: pointers and strides divisible by 16.
+
+    ``present`` names optional arguments that are not None.
+    """
     # Choose the launch options and constants
     fn, configured = KERNELS[kernel]
     config = config or default(configured, size, DTYPES[dtype])
@@ -123,8 +130,7 @@ def compile_kernel(
     }
     constants = {name: value for name, value in constants.items() if name in fn.arg_names}
     # Describe the arguments by their names
-    absent = _ABSENT[mode] if "MODE" in constants else {"sink_logits"}
-    absent = absent - {"sink_logits"} if learned_sinks else absent
+    absent = (_ABSENT[mode] if "MODE" in constants else {"sink_logits"}).difference(present)
     signature, attributes = {}, {}
     for index, name in enumerate(fn.arg_names):
         role = name.removeprefix("p_")
@@ -172,7 +178,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs="*", default=[64, 128, 256], help="head sizes D")
     parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"], choices=DTYPES)
     parser.add_argument("--mode", nargs="*", default=list(MODES), choices=MODES)
-    parser.add_argument("--learned-sinks", action="store_true", help="with a learned sink per query head")
+    parser.add_argument("--with", nargs="*", default=[], choices=_OPTIONAL, dest="present", help="optional arguments")
     parser.add_argument("--kernel", nargs="*", default=list(KERNELS), choices=KERNELS)
     parser.add_argument(
         "--config", nargs="*", default=[], help="BLOCK_M,BLOCK_N,warps,stages to compile instead of the default"
@@ -200,8 +206,7 @@ def main() -> None:
     for arch, dtype, size in itertools.product(options.arch, options.dtype, options.size):
         for kernel, mode in cases(options.kernel, options.mode):
             for config in candidates or [default(KERNELS[kernel][1], size, DTYPES[dtype])]:
-                learned_sinks = options.learned_sinks or mode == "sinks"
-                used = compile_kernel(kernel, mode, dtype, size, arch, config, learned_sinks, options.group)
+                used = compile_kernel(kernel, mode, dtype, size, arch, config, options.present, options.group)
                 tile = f"{config.block_m} x {config.block_n}, {config.num_warps}, {config.num_stages}"
                 tile = "-" if kernel in _UNCONFIGURED else tile
                 row = dict(zip(columns, (arch, dtype, size, kernel, mode, tile, *used), strict=True))

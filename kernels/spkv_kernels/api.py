@@ -1,10 +1,12 @@
 """Public operators: validate arguments, choose a backend, and call it.
 
-    s(t, s) = <q_t, k_s> * scale + bias(t, s),    bias = 0 where 0 <= t - s < w_h or s < n_h, else log u_s | 0 or -inf
-    p(t, s) = exp(s(t, s)) / (exp(sink) + sum_s exp(s(t, s))),    out_t = sum_s p(t, s) v_s    over s <= t
+    s(t, s) = <q_t, k_s> * scale + bias(t, s)
+    bias(t, s) = 0 where 0 <= t - s < w_h or s - start_t < n_h, else log u_s | 0 or -inf
+    p(t, s) = exp(s(t, s)) / (exp(sink) + sum_s exp(s(t, s))),    out_t = sum_s p(t, s) v_s    over start_t <= s <= t
 
 SP-KV paper, section "Self-Pruned KV Mechanism". The window ``w`` counts the query's own key. Sink tokens, the first
-``n_h`` keys: StreamingLLM (arXiv 2309.17453). Learned sinks, a logit per query head: gpt-oss.
+``n_h`` keys of the document, which starts at ``start_t``: StreamingLLM (arXiv 2309.17453). Learned sinks, a logit per
+query head: gpt-oss.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def attention(
     sink_logits: Tensor | None = None,
     log_utility: Tensor | None = None,
     keep: Tensor | None = None,
+    starts: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -48,7 +51,7 @@ def attention(
             a tuple or an int tensor [Hkv]. T or more is global. A tuple is constant for ``torch.compile``; reading a
             tensor on the CPU would break its graph. The values of a tensor on the GPU are not checked (below 1 counts
             as 1), because reading them would synchronise, which a CUDA graph cannot do.
-        sinks: number of sink tokens: the first keys of the sequence, which later queries always see, too, without a
+        sinks: number of sink tokens: the first keys of the document, which later queries always see, too, without a
             gate. An int, a tuple, or an int tensor [Hkv] like ``window`` (below 0 on the GPU counts as 0). 0: none.
         sink_logits: [Hq], floating point, learned sinks: logits that only add exp(logit) to the denominator of the
             head's softmax. -inf or None: none. Differentiable.
@@ -56,6 +59,9 @@ def attention(
             added to the scores of keys outside the window, except sink tokens. Differentiable.
         keep: bool [B, Hkv, T]; outside the window only these keys and sink tokens are visible. Excludes
             ``log_utility``.
+        starts: int [B, T], for documents packed into one row: the position at which the query's document starts, which
+            is the first key that it sees. Padding counts as a document. None: each row is one document. Values are not
+            checked on a GPU.
         scale: scale of the scores; None: 1 / sqrt(D).
         backend: "auto" (cpu for tensors on the CPU, triton for CUDA tensors), "reference" (any device), "cpu" or
             "triton" (not float64, D up to 256). A backend requested by name never falls back to another.
@@ -77,8 +83,10 @@ def attention(
     if scale == 0 or not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number other than 0; found {scale}")
     sink_logits = _sink_logits(sink_logits, q)
+    if starts is not None:
+        _check_starts(starts, q)
     # Call the backend
-    out: Tensor = _implementation(name)(q, k, v, windows, log_utility, keep, scale, num_sinks, sink_logits)
+    out: Tensor = _implementation(name)(q, k, v, windows, log_utility, keep, scale, num_sinks, sink_logits, starts)
     return out
 
 
@@ -285,6 +293,25 @@ def _sink_logits(sink_logits: Tensor | None, q: Tensor) -> Tensor | None:
     if sink_logits.device != q.device:
         raise ValueError(f"sink_logits: expected device {q.device}, that of q; found {sink_logits.device}")
     return sink_logits.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def _check_starts(starts: Tensor, q: Tensor) -> None:
+    """Raise ``ValueError`` unless ``starts`` divides each row of ``q`` into documents; a GPU's values are not read."""
+    expected = (q.shape[0], q.shape[2])
+    if starts.shape != expected or starts.is_floating_point() or starts.dtype == torch.bool:
+        raise ValueError(f"starts: expected int {expected}; found {starts.dtype} {tuple(starts.shape)}")
+    if starts.device != q.device:
+        raise ValueError(f"starts: expected device {q.device}, that of q; found {starts.device}")
+    if starts.is_cuda or torch.compiler.is_compiling():
+        return
+    previous = torch.cat([starts.new_zeros(len(starts), 1), starts[:, :-1]], 1)
+    wrong = (starts != previous) & (starts != torch.arange(starts.shape[1], device=starts.device))
+    if bool(wrong.any()):
+        row, token = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"starts: expected {token} or {int(previous[row, token])} at token {token} of row {row}: a document starts "
+            f"there, or continues; found {int(starts[row, token])}"
+        )
 
 
 def _sinks(

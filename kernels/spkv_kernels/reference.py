@@ -21,13 +21,15 @@ def attention(
     scale: float,
     sinks: tuple[int, ...] | None,
     sink_logits: Tensor | None,
+    starts: Tensor | None,
 ) -> Tensor:
     """Compute ``spkv_kernels.attention``; ``windows`` and ``sinks`` are one int per KV head, at most T."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     length, group = q.shape[2], q.shape[1] // k.shape[1]
     keys, values = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
     scores = q.to(dtype) @ keys.mT * scale
-    bias = _bias(windows, sinks, length, log_utility, keep, dtype, q.device).repeat_interleave(group, dim=1)
+    first = torch.zeros(1, length, dtype=torch.int64, device=q.device) if starts is None else starts
+    bias = _bias(windows, sinks, first, log_utility, keep, dtype).repeat_interleave(group, dim=1)
     return (_softmax(scores + bias, sink_logits) @ values).to(q.dtype)
 
 
@@ -42,21 +44,23 @@ def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
 def _bias(
     windows: tuple[int, ...],
     sinks: tuple[int, ...] | None,
-    length: int,
+    starts: Tensor,
     log_utility: Tensor | None,
     keep: Tensor | None,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> Tensor:
-    """Compute the bias of the scores [B or 1, Hkv, T, T].
+    """Compute the bias of the scores [B or 1, Hkv, T, T]; ``starts`` is [B or 1, T].
 
-    It is 0 in the window and at sink tokens, the gate elsewhere, and -inf for the future.
+    It is 0 in the window and at sink tokens, the gate elsewhere, and -inf for the future and other documents.
     """
-    age = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    device = starts.device
+    position = torch.arange(starts.shape[1], device=device)
+    age = position[:, None] - position[None, :]
+    after_start = (position - starts[:, :, None])[:, None]  # [B or 1, 1, T, T], negative for earlier documents
     limit, num_sinks = (
         torch.tensor(x, device=device)[None, :, None, None] for x in (windows, sinks or (0,) * len(windows))
     )
-    visible = (age < limit) | (torch.arange(length, device=device) < num_sinks)
+    visible = (age < limit) | (after_start < num_sinks)
     outside = torch.full((), -torch.inf, dtype=dtype, device=device)
     if log_utility is not None:
         gate = log_utility.to(dtype)[:, :, None, :]
@@ -65,7 +69,7 @@ def _bias(
     else:
         gate = outside.expand(1, 1, 1, 1)
     zero = torch.zeros((), dtype=dtype, device=device)
-    return torch.where(age < 0, outside, torch.where(visible, zero, gate))
+    return torch.where((age < 0) | (after_start < 0), outside, torch.where(visible, zero, gate))
 
 
 def decode_attention(q: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None) -> Tensor:

@@ -121,7 +121,7 @@ def test_decoding_with_learned_sinks(largest: float) -> None:
 @pytest.mark.parametrize(
     ("options", "kernels"),
     [
-        pytest.param("--learned-sinks --kernel fwd --mode soft hard", 2 * 3 * 2, id="with gates"),
+        pytest.param("--with sink_logits --kernel fwd --mode soft hard", 2 * 3 * 2, id="with gates"),
         pytest.param("--mode sinks --arch 80 90", 2 * 2 * 3 * 5, id="every default"),
     ],
 )

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from spkv_kernels.cpu.bands import window_backward, window_forward
 from spkv_kernels.cpu.compaction import compact_backward, compact_forward, compacts
+from spkv_kernels.cpu.documents import attend_by_document
 from spkv_kernels.cpu.masked import causal_backward, masked_forward
 from spkv_kernels.cpu.rows import Rows, gate_bias
 
@@ -42,11 +43,19 @@ def attention(
     scale: float,
     sinks: tuple[int, ...] | None,
     sink_logits: Tensor | None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Compute ``spkv_kernels.attention``; ``windows`` and ``sinks`` are one int per KV head, at most T.
 
     16-bit inputs are computed in float32: faster here below about 1,000 tokens, and the gradients stay exact.
     """
+    if starts is not None:
+
+        def attend(*document: Any) -> Tensor:
+            q, k, v, log_utility, keep = document
+            return attention(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits)
+
+        return attend_by_document(attend, starts, (q, k, v, log_utility, keep))
     # Split query heads by KV head: [B, Hkv, G, T, D]
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads, length = k.shape[:3]

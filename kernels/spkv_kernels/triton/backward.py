@@ -21,6 +21,7 @@ from spkv_kernels.triton.common import (
     LOG2E,
     MIXED,
     NEVER,
+    NONE,
     PLAIN,
     SINKS,
     SOFT,
@@ -39,7 +40,7 @@ from spkv_kernels.triton.sinks import store_sink_gradients
 
 @triton.jit
 def _visit_keys(
-    b_dq, b_q, b_grad, b_lse, b_delta, o_t,
+    b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start,
     p_k, stride_k, p_v, stride_v, p_gate, p_positions,
     low, high, jump, gap, stop, window, scale,
     MODE: tl.constexpr, PHASE: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -54,10 +55,12 @@ def _visit_keys(
         b_v = load_rows(p_v, start, stride_v, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         gate = load_gate(p_gate, o_s, stop, tile < jump, MODE, PHASE)
-        position = load_positions(p_positions, o_s, stop, PHASE)
+        position = load_positions(p_positions, o_s, stop, b_start, PHASE)
         scores = add_bias(
             scores, o_t[:, None], position[None, :], (position + window)[None, :], gate[None, :], MODE, PHASE
         )
+        if b_start is not None and not (MODE == NONE and PHASE == PLAIN):
+            scores = tl.where(position[None, :] >= b_start[:, None], scores, -float("inf"))
         # dS and dq
         p = tl.exp2(scores - b_lse[:, None])
         dp = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")
@@ -68,7 +71,7 @@ def _visit_keys(
 
 @triton.jit
 def attention_bwd_dq_kernel(
-    p_q, p_k, p_v, p_gate, p_far_k, p_far_v, p_positions, p_rank, p_windows, p_sinks, p_out, p_lse, p_grad,
+    p_q, p_k, p_v, p_gate, p_far_k, p_far_v, p_positions, p_rank, p_windows, p_sinks, p_starts, p_out, p_lse, p_grad,
     p_delta, p_dq, p_part_dk, p_part_dv,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt,
@@ -111,9 +114,17 @@ def attention_bwd_dq_kernel(
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     # Visit the keys by phase
-    edge, inside, diagonal = key_ranges(first, last, window, MODE, BLOCK_N)
+    b_start = None
+    oldest = 0
+    newest = 0
+    if p_starts is not None:
+        p_starts += batch * length
+        b_start = tl.load(p_starts + o_t, mask=o_t < length, other=0)
+        oldest = tl.load(p_starts + first)
+        newest = tl.load(p_starts + last - 1)
+    start, edge, inside, diagonal = key_ranges(first, last, window, oldest, newest, MODE, BLOCK_N)
     b_dq = _visit_keys(
-        b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
+        b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
         edge, last - (diagonal - inside), inside, diagonal - inside, length,
         window, scale, MODE, MIXED, SIZE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
@@ -121,26 +132,26 @@ def attention_bwd_dq_kernel(
         p_far_k += o_gate * SIZE
         p_far_v += o_gate * SIZE
         p_positions += o_gate
-        stair, kept = kept_ranges(p_rank + o_gate, first, last, window, BLOCK_N)
+        low, stair, kept = kept_ranges(p_rank + o_gate, first, last, window, oldest, BLOCK_N)
         b_dq = _visit_keys(
-            b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_far_k, SIZE, p_far_v, SIZE, p_gate, p_positions,
-            0, stair, kept, 0, kept, window, scale, MODE, KEPT, SIZE, BLOCK_N, BLOCK_D,
+            b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start, p_far_k, SIZE, p_far_v, SIZE, p_gate, p_positions,
+            low, stair, kept, 0, kept, window, scale, MODE, KEPT, SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         b_dq = _visit_keys(
-            b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_far_k, SIZE, p_far_v, SIZE, p_gate, p_positions,
+            b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start, p_far_k, SIZE, p_far_v, SIZE, p_gate, p_positions,
             stair, kept, kept, 0, kept, window, scale, MODE, STAIR, SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     else:
         b_dq = _visit_keys(
-            b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
-            0 if MODE == SOFT else edge, edge + (diagonal - inside), edge, inside - edge, length,
+            b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
+            start if MODE == SOFT else edge, edge + (diagonal - inside), edge, inside - edge, length,
             window, scale, MODE, PLAIN, SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     if p_sinks is not None:
         sinks = tl.load(p_sinks + head)
         num_sinks = tl.minimum(sinks, last - window)
         b_dq = _visit_keys(
-            b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
+            b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
             0, num_sinks, num_sinks, 0, num_sinks, window, scale, MODE, STAIR, SIZE, SINKS, BLOCK_D,
         )  # fmt: skip
     store_rows(p_dq + o_out, first, width, length, b_dq * (scale / LOG2E), SIZE, BLOCK_M, BLOCK_D)
@@ -154,7 +165,7 @@ def attention_bwd_dq_kernel(
 
 @triton.jit
 def _visit_queries(
-    b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
+    b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s, b_end,
     p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse, p_delta,
     low, high, jump, gap, length, window, scale,
     GROUP: tl.constexpr, MODE: tl.constexpr, PHASE: tl.constexpr, SIZE: tl.constexpr,
@@ -162,9 +173,9 @@ def _visit_queries(
 ):  # fmt: skip
     """Accumulate dk (without its scale), dv and d log u of keys at positions ``o_s`` over their query heads.
 
-    ``window`` is a number, or one for each key. Visits tiles of queries from ``low`` up to ``high``; from ``jump`` on,
-    ``gap`` further. Queries past the end have an infinite lse, so that p = 0. A single loop covers all heads, because
-    nested loops spill registers.
+    ``window`` is a number, or one for each key; queries from ``b_end`` on belong to other documents. Visits tiles of
+    queries from ``low`` up to ``high``; from ``jump`` on, ``gap`` further. Queries past the end have an infinite lse,
+    so that p = 0. A single loop covers all heads, because nested loops spill registers.
     """
     tiles = tl.cdiv(tl.maximum(high - low, 0), BLOCK_M)
     divisor = tl.maximum(tiles, 1)  # dividing by zero lets the compiler load ahead of a loop that never runs
@@ -183,6 +194,8 @@ def _visit_queries(
         if PHASE == PLAIN:
             gate = tl.where(tile < jump, 0.0, b_gate)
         scores = add_bias(scores, o_t[None, :], o_s[:, None], o_left[:, None], gate[:, None], MODE, PHASE)
+        if b_end is not None and not (MODE == NONE and PHASE == PLAIN):
+            scores = tl.where(o_t[None, :] < b_end[:, None], scores, -float("inf"))
         p = tl.exp2(scores - b_lse[None, :])
         # dv, dS and dk
         b_grad = load_rows(p_grad + member * stride_gh, start, stride_gt, length, SIZE, BLOCK_M, BLOCK_D, not EVEN)
@@ -202,7 +215,7 @@ def _visit_queries(
 
 @triton.jit
 def attention_bwd_dkdv_kernel(
-    p_q, p_k, p_v, p_gate, p_keep, p_far_dk, p_far_dv, p_windows, p_sinks, p_lse, p_grad, p_delta,
+    p_q, p_k, p_v, p_gate, p_keep, p_far_dk, p_far_dv, p_windows, p_sinks, p_ends, p_lse, p_grad, p_delta,
     p_dk, p_dv, p_dgate,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt,
@@ -214,7 +227,8 @@ def attention_bwd_dkdv_kernel(
 
     Grid: blocks of keys * B * Hkv. With hard gates it covers the keys inside the window, and adds the results of
     ``attention_bwd_far_dkdv_kernel`` for kept keys. With sink tokens (int32 [Hkv], without a gate only) it adds far_dk
-    and far_dv [B * Hkv, SINKS, D] of the first SINKS keys; later ones never leave the window.
+    and far_dv [B * Hkv, SINKS, D] of the first SINKS keys; later ones never leave the window. ``ends`` int32 [B, T],
+    the position after each key's document, may be None.
     """
     # Locate and load the keys
     blocks = tl.cdiv(length, BLOCK_N)
@@ -257,10 +271,18 @@ def attention_bwd_dkdv_kernel(
         newest = tl.where((num_sinks > SINKS) & (last > SINKS) & (first < num_sinks), length, newest)
 
     # Phases in whole tiles of queries: from ``inside`` to ``edge`` all keys are in all windows, from ``far`` on in none
+    b_end = None
+    all_end = length
+    end = length
+    if p_ends is not None:
+        p_ends += batch * length
+        b_end = tl.load(p_ends + o_s, mask=o_s < length, other=0)
+        all_end = tl.load(p_ends + first)
+        end = tl.load(p_ends + last - 1)
     diagonal = first // BLOCK_M * BLOCK_M
     inside = tl.cdiv(last - 1, BLOCK_M) * BLOCK_M
-    far = tl.cdiv(tl.minimum(newest, length), BLOCK_M) * BLOCK_M
-    edge = tl.minimum(tl.maximum((first + window) // BLOCK_M * BLOCK_M, inside), far)
+    far = tl.cdiv(tl.minimum(newest, end), BLOCK_M) * BLOCK_M
+    edge = tl.minimum(tl.maximum(tl.minimum(first + window, all_end) // BLOCK_M * BLOCK_M, inside), far)
     if MODE == HARD:
         edge = inside
     # Visit the queries by phase
@@ -269,16 +291,16 @@ def attention_bwd_dkdv_kernel(
     p_grad += batch * stride_gb + query_head * stride_gh
     o_row = (batch * heads * GROUP + query_head) * length
     b_dk, b_dv, b_dgate = _visit_queries(
-        b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
+        b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s, b_end,
         p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
         diagonal, far - (edge - inside), inside, edge - inside, length, reach, scale,
         GROUP, MODE, MIXED, SIZE, BLOCK_M, BLOCK_D, EVEN,
     )  # fmt: skip
     if MODE != HARD:
         b_dk, b_dv, b_dgate = _visit_queries(
-            b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
+            b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s, b_end,
             p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
-            inside, length - (far - edge) if MODE == SOFT else edge, edge, far - edge, length, reach, scale,
+            inside, end - (far - edge) if MODE == SOFT else edge, edge, far - edge, length, reach, scale,
             GROUP, MODE, PLAIN, SIZE, BLOCK_M, BLOCK_D, EVEN,
         )  # fmt: skip
     # Store the gradients
@@ -292,7 +314,7 @@ def attention_bwd_dkdv_kernel(
 
 @triton.jit
 def attention_bwd_far_dkdv_kernel(
-    p_q, p_far_k, p_far_v, p_positions, p_rank, p_windows, p_lse, p_grad, p_delta, p_far_dk, p_far_dv,
+    p_q, p_far_k, p_far_v, p_positions, p_rank, p_windows, p_ends, p_lse, p_grad, p_delta, p_far_dk, p_far_dv,
     stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
     scale, length, heads,
     GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
@@ -323,23 +345,30 @@ def attention_bwd_far_dkdv_kernel(
         b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         b_dgate = tl.zeros([BLOCK_N], tl.float32)
         # Find the first tile of queries that see any of them, and the first in which all queries see all of them
-        stair = (tl.load(p_positions + first) + window) // BLOCK_M * BLOCK_M
+        oldest = tl.load(p_positions + first)
         newest = tl.load(p_positions + tl.minimum(first + BLOCK_N, count) - 1)
-        far = tl.cdiv(tl.minimum(newest + window, length), BLOCK_M) * BLOCK_M
+        b_end = None
+        end = length
+        if p_ends is not None:
+            p_ends += batch * length
+            b_end = tl.load(p_ends + o_s, mask=o_s < length, other=0)
+            end = tl.load(p_ends + newest)
+        stair = (oldest + window) // BLOCK_M * BLOCK_M
+        far = tl.cdiv(tl.minimum(newest + window, end), BLOCK_M) * BLOCK_M
         # Visit the queries
         query_head = head * GROUP
         p_q += batch * stride_qb + query_head * stride_qh
         p_grad += batch * stride_gb + query_head * stride_gh
         o_row = (batch * heads * GROUP + query_head) * length
         b_dk, b_dv, b_dgate = _visit_queries(
-            b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
+            b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s, b_end,
             p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
             stair, far, far, 0, length, window, scale, GROUP, MODE, STAIR, SIZE, BLOCK_M, BLOCK_D, EVEN,
         )  # fmt: skip
         b_dk, b_dv, b_dgate = _visit_queries(
-            b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
+            b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s, b_end,
             p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
-            far, length, length, 0, length, window, scale, GROUP, MODE, KEPT, SIZE, BLOCK_M, BLOCK_D, EVEN,
+            far, end, end, 0, length, window, scale, GROUP, MODE, KEPT, SIZE, BLOCK_M, BLOCK_D, EVEN,
         )  # fmt: skip
         # Store at the positions of the keys
         o_far = (o_gate + o_s)[:, None] * SIZE + tl.arange(0, BLOCK_D)[None, :]

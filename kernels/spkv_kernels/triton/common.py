@@ -90,30 +90,34 @@ def store_rows(base, start, stride, stop, tile, SIZE: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def key_ranges(first, last, window, MODE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return where the keys of queries ``first`` to ``last - 1`` change phase, in whole tiles: edge, inside, diagonal.
+def key_ranges(first, last, window, oldest, newest, MODE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return where the keys of queries ``first`` to ``last - 1`` change phase, in whole tiles.
 
-    Keys before ``edge`` are outside every window, those from ``inside`` to ``diagonal`` inside every one. Tiles between
+    The documents of the queries start from ``oldest`` to ``newest``. Keys before ``start`` are in none of them. Keys
+    before ``edge`` are outside every window, those from ``inside`` to ``diagonal`` inside every one. Tiles between
     ``edge`` and ``inside``, and from ``diagonal`` on, are MIXED. With hard gates, whose windows are short, all tiles
     from ``edge`` on are.
     """
     diagonal = first // BLOCK_N * BLOCK_N
-    edge = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
-    inside = tl.minimum(tl.cdiv(tl.maximum(last - window, 0), BLOCK_N) * BLOCK_N, diagonal)
+    start = oldest // BLOCK_N * BLOCK_N
+    edge = tl.maximum(first - window + 1, oldest) // BLOCK_N * BLOCK_N
+    inside = tl.minimum(tl.cdiv(tl.maximum(last - window, newest), BLOCK_N) * BLOCK_N, diagonal)
     if MODE == HARD:
         inside = diagonal
-    return edge, inside, diagonal
+    return start, edge, inside, diagonal
 
 
 @triton.jit
-def kept_ranges(p_rank, first, last, window, BLOCK_N: tl.constexpr):
-    """Return how many gathered keys queries ``first`` to ``last - 1`` see.
+def kept_ranges(p_rank, first, last, window, oldest, BLOCK_N: tl.constexpr):
+    """Return which gathered keys queries ``first`` to ``last - 1`` see, whose documents start from ``oldest`` on.
 
-    The first number is seen by all of them, rounded down to whole tiles; the second is seen by the last one.
+    Those before the first number are in none of their documents; those before the second have left the windows of all
+    of them, and those before the third that of the last one. The first two are rounded down to whole tiles.
     """
+    earlier = tl.load(p_rank + oldest - 1, mask=oldest > 0, other=0) // BLOCK_N * BLOCK_N
     seen_by_all = tl.load(p_rank + first - window, mask=first >= window, other=0)
     seen_by_last = tl.load(p_rank + last - 1 - window, mask=last - 1 >= window, other=0)
-    return seen_by_all // BLOCK_N * BLOCK_N, seen_by_last
+    return earlier, tl.maximum(seen_by_all // BLOCK_N * BLOCK_N, earlier), seen_by_last
 
 
 @triton.jit
@@ -128,10 +132,13 @@ def load_gate(p_gate, o_s, stop, far, MODE: tl.constexpr, PHASE: tl.constexpr):
 
 
 @triton.jit
-def load_positions(p_positions, o_s, stop, PHASE: tl.constexpr):
-    """Return the positions of the keys at ``o_s``, which differ from ``o_s`` for gathered keys."""
+def load_positions(p_positions, o_s, stop, b_start, PHASE: tl.constexpr):
+    """Return the positions of the keys at ``o_s``, which differ from ``o_s`` for gathered keys.
+
+    Where all queries see all gathered keys (KEPT, one document per row), they are not needed.
+    """
     position = o_s
-    if PHASE == STAIR:
+    if PHASE == STAIR or (PHASE == KEPT and b_start is not None):
         if p_positions is None:  # sink tokens are at the start of the sequence
             position = tl.where(o_s < stop, o_s, NEVER)
         else:

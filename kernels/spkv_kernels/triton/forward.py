@@ -22,6 +22,7 @@ from spkv_kernels.triton.common import (
     KEPT,
     LOG2E,
     MIXED,
+    NONE,
     PLAIN,
     SINKS,
     SOFT,
@@ -43,6 +44,7 @@ def _visit(
     largest,
     b_q,
     o_t,
+    b_start,
     p_k,
     stride_k,
     p_v,
@@ -64,7 +66,7 @@ def _visit(
 ):
     """Run the online softmax over tiles of keys from ``low`` up to ``high``; from ``jump`` on, ``gap`` further.
 
-    Keys from ``stop`` on do not exist.
+    Keys from ``stop`` on do not exist; those before ``b_start`` belong to other documents.
     """
     CUT: tl.constexpr = (PHASE == MIXED) | (PHASE == STAIR)  # the last tile may reach past the end
     for tile in range(low, high, BLOCK_N):
@@ -74,10 +76,12 @@ def _visit(
         b_k = load_rows(p_k, start, stride_k, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         gate = load_gate(p_gate, o_s, stop, tile < jump, MODE, PHASE)
-        position = load_positions(p_positions, o_s, stop, PHASE)
+        position = load_positions(p_positions, o_s, stop, b_start, PHASE)
         scores = add_bias(
             scores, o_t[:, None], position[None, :], (position + window)[None, :], gate[None, :], MODE, PHASE
         )
+        if b_start is not None and not (MODE == NONE and PHASE == PLAIN):
+            scores = tl.where(position[None, :] >= b_start[:, None], scores, -float("inf"))
         # Update the running softmax
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         reference = new_largest
@@ -105,6 +109,7 @@ def attention_fwd_kernel(
     p_windows,
     p_sinks,
     p_sink_logits,
+    p_starts,
     p_out,
     p_lse,
     stride_qb,
@@ -131,7 +136,7 @@ def attention_fwd_kernel(
     Grid: blocks of queries * B * Hq. gate, rank and positions [B * Hkv, T], far_k and far_v [B * Hkv, T, D] are
     contiguous, and out has the memory layout [B, T, Hq, D]; of q, k and v only D must be contiguous. ``rank`` counts
     the kept keys up to and including each position. ``sinks`` int32 [Hkv] (without a gate only) and ``sink_logits``
-    float32 [Hq] may be None.
+    float32 [Hq] may be None, and so may ``starts`` int32 [B, T], without sink tokens only.
     """
     # Locate the queries and their KV head
     blocks = tl.cdiv(length, BLOCK_M)
@@ -160,13 +165,22 @@ def attention_fwd_kernel(
         largest = tl.zeros([BLOCK_M], tl.float32) + tl.load(p_sink_logits + query_head) * LOG2E
 
     # Visit the keys by phase
-    edge, inside, diagonal = key_ranges(first, last, window, MODE, BLOCK_N)
+    b_start = None
+    oldest = 0
+    newest = 0
+    if p_starts is not None:
+        p_starts += batch * length
+        b_start = tl.load(p_starts + o_t, mask=o_t < length, other=0)
+        oldest = tl.load(p_starts + first)
+        newest = tl.load(p_starts + last - 1)
+    start, edge, inside, diagonal = key_ranges(first, last, window, oldest, newest, MODE, BLOCK_N)
     acc, total, largest = _visit(
         acc,
         total,
         largest,
         b_q,
         o_t,
+        b_start,
         p_k,
         stride_kt,
         p_v,
@@ -190,20 +204,21 @@ def attention_fwd_kernel(
         p_far_k += o_gate * SIZE
         p_far_v += o_gate * SIZE
         p_positions += o_gate
-        stair, kept = kept_ranges(p_rank + o_gate, first, last, window, BLOCK_N)
+        low, stair, kept = kept_ranges(p_rank + o_gate, first, last, window, oldest, BLOCK_N)
         acc, total, largest = _visit(
             acc,
             total,
             largest,
             b_q,
             o_t,
+            b_start,
             p_far_k,
             SIZE,
             p_far_v,
             SIZE,
             p_gate,
             p_positions,
-            0,
+            low,
             stair,
             kept,
             0,
@@ -222,6 +237,7 @@ def attention_fwd_kernel(
             largest,
             b_q,
             o_t,
+            b_start,
             p_far_k,
             SIZE,
             p_far_v,
@@ -248,13 +264,14 @@ def attention_fwd_kernel(
             largest,
             b_q,
             o_t,
+            b_start,
             p_k,
             stride_kt,
             p_v,
             stride_vt,
             p_gate,
             p_positions,
-            0 if MODE == SOFT else edge,
+            start if MODE == SOFT else edge,
             edge + (diagonal - inside),
             edge,
             inside - edge,
@@ -275,6 +292,7 @@ def attention_fwd_kernel(
             largest,
             b_q,
             o_t,
+            b_start,
             p_k,
             stride_kt,
             p_v,

@@ -39,10 +39,11 @@ def _forward(
     scale: float,
     sinks: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the output, shaped as q, and the base-2 log-sum-exp [B, Hq, T] in float32.
 
-    The latter includes the learned sinks. ``sinks`` needs a call without gates.
+    The latter includes the learned sinks. ``sinks`` needs a call without gates and ``starts``.
     """
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     out = _tokens_first(q)
@@ -60,6 +61,7 @@ def _forward(
             windows,
             sinks,
             sink_logits,
+            starts,
             out,
             lse,
             *q.stride()[:3],
@@ -83,6 +85,7 @@ def _(
     scale: float,
     sinks: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _tokens_first(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -101,6 +104,7 @@ def _backward(
     scale: float,
     sinks: Tensor | None,
     sink_logits: Tensor | None,
+    starts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute dq, dk, dv, d log u [B, Hkv, T] and d sink_logits [Hq].
 
@@ -125,6 +129,7 @@ def _backward(
         *(far or _NO_KEPT),
         windows,
         sinks,
+        starts,
         out,
         lse,
         grad,
@@ -138,6 +143,7 @@ def _backward(
         **shape.arguments,
         **launch_options("bwd_dq", shape.size, q.dtype),
     )
+    ends = _ends(starts)
     # dk and dv of gathered keys, from queries outside the window
     kept = None
     if keep is not None and far is not None:
@@ -147,6 +153,7 @@ def _backward(
             q,
             *far,
             windows,
+            ends,
             lse,
             grad,
             delta,
@@ -186,6 +193,7 @@ def _backward(
         far_dv,
         windows,
         sinks,
+        ends,
         lse,
         grad,
         delta,
@@ -219,6 +227,7 @@ def _(
     scale: float,
     sinks: Tensor | None,
     sink_logits: Tensor | None,
+    starts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (_tokens_first(x) for x in (q, k, v))
     dgate = lse.new_empty(log_utility.shape if log_utility is not None else 0)
@@ -227,18 +236,18 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the tensors that the backward pass needs."""
-    *tensors, ctx.scale, sinks, sink_logits = inputs
-    ctx.save_for_backward(*tensors, sinks, sink_logits, *output)
+    *tensors, ctx.scale, sinks, sink_logits, starts = inputs
+    ctx.save_for_backward(*tensors, sinks, sink_logits, starts, *output)
 
 
 def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """Compute the gradients of all inputs."""
-    q, k, v, windows, log_utility, keep, sinks, sink_logits, out, lse = ctx.saved_tensors
+    q, k, v, windows, log_utility, keep, sinks, sink_logits, starts, out, lse = ctx.saved_tensors
     dq, dk, dv, dgate, dsink = _backward(
-        grad, q, k, v, windows, log_utility, keep, out, lse, ctx.scale, sinks, sink_logits
+        grad, q, k, v, windows, log_utility, keep, out, lse, ctx.scale, sinks, sink_logits, starts
     )
     gate_grad = dgate.to(log_utility.dtype) if log_utility is not None else None
-    return dq, dk, dv, None, gate_grad, None, None, None, dsink if sink_logits is not None else None
+    return dq, dk, dv, None, gate_grad, None, None, None, dsink if sink_logits is not None else None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -276,6 +285,14 @@ def _sink_buffers(q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[Tensor | 
     return tuple(q.new_empty(shape, dtype=torch.float32) for shape in (sums, sums, parts, parts))
 
 
+def _ends(starts: Tensor | None) -> Tensor | None:
+    """Return the position after the document of each token, int32 [B, T], from where documents start."""
+    if starts is None:
+        return None
+    positions = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device).expand_as(starts)
+    return torch.searchsorted(starts, positions.contiguous(), right=True, out_int32=True)
+
+
 def _dense_rows(x: Tensor) -> Tensor:
     """Return ``x``, copied unless D is contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -302,16 +319,23 @@ def attention(
     scale: float,
     sinks: Tensor | None,
     sink_logits: Tensor | None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Compute ``spkv_kernels.attention``; ``windows`` and ``sinks`` are int32 [Hkv] on the device of ``q``.
 
     ``sink_logits`` is float32 [Hq].
     """
-    # Gates of sink tokens are open, so the kernels of gated attention need not know them
-    if sinks is not None and (log_utility is not None or keep is not None):
-        is_sink = torch.arange(q.shape[2], device=q.device) < sinks[:, None]  # [Hkv, T]
-        log_utility = log_utility.masked_fill(is_sink, 0.0) if log_utility is not None else None
-        keep = keep | is_sink if keep is not None else None
+    if starts is not None:
+        starts = starts.to(torch.int32).contiguous()
+    # Gates of sink tokens are open, so the kernels of gated attention need not know them, nor those of documents
+    if sinks is not None and (log_utility is not None or keep is not None or starts is not None):
+        positions = torch.arange(q.shape[2], device=q.device)
+        after_start = positions[None] if starts is None else positions - starts
+        is_sink = after_start[:, None] < sinks[:, None]  # [B or 1, Hkv, T]
+        if log_utility is not None:
+            log_utility = log_utility.masked_fill(is_sink, 0.0)
+        else:
+            keep = is_sink.expand(len(q), -1, -1) if keep is None else keep | is_sink
         sinks = None
-    out: Tensor = _forward(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits)[0]
+    out: Tensor = _forward(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits, starts)[0]
     return out
