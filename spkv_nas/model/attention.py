@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from spkv_kernels import attention
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from spkv_nas.artifacts import gate_config, local_layers
@@ -272,8 +273,9 @@ def _attention_function(
 ) -> tuple[Tensor, None]:
     """Compute attention under the gates and windows of the calling layer; registered as ``spkv``.
 
-    From q [B, Hq, T, D], k and v [B, Hkv, T, D] and a mask of all tokens, cached ones included (bool [B, S], False for
-    padding; None: no padding), returns [B, T, Hq, D].
+    From q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] and a mask of all tokens, cached ones included (bool
+    [B, S], False for padding; None: no padding), returns [B, T, Hq, Dv]. Where values have another size, as in
+    multi-head latent attention, the smaller heads get zero channels up to the larger size, also in the cache.
     """
     # Record and check the call
     attention_calls.record_call(module, key, attention_calls.requested_window(kwargs))
@@ -281,7 +283,18 @@ def _attention_function(
     attention_calls.refuse_keywords(module, kwargs)
     attention_calls.refuse_tensors(query, key, value, attention_mask, dropout, cache)
     state = _call_state(key.shape[1], kwargs)
-    gate = kwargs.get("spkv_gate")
+    # Attend with queries, keys and values of one size
+    scaling, value_size = scaling or query.shape[-1] ** -0.5, value.shape[-1]
+    q, k, v = _one_head_size(query, key, value)
+    out = _attend(state, q, k, v, attention_mask, scaling, kwargs)
+    return out[..., :value_size].transpose(1, 2).to(value.dtype).contiguous(), None
+
+
+def _attend(
+    state: LayerState, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, kwargs: dict[str, Any]
+) -> Tensor:
+    """Compute the output [B, Hq, T, D] of a checked call, over the cache or by an observer if there is one."""
+    gate, cache = kwargs.get("spkv_gate"), kwargs.get("spkv_cache")
     sink_logits = chosen_sink_logits(kwargs.get("s_aux"), kwargs.get("spkv_sink_logits"))
     # Attend over the cache
     if cache is not None:
@@ -291,33 +304,35 @@ def _attention_function(
                 "with use_cache=False"
             )
         if state.gate_window is not None:
-            state.check_gate_reach(cache.get_seq_length() + query.shape[2])
+            state.check_gate_reach(cache.get_seq_length() + q.shape[2])
         keep = gate.keep if gate else None
-        tensors = (query.to(value.dtype), key.to(value.dtype), value)
-        cached = cache.attend(*tensors, keep, attention_mask, scaling, sink_logits)
-        return cached.transpose(1, 2).contiguous(), None
+        cached: Tensor = cache.attend(q.to(v.dtype), k.to(v.dtype), v, keep, mask, scale, sink_logits)
+        return cached
     # Let an observer replace attention
-    if state.observer is not None:
-        observed = state.observer(query, key, value, scaling or query.shape[-1] ** -0.5, sink_logits)
-        if observed is not None:
-            return observed.transpose(1, 2).to(value.dtype).contiguous(), None
+    if state.observer is not None and (observed := state.observer(q, k, v, scale, sink_logits)) is not None:
+        return observed
     # Attend within the sequence
     if gate is not None:
-        state.check_gate_reach(query.shape[2])
-    if query.is_meta:  # only shapes are needed
-        return query.transpose(1, 2).contiguous(), None
-    out = attention(  # under autocast RoPE returns q and k in float32; v has the dtype of the matmul
-        query.to(value.dtype),
-        key.to(value.dtype),
-        value,
-        window=state.operator_window(query.device, gated=gate is not None),
-        sinks=state.operator_sinks(query.device),
+        state.check_gate_reach(q.shape[2])
+    if q.is_meta:  # only shapes are needed
+        return q
+    return attention(  # under autocast RoPE returns q and k in float32; v has the dtype of the matmul
+        q.to(v.dtype),
+        k.to(v.dtype),
+        v,
+        window=state.operator_window(q.device, gated=gate is not None),
+        sinks=state.operator_sinks(q.device),
         sink_logits=sink_logits,
         log_utility=gate.log_utility if gate else None,
         keep=gate.keep if gate else None,
-        scale=scaling,
+        scale=scale,
     )
-    return out.transpose(1, 2).contiguous(), None
+
+
+def _one_head_size(*heads: Tensor) -> list[Tensor]:
+    """Append zero channels to the smaller of queries, keys and values; none changes attention scores or outputs."""
+    size = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in heads]
 
 
 def _call_state(num_kv_heads: int, kwargs: dict[str, Any]) -> LayerState:

@@ -127,11 +127,6 @@ def refuse_tensors(
             f"a layer attends from {query.shape[2]} tokens to {key.shape[2]} keys, as with compressed or shared keys "
             "or a cache of its own, which SP-KV attention does not compute"
         )
-    if query.shape[3] != value.shape[3]:
-        raise UserError(
-            f"value heads of size {value.shape[3]} differ from query heads of size {query.shape[3]}, as in multi-head "
-            "latent attention, which SP-KV attention does not compute"
-        )
 
 
 def padding_mask(

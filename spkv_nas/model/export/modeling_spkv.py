@@ -180,7 +180,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, drop: float, logits: Tensor | None
 ) -> Tensor:
     """Attend from q [B, H, G, T, D] to k and v [B, H, S, D], with learned sinks [H, G] or None."""
-    shape, group, length = q.shape, q.shape[2], q.shape[3]
+    shape, group, length = (*q.shape[:-1], v.shape[-1]), q.shape[2], q.shape[3]
     if logits is not None:
         scores = (q @ k[:, :, None].transpose(-1, -2)).float() * scale  # [B, H, G, T, S]
         hidden = scores.new_ones(scores.shape[-2:]).triu(k.shape[2] - length + 1) > 0 if visible is None else ~visible
