@@ -76,8 +76,9 @@ def detach(model: PreTrainedModel) -> None:
     # Restore the settings from before the hooks
     before = getattr(model, "_spkv_before", None)
     if before is not None:
-        attn_implementation, handle, use_cache = before
-        handle.remove()
+        attn_implementation, handles, use_cache = before
+        for handle in handles:
+            handle.remove()
         model.set_attn_implementation(attn_implementation or "sdpa")
         model.config.get_text_config().use_cache = use_cache
         del model._prepare_cache_for_generation, model._spkv_before
@@ -189,9 +190,10 @@ def prepare(model: PreTrainedModel, attn_implementation: str | None, use_cache: 
     A forward pass creates a cache only on request, and ``generate`` creates one that the model can use. ``detach``
     restores ``attn_implementation`` (None: "sdpa") and ``use_cache``, by default the current one.
     """
-    handle = model.register_forward_pre_hook(_check_call, with_kwargs=True)
+    before = model.register_forward_pre_hook(_check_call, with_kwargs=True)
+    after = model.register_forward_hook(attention_calls.forget_documents, always_call=True)
     text = model.config.get_text_config()  # a vision-language model has its cache in this part
-    model._spkv_before = (attn_implementation, handle, text.use_cache if use_cache is None else use_cache)
+    model._spkv_before = (attn_implementation, (before, after), text.use_cache if use_cache is None else use_cache)
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
     text.use_cache = False
 
@@ -227,14 +229,13 @@ def _can_cache(model: PreTrainedModel) -> bool:
 
 def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Refuse calls that SP-KV attention would compute wrongly; add an ``SPKVCache`` if a cache is requested."""
-    if len(args) > 1:  # name the positional arguments
+    if args:  # name the positional arguments
         args, kwargs = (), dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
     # Check the attention function and its inputs
     chosen = model.config._attn_implementation
     if chosen != "spkv":
         raise UserError(f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first")
-    if torch.compiler.is_compiling() and kwargs.get("position_ids") is not None:
-        raise UserError("under torch.compile, packed position ids cannot be told from others: leave position_ids out")
+    attention_calls.CALL.has_positions = kwargs.get("position_ids") is not None
     # Check the cache
     cache, uses_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if cache is not None and uses_cache is False:
@@ -244,18 +245,25 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if cache is not None and not isinstance(cache, SPKVCache):
         raise attention.cache_error(cache)
     num_cached = 0 if cache is None else cache.get_seq_length()
-    _check_positions(kwargs.get("position_ids"), kwargs.get("attention_mask"), num_cached)
+    mask = kwargs.get("attention_mask")
+    if not torch.compiler.is_compiling():
+        _check_positions(kwargs.get("position_ids"), mask, num_cached)
+        if cache is None and not uses_cache:
+            attention_calls.check_documents(mask, kwargs)
     if cache is None and uses_cache:
         kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
     return args, kwargs
 
 
 def _check_positions(position_ids: torch.Tensor | None, attention_mask: Any, num_cached: int) -> None:
-    """Raise ``UserError`` for position ids that start again, as those of packed documents do.
+    """Raise ``UserError`` for position ids that start again beside a padding mask or cached tokens.
 
-    Otherwise the i-th token of a row, without padding and with cached tokens, has position i or a later one.
+    Otherwise the i-th token of a row, without padding and with cached tokens, has position i or a later one. Without
+    either, they tell packed documents (``attention_calls.padding_mask``).
     """
     if position_ids is None or position_ids.ndim != 2 or position_ids.is_meta:  # more dimensions have images
+        return
+    if attention_mask is None and not num_cached:
         return
     # Compare every position with the number of tokens before it
     length = num_cached + position_ids.shape[1]
@@ -267,7 +275,10 @@ def _check_positions(position_ids: torch.Tensor | None, attention_mask: Any, num
     if bool(((position_ids < order) & is_token[:, num_cached:].to(position_ids.device)).any()):
         if num_cached:
             raise UserError(f"position_ids start again, but the cache holds {num_cached} tokens: continue from there")
-        raise UserError(f"{attention_calls.PACKED} position_ids")
+        raise UserError(
+            "position_ids start again, as those of packed documents do, beside an attention_mask, with which "
+            "transformers lets documents attend to each other: leave attention_mask out"
+        )
 
 
 @torch.no_grad()

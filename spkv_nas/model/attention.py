@@ -4,7 +4,7 @@ A forward pre-hook on each attention layer computes the layer's gate from the la
 to the attention function as a keyword argument, which keeps ``torch.compile`` and activation checkpointing working.
 
 Inputs for which the result would be silently wrong raise ``UserError`` (``attention_calls.py``), such as soft-capping,
-dropout, packed documents, and padding or a cache other than ``SPKVCache``.
+dropout, attention masks other than those of padding and packed documents, and a cache other than ``SPKVCache``.
 """
 
 from collections.abc import Callable
@@ -234,7 +234,9 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if predictor is not None and (settings.mode != "open" or gate_config.LOCAL in predictor.row):
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         # With a cache, token 0 need not be the first of the text
-        logits = predictor(hidden_states, sinks=cache is None)
+        if cache is None:
+            extra["spkv_starts"] = attention_calls.document_starts(kwargs.get("attention_mask"), kwargs, hidden_states)
+        logits = predictor(hidden_states, sinks=cache is None, starts=extra.get("spkv_starts"))
         if settings.price and isinstance(predictor, UtilityPredictor):
             logits = priced(logits, settings.price)
         # Let windows override the gate
@@ -273,8 +275,8 @@ def _attention_function(
 ) -> tuple[Tensor, None]:
     """Compute attention under the gates and windows of the calling layer; registered as ``spkv``.
 
-    From q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] and a mask of all tokens, cached ones included (bool
-    [B, S], False for padding; None: no padding), returns [B, T, Hq, Dv]. Where values have another size, as in
+    From q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] and what ``padding_mask`` made of the batch's mask,
+    returns [B, T, Hq, Dv]. Where values have another size, as in
     multi-head latent attention, the smaller heads get zero channels up to the larger size, also in the cache.
     """
     # Record and check the call
@@ -308,7 +310,13 @@ def _attend(
         keep = gate.keep if gate else None
         cached: Tensor = cache.attend(q.to(v.dtype), k.to(v.dtype), v, keep, mask, scale, sink_logits)
         return cached
+    # Find the documents of each row, which the pre-hook passed to the gates
+    starts = attention_calls.document_starts(mask, kwargs, q)
+    if gate is not None and starts is not None and kwargs.get("spkv_starts") is None:
+        raise UserError("this model's layers get their attention mask by position, so gates cannot tell documents")
     # Let an observer replace attention
+    if state.observer is not None and starts is not None:
+        raise UserError("attention is being measured, which packed and padded documents do not support: give blocks")
     if state.observer is not None and (observed := state.observer(q, k, v, scale, sink_logits)) is not None:
         return observed
     # Attend within the sequence
@@ -325,6 +333,7 @@ def _attend(
         sink_logits=sink_logits,
         log_utility=gate.log_utility if gate else None,
         keep=gate.keep if gate else None,
+        starts=starts,
         scale=scale,
     )
 

@@ -1,6 +1,6 @@
 """Check and record calls of the attention function ``spkv`` and its mask: each input is used, or declared inert."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import sdpa_mask
 
 from spkv_nas.base.errors import UserError
 
 # Keyword arguments of an attention call, besides its tensors. Any other one that is not None is refused
-_USED = {"sliding_window", "s_aux", "is_causal", "spkv_state", "spkv_cache", "spkv_gate", "spkv_sink_logits"}
+_USED = {
+    "sliding_window", "s_aux", "is_causal", "cu_seq_lens_q", "seq_idx",
+    "spkv_state", "spkv_cache", "spkv_gate", "spkv_sink_logits", "spkv_starts",
+}  # fmt: skip
 _WITHOUT_EFFECT = {  # on attention: positions are in q and k already, and the rest is about outputs and losses
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch",
-    "shift_labels", "token_type_ids", "mm_token_type_ids",
+    "shift_labels", "token_type_ids", "mm_token_type_ids", "cu_seq_lens_k", "max_length_q", "max_length_k",
 }  # fmt: skip
 _FEATURES = {
     "softcap": "soft-capping of attention scores",
@@ -25,12 +27,8 @@ _FEATURES = {
     "output_attentions": "attention weights as output",
     "indices": "sparse attention",
     "block_indices": "sparse attention",
-    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), "packed documents"),
 }
-PACKED = (
-    "documents packed into one row would attend to each other: give one document, or a block of joined text, per row, "
-    "without"
-)
+_MASK_ROWS = 256  # queries whose mask is checked at once
 _NOT_CAUSAL = (
     "this model or batch needs bidirectional or other non-causal attention (is_causal false, "
     "use_bidirectional_attention, image tokens, an encoder)\nSP-KV attention is causal: use a causal decoder, and text"
@@ -65,6 +63,17 @@ class Recording:
         return sorted(self.mask_windows - {call.native_window for call in self.calls})
 
 
+@dataclass
+class Call:
+    """What compiled code must know of the call of a hooked model (``attach``)."""
+
+    has_positions: bool = False  # whether the caller gave position_ids, which may tell packed documents
+
+
+CALL = Call()
+
+# Documents of the current call of a hooked model, for models that make their masks without position_ids (gpt-oss)
+_DOCUMENTS: ContextVar[Tensor | None] = ContextVar("spkv_documents", default=None)
 _RECORDING: ContextVar[Recording | None] = ContextVar("spkv_recording", default=None)
 
 
@@ -101,8 +110,6 @@ def refuse_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
         if is_off or keyword in _USED or keyword in _WITHOUT_EFFECT:
             continue
         feature = _FEATURES.get(keyword, "an input")
-        if feature == "packed documents":
-            raise UserError(f"{PACKED} {keyword}")
         raise UserError(f"this model or call uses {feature} ('{keyword}') that SP-KV attention does not compute")
 
 
@@ -110,9 +117,11 @@ def refuse_tensors(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float, cache: Any
 ) -> None:
     """Raise ``UserError`` for tensors of an attention call from which the operator would compute something else."""
-    if attention_mask is not None and (attention_mask.ndim != 2 or cache is None):
-        feature = "padding" if attention_mask.ndim == 2 else "a custom attention mask"
-        raise UserError(f"this batch has {feature}, which SP-KV attention would ignore: give full blocks instead")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise UserError(
+            "this batch has an attention mask of its own, which SP-KV attention would ignore: give the padding mask "
+            "[batch, tokens], or packed documents by position_ids"
+        )
     if cache is not None and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise UserError(
             "no gradients pass through SPKVCache: call the model inside torch.no_grad(), or with use_cache=False"
@@ -139,24 +148,34 @@ def padding_mask(
     local_size: int | None = None,
     **details: Any,
 ) -> Tensor | None:
-    """Return which tokens are not padding, cached ones included, bool [B, S], for the attention function; None: all.
+    """Return what the attention function needs to know of the tokens of a batch.
 
     No causal mask is made, because the operator is causal itself. Raises ``UserError`` for any other kind of mask.
+
+    Returns:
+        None, or which tokens are not padding, cached ones included, bool [B, S], or for packed documents, where that
+        of each token starts, int64 [B, T].
     """
     is_compiling = torch.compiler.is_compiling()
     # Record the window, which a layer may not pass to the attention function
     if local_size is not None and not is_compiling and (recording := _RECORDING.get()) is not None:
         recording.mask_windows.add(local_size)
-    # Refuse masks of packed documents and of sparse attention
-    if not allow_is_causal_skip and not is_compiling:  # always false while compiling; ``_check_call`` refuses packing
-        mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, allow_is_causal_skip=False, **details)
-        if mask is None or bool(mask.triu(1 + kv_length - q_length).any()):
-            raise UserError(_NOT_CAUSAL)
-        raise UserError(
-            "this batch or model requires a mask of its own (packed documents, or sparse attention), which SP-KV "
-            "attention would ignore: give one document per row, without position_ids"
-        )
-    if attention_mask is None or attention_mask.is_meta:  # a meta tensor has no values
+    # Find packed documents; while compiling, transformers takes every batch for packed
+    if not allow_is_causal_skip and (not is_compiling or CALL.has_positions):
+        starts = _packed_starts(batch_size, q_length, details["mask_function"], details["device"])
+        if not is_compiling:
+            _check_mask(starts, details["mask_function"], local_size, kv_length)
+        if attention_mask is None:
+            return starts
+    if attention_mask is None:
+        if not is_compiling:
+            return _DOCUMENTS.get()
+        if CALL.has_positions and allow_is_causal_skip:
+            raise UserError(
+                "this model makes its masks without position_ids, which torch.compile needs: leave them out"
+            )
+        return None
+    if attention_mask.is_meta:  # which has no values
         return None
     if attention_mask.shape[1] != q_offset + q_length:
         raise UserError(
@@ -164,4 +183,110 @@ def padding_mask(
             "give one for each of them"
         )
     is_token = attention_mask != 0  # a copy, which callers do not change
-    return None if bool(is_token.all()) else is_token
+    return None if not is_compiling and bool(is_token.all()) else is_token
+
+
+def _packed_starts(batch: int, length: int, visible: Callable[..., Tensor], device: torch.device) -> Tensor:
+    """Return where the document of each token starts [B, T]: at the tokens that do not see the one before them.
+
+    ``visible`` computes from indices of rows, heads, queries and keys whether a query sees a key.
+    """
+    position, rows = torch.arange(length, device=device), torch.arange(batch, device=device)[:, None]
+    continues = visible(rows, 0, position[1:], position[:-1]).expand(batch, -1)
+    return _latest(torch.cat([continues.new_ones(batch, 1), ~continues], 1))
+
+
+def _check_mask(starts: Tensor, visible: Callable[..., Tensor], window: int | None, num_keys: int) -> None:
+    """Raise ``UserError`` unless tokens see all earlier ones of their document, in a ``window`` if there is one."""
+    batch, length = starts.shape
+    key, rows = torch.arange(num_keys, device=starts.device), torch.arange(batch, device=starts.device)[:, None, None]
+    for query in torch.split(torch.arange(length, device=starts.device)[:, None], _MASK_ROWS):
+        expected = (key <= query) & (key >= starts[:, query.flatten(), None])
+        if window is not None:
+            expected &= query - key < window
+        found = visible(rows, 0, query, key).expand_as(expected)
+        if bool((found & (key > query)).any()):
+            raise UserError(_NOT_CAUSAL)
+        if not torch.equal(found, expected):
+            raise UserError(
+                "this batch or model requires a mask of its own (sparse attention, or blocks of tokens), which SP-KV "
+                "attention would ignore: give one document per row, without position_ids"
+            )
+
+
+def check_documents(mask: Any, kwargs: dict[str, Any]) -> None:
+    """Check a call of a model without a cache, and remember its packed documents until ``forget_documents``.
+
+    Raises ``UserError`` for padding between the tokens of a row.
+    """
+    if mask is not None:
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_meta:
+            _check_padding(mask)
+        return
+    positions, tokens = kwargs.get("position_ids"), kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens[..., None]
+    starts = None if tokens is None else document_starts(None, kwargs, tokens)
+    if (
+        starts is None
+        and tokens is not None
+        and positions is not None
+        and positions.ndim == 2
+        and not positions.is_meta
+    ):
+        is_first = torch.ones_like(positions, dtype=torch.bool)
+        is_first[:, 1:] = positions.diff(dim=1) != 1
+        if bool(is_first[:, 1:].any()):
+            starts = _latest(is_first).expand(len(tokens), -1)
+    _DOCUMENTS.set(starts)
+
+
+def forget_documents(*_: Any) -> None:
+    """Forget the documents of a call: a hook after it."""
+    if not torch.compiler.is_compiling():
+        _DOCUMENTS.set(None)
+
+
+def document_starts(mask: Tensor | None, kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:
+    """Return where the document of each token starts, int [B, T], of an attention call without a cache.
+
+    Args:
+        mask: what ``padding_mask`` returned. The padding of a row counts as documents.
+        kwargs: keyword arguments of the call, of which ``cu_seq_lens_q`` [documents + 1] and ``seq_idx`` [B, T] also
+            tell packed documents.
+        tokens: a tensor [B, ..., T, channels] of the call.
+
+    Returns:
+        None if each row is one document.
+    """
+    batch, length = tokens.shape[0], tokens.shape[-2]
+    ends, index = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    if mask is not None and mask.dtype != torch.bool:
+        return mask
+    if mask is None and ends is not None:
+        if batch != 1:
+            raise UserError(f"cu_seq_lens_q tells the documents of one row; this batch has {batch}")
+        position = torch.arange(length, device=tokens.device)
+        ends = ends.to(tokens.device)
+        starts: Tensor = ends[torch.searchsorted(ends, position, right=True) - 1].long()[None]
+        return starts
+    same = mask if mask is not None else index
+    if same is None:
+        return None
+    return _latest(torch.cat([same.new_ones(batch, 1, dtype=torch.bool), same[:, 1:] != same[:, :-1]], 1))
+
+
+def _latest(is_first: Tensor) -> Tensor:
+    """Return the position of the latest true value up to each token, int64 [B, T]; the first one must be true."""
+    position = torch.arange(is_first.shape[1], device=is_first.device)
+    return torch.where(is_first, position, 0).cummax(1).values
+
+
+def _check_padding(attention_mask: Tensor) -> None:
+    """Raise ``UserError`` for padding between the tokens of a row, of a mask [B, T]."""
+    is_token = attention_mask != 0
+    edges = (is_token[:, 1:] & ~is_token[:, :-1]).sum(1) + is_token[:, 0]
+    if bool((edges > 1).any()):
+        row = int((edges > 1).nonzero()[0])
+        raise UserError(
+            f"attention_mask has padding between the tokens of row {row}: put it before the first or after the last"
+        )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spkv_nas.artifacts import gate_config, histogram
+from spkv_nas.base.errors import UserError
 
 MODES = ("open", "soft", "sampled", "hard")
 _FIXED = {gate_config.GLOBAL: math.inf, gate_config.LOCAL: -math.inf}
@@ -57,8 +58,14 @@ class UtilityPredictor(nn.Module):
         nn.init.normal_(self.down.weight, std=0.02 * self._config.init_scale)
         nn.init.constant_(self.down.bias, self._config.bias)
 
-    def forward(self, hidden_states: Tensor, *, sinks: bool = True) -> Tensor:
-        """Compute logits float32 [B, Hkv, T] of [B, T, model_size]; ``sinks``: the first tokens start a sequence."""
+    def forward(self, hidden_states: Tensor, *, sinks: bool = True, starts: Tensor | None = None) -> Tensor:
+        """Compute logits float32 [B, Hkv, T] of hidden states [B, T, model_size].
+
+        ``sinks`` tells that the first tokens start a document, ``starts`` int [B, T] where that of each token starts,
+        if there are several in a row.
+        """
+        if self.mix is not None and starts is not None:
+            raise UserError("the bidirectional predictor mixes tokens of packed documents: give one document per row")
         # Predict in the dtype of the weights, without autocast
         device = hidden_states.device.type
         has_autocast = torch.amp.is_autocast_available(device)  # the device meta has none
@@ -73,7 +80,9 @@ class UtilityPredictor(nn.Module):
             logits: Tensor = self.down(hidden).float().transpose(1, 2).clone(memory_format=torch.contiguous_format)
         # Fix the logits of sink tokens and of heads without a gate
         if sinks and self._config.sinks:
-            logits[:, :, : self._config.sinks] = math.inf
+            position = torch.arange(logits.shape[2], device=logits.device)
+            after_start = position[None] if starts is None else position - starts
+            logits.masked_fill_((after_start < self._config.sinks)[:, None], math.inf)
         for head, letter in enumerate(self.row):
             if letter in _FIXED:
                 logits[:, head] = _FIXED[letter]
@@ -88,7 +97,7 @@ class FixedGates(nn.Module):
         super().__init__()
         self.row = row
 
-    def forward(self, hidden_states: Tensor, *, sinks: bool = True) -> Tensor:
+    def forward(self, hidden_states: Tensor, *, sinks: bool = True, starts: Tensor | None = None) -> Tensor:
         """Return logits [B, Hkv, T] for hidden states [B, T, model_size]."""
         logits = hidden_states.new_empty(len(self.row), 1, dtype=torch.float32)
         for head, letter in enumerate(self.row):

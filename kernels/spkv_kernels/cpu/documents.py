@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_by_document(attend: Callable[..., Tensor], starts: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
     """Compute attention within documents.
 
@@ -26,7 +26,7 @@ def attend_by_document(attend: Callable[..., Tensor], starts: Tensor, inputs: Se
     is_first = (starts == torch.arange(length, device=starts.device)).flatten()
     edges = [*is_first.nonzero().flatten().tolist(), batch * length]
     lengths = [stop - start for start, stop in itertools.pairwise(edges)]
-    documents = [None if x is None else x.transpose(0, 1).flatten(1, 2).split(lengths, 1) for x in inputs]
+    documents = [None if x is None else torch.split(x.transpose(0, 1).flatten(1, 2), lengths, 1) for x in inputs]
     # Attend in those of each length
     outs: dict[int, Tensor] = {}
     for size in sorted(set(lengths)):
@@ -35,4 +35,4 @@ def attend_by_document(attend: Callable[..., Tensor], starts: Tensor, inputs: Se
         outs.update(zip(members, attend(*some).unbind(0), strict=True))
     # Put them back in order
     joined = torch.cat([outs[index] for index in range(len(lengths))], 1)
-    return joined.unflatten(1, (batch, length)).transpose(0, 1)
+    return joined.view(len(joined), batch, length, -1).transpose(0, 1)

@@ -55,7 +55,8 @@ def attention(
             q, k, v, log_utility, keep = document
             return attention(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits)
 
-        return attend_by_document(attend, starts, (q, k, v, log_utility, keep))
+        out: Tensor = attend_by_document(attend, starts, (q, k, v, log_utility, keep))
+        return out
     # Split query heads by KV head: [B, Hkv, G, T, D]
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads, length = k.shape[:3]
