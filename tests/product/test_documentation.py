@@ -40,7 +40,7 @@ FRESH = {"README.md", "memory.md", "own-model.md", "retrain.md", "serve-vllm.md"
 EMBEDDED = {"install.md", "budget.md", "compare-signals.md"}  # on the embedded models, in the repository's workspace
 SLOW = {  # whole workflows, of twenty seconds and more
     *("install.md", "cost.md", "decoding.md", "evaluation.md", "report.md", "scores.md", "vllm.md"),
-    *("budget.md", "compare-signals.md", "memory.md", "own-model.md", "retrain.md", "python.md", "serve.md"),
+    *("budget.md", "compare-signals.md", "memory.md", "own-model.md", "retrain.md", "trl.md", "python.md", "serve.md"),
     *("serve-vllm.md", "search.md", "distributed.md"),
 }
 OTHERS = {"make", "pip", "uv", "optuna-dashboard", "vllm"}  # programs that install, or serve a page
@@ -114,6 +114,7 @@ def write_results(folder: Path) -> None:
             (folder / "layouts" / name).mkdir(parents=True, exist_ok=True)
             layout.write(folder / "layouts" / name / f"{strategy}.yaml")
     (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "instructions.jsonl").write_text('{"prompt": "Name a fox. ", "completion": "A red one."}\n' * 8)
     Layout(("GL", "LL", "LL", "GG"), window=8).write(folder / "rival.yaml")
     shutil.copy(PAPER_TABLE, folder / "my-runs.csv")
 
