@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.model.windows import apply_layout
 
-WORDS = "fox jumps over two of the dogs that sleep in a house by the sea".split()
+SENTENCE = "fox jumps over two of the dogs that sleep in a house by the sea"
 
 
 @pytest.mark.slow
@@ -32,7 +32,8 @@ def test_first_step(
     model = sharpen_attention(tiny_model(vocab_size=len(tiny_tokenizer), max_position_embeddings=512), 4.0)
     apply_layout(model, Layout(("GL", "LG") * 2, 6, sinks=2))
     tiny_tokenizer.pad_token = tiny_tokenizer.eos_token
-    examples = [" ".join(WORDS[start:] + WORDS[: 3 * start]) for start in range(4)]
+    words = SENTENCE.split()
+    examples = [" ".join(words[start:] + words[: 3 * start]) for start in range(4)]
     config = trl.SFTConfig(
         tmp_path, max_steps=1, per_device_train_batch_size=4, logging_steps=1, report_to="none", use_cpu=True,
         bf16=False, save_strategy="no", **options,
