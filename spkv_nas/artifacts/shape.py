@@ -9,7 +9,7 @@ from spkv_nas.artifacts.grid import Grid
 class HeadShape:
     """Attention heads of a decoder."""
 
-    num_layers: int  # layers L
+    num_layers: int  # attention layers L, without those that read another layer's keys
     num_heads: int  # query heads per layer Hq
     num_kv_heads: int  # KV heads per layer Hkv
     head_dim: int  # channels of a head D
@@ -48,6 +48,12 @@ class ModelSize:
     is_mixture: bool = False  # whether it is a mixture of experts, where a token uses only a part of the parameters
     # sliding window of each layer in keys, None for full attention; empty if no layer has one
     native_windows: tuple[int | None, ...] = ()
+    num_other_layers: int = 0  # layers without attention, or with the keys of another layer
+
+    @property
+    def num_decoder_layers(self) -> int:
+        """Return the number of all layers."""
+        return self.heads.num_layers + self.num_other_layers
 
     @property
     def shape(self) -> Shape:

@@ -231,7 +231,7 @@ def num_adapter_parameters(size: ModelSize, rank: int, targets: str | Sequence[s
     widths = dict.fromkeys(("q_proj", "o_proj"), channels + q) | dict.fromkeys(("k_proj", "v_proj"), channels + kv)
     widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), channels + ffn)
     adapted_layers = set(widths) if isinstance(targets, str) or not set(targets) <= set(widths) else set(targets)
-    return rank * size.heads.num_layers * sum(widths[name] for name in adapted_layers)
+    return rank * size.num_decoder_layers * sum(widths[name] for name in adapted_layers)
 
 
 def num_gated(size: ModelSize, gates: gate_config.GateConfig) -> int:
@@ -284,7 +284,7 @@ class PassMemory:
 
     def kept(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
         """Return the bytes that a forward pass keeps for the backward pass, without logits."""
-        size, layers = self.size, self.size.heads.num_layers
+        size, layers = self.size, self.size.num_decoder_layers
         layer, gate = num_tokens * self._layer(learns), num_tokens * self._predictor
         gated = 0 if self.gates is None else num_gated(size, self.gates)
         kept = self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
@@ -292,7 +292,7 @@ class PassMemory:
 
     def going(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
         """Return the bytes of ``kept`` that are freed when the backward pass reaches the first layer."""
-        layers = self.size.heads.num_layers
+        layers = self.size.num_decoder_layers
         layer_bytes = self._hidden(num_tokens) // layers if recomputes else num_tokens * self._layer(learns)
         return (layers - 1) * layer_bytes
 
@@ -325,7 +325,7 @@ class PassMemory:
 
     def _hidden(self, num_tokens: int) -> int:
         item = FLOAT32 if self.autocast else self.item
-        return num_tokens * item * self.size.hidden_size * self.size.heads.num_layers
+        return num_tokens * item * self.size.hidden_size * self.size.num_decoder_layers
 
 
 def fitting_pass(memory: PassMemory, block_size: int, max_blocks: int, room: float) -> tuple[int, bool]:

@@ -251,7 +251,8 @@ class Stages:
         passing = passes.learning(
             tokens, learns=training.learns, recomputes=training.recomputes, taught=training.distills
         )
-        layer, outside = size.without_embeddings / size.heads.num_layers, size.num_parameters - size.without_embeddings
+        layer = size.without_embeddings / size.num_decoder_layers
+        outside = size.num_parameters - size.without_embeddings
         weights = training.weight_item * size.num_parameters + FLOAT32 * (predictors + training.adapters)
         if training.distills and training.learns is Learns.ALL:  # a copy as teacher; frozen weights are their own
             weights += passes.item * size.without_embeddings + FLOAT32 * outside

@@ -9,21 +9,23 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from spkv_nas.artifacts import local_layers
 from spkv_nas.artifacts.shape import HeadShape, ModelSize
 from spkv_nas.base import limits, memory, schema
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import learned_sinks
+from spkv_nas.model.cache_layers import native_windows
 
 _BEYOND = 16  # maximum length of a sequence, in multiples of the model's max_position_embeddings
 _READ_BY_MODELS = {"model_type", "head_dim"}  # read by decoders whose config class has no such field
 
 
 def config_shape(config: PreTrainedConfig) -> HeadShape:
-    """Return the heads of the decoder in ``config``; without KV heads in it, each query head has its own."""
+    """Return the attention layers and heads of a decoder; without KV heads in ``config``, each query head has one."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     return HeadShape(
-        num_layers=text.num_hidden_layers,
+        num_layers=len(native_windows(config)),
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
@@ -43,7 +45,9 @@ def model_size(model: PreTrainedModel) -> ModelSize:
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
     added = learned_sinks.added_parameters(model)
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * int(text.num_hidden_layers)
+    windows = native_windows(model.config)
+    layers = local_layers.config_layers(windows)
+    local_windows = {layer.native_window for layer in layers if layer.is_always_local}
     positions = getattr(text, "max_position_embeddings", None)
     return ModelSize(
         config_shape(model.config),
@@ -53,23 +57,12 @@ def model_size(model: PreTrainedModel) -> ModelSize:
         intermediate_size=_ffn_width(text),
         vocabulary=vocabulary_size(model),
         positions=positions if isinstance(positions, int) else None,
-        num_full=sum(kind == "full_attention" for kind in kinds),
-        sliding_window=int(text.sliding_window) if "sliding_attention" in kinds else 0,
+        num_full=len(local_layers.candidate_layers(layers)),
+        sliding_window=max((window for window in local_windows if window is not None), default=0),
         is_mixture=any(".experts." in name for name, _ in model.named_parameters()),
-        native_windows=_native_windows(text),
+        native_windows=tuple(windows) if any(windows) else (),
+        num_other_layers=int(text.num_hidden_layers) - len(windows),
     )
-
-
-def _native_windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, None for full attention; empty if no layer has one.
-
-    As in the caches of transformers, a window in a config without ``layer_types`` is that of all layers (Mistral).
-    """
-    window = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * int(text.num_hidden_layers)
-    if window is None or "sliding_attention" not in kinds:
-        return ()
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _ffn_width(text: PreTrainedConfig) -> int:

@@ -1,0 +1,50 @@
+"""Find out what each layer of a decoder stores, from the cache that transformers makes for its config."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from spkv_nas.base.errors import UserError
+
+# Layers that store the keys of all tokens or of the last ones, a state that is not made of keys, both, or nothing
+_KNOWN = {
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer, DummyLayer,
+}  # fmt: skip
+_SPARSE = "choose or compress their keys, which SP-KV attention does not compute"
+
+
+def cache_layers(config: PreTrainedConfig) -> list[Any]:
+    """Return the layers of an empty cache of transformers, one per decoder layer.
+
+    Raises ``UserError`` if some choose among their keys by an index, or compress them.
+    """
+    try:
+        layers: list[Any] = DynamicCache(config=config).layers
+    except KeyError as error:
+        raise UserError(f"its layers of type {error.args[0]} {_SPARSE}") from error
+    kinds = getattr(config.get_text_config(), "layer_types", None) or [type(layer).__name__ for layer in layers]
+    if wrong := sorted({k for k, layer in zip(kinds, layers, strict=False) if type(layer) not in _KNOWN}):
+        raise UserError(f"its layers of type {', '.join(wrong)} {_SPARSE}")
+    return layers
+
+
+def attention_indices(layers: Sequence[Any]) -> list[int]:
+    """Return which of the ``cache_layers`` store keys and values, some beside a state of another kind."""
+    return [index for index, layer in enumerate(layers) if isinstance(layer, DynamicLayer)]
+
+
+def native_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Return the sliding window of each layer that stores keys and values; None for full attention."""
+    layers = cache_layers(config)
+    return [getattr(layers[index], "sliding_window", None) for index in attention_indices(layers)]
