@@ -18,13 +18,10 @@ from transformers.generation import GenerationMode
 from spkv_nas.artifacts import grid, local_layers
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attention, attention_calls, config_section, gates, modes
+from spkv_nas.model import attention, attention_calls, cached_states, config_section, gates, modes
+from spkv_nas.model.cache_layers import attention_indices, cache_layers
 from spkv_nas.model.generation_cache import NOT_ASSISTED, SPKVCache
 from spkv_nas.model.learned_sinks import layer_learned_sinks
-
-# Types of layers whose attention is computed (a chunked mask is refused as such), and those without attention
-_WITH_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
-_WITHOUT_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
@@ -252,6 +249,8 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
             attention_calls.check_documents(mask, kwargs)
     if cache is None and uses_cache:
         kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
+    if cache is not None or uses_cache:
+        cached_states.check_states(model, kwargs, num_cached)
     return args, kwargs
 
 
@@ -299,15 +298,12 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
         raise UserError(f"{type(model).__name__} cannot run with SP-KV attention: {error}") from error
     # Compare with the layers that compute attention
     text, calls = model.config.get_text_config(), recording.calls
-    layer_types = getattr(text, "layer_types", None) or []
-    if sparse := sorted({kind for kind in layer_types if kind not in _WITH_ATTENTION | _WITHOUT_ATTENTION}):
-        raise UserError(
-            f"{type(model).__name__}: its layers of type {', '.join(sparse)} choose or compress their keys, which "
-            "SP-KV attention does not compute"
-        )
-    expected = sum(kind in _WITH_ATTENTION for kind in layer_types) or text.num_hidden_layers
+    try:
+        expected = len(attention_indices(cache_layers(model.config)))
+    except UserError as error:
+        raise UserError(f"{type(model).__name__}: {error}") from error
     reached = len({id(call.module) for call in calls})
-    if reached != expected or len(calls) != expected:
+    if not calls or reached != expected or len(calls) != expected:
         raise UserError(
             f"{type(model).__name__}: {reached} of {expected} attention layers reached the attention function, in "
             f"{len(calls)} calls; SP-KV needs each layer exactly once\n"
@@ -315,6 +311,7 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
         )
     # Compare with the limits of the masks. Some models make masks that none of their kinds of layers uses, and nothing
     # exceeds a limit of as many keys as the model has positions
+    layer_types = getattr(text, "layer_types", None) or []
     uses_them = not layer_types or any("sliding" in kind or "chunked" in kind for kind in layer_types)
     longest = getattr(text, "max_position_embeddings", None) or attention.GLOBAL_WINDOW
     limits = [limit for limit in recording.undeclared_windows if uses_them and limit < longest]

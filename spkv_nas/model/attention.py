@@ -229,7 +229,8 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if cache is None:
         cache = kwargs.get("layer_past")  # its name in GPT-NeoX and others
     if cache is not None:
-        extra["spkv_cache"] = _cache_layer(cache, layer)
+        # Layers that share their weights, as in Zamba, are told their index
+        extra["spkv_cache"] = _cache_layer(cache, kwargs.get("layer_idx", getattr(layer, "layer_idx", None)))
     # Compute the gate; in open mode it only closes local heads
     if predictor is not None and (settings.mode != "open" or gate_config.LOCAL in predictor.row):
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -247,9 +248,9 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return args, {**kwargs, **extra}
 
 
-def _cache_layer(cache: Any, layer: nn.Module) -> Any:
-    """Return the part of an ``SPKVCache`` that belongs to ``layer``. Raises ``UserError`` for any other cache."""
-    index, layers = getattr(layer, "layer_idx", None), getattr(cache, "layers", ())
+def _cache_layer(cache: Any, index: int | None) -> Any:
+    """Return layer ``index`` of an ``SPKVCache``. Raises ``UserError`` for any other cache."""
+    layers = getattr(cache, "layers", ())
     if not isinstance(index, int) or index >= len(layers) or not hasattr(layers[index], "attend"):
         raise cache_error(cache)
     return layers[index]

@@ -1,22 +1,36 @@
 """Key-value cache that stores only what gates and layouts keep, for ``model.generate(..., past_key_values=...)``.
 
-Prompts of different lengths are padded on the left; padding is never stored. Phi-3 replaces the cache where its RoPE
-changes; ``return_dict_in_generate`` returns the new one.
+Prompts of different lengths are padded on the left; padding is never stored. Cache layers of transformers hold the
+states of linear attention, state spaces and convolutions. Phi-3 replaces the cache where its RoPE changes;
+``return_dict_in_generate`` returns the new one.
 """
 
+import sys
 from typing import Any
 
 import torch
 from spkv_kernels import PagedKVCache, attention, decode_attention, extend_attention
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
+from spkv_nas.model.cache_layers import attention_indices, cache_layers
 from spkv_nas.model.wrappers import unwrapped
 
 NOT_ASSISTED = "assisted decoding, also by prompt lookup or early exit, needs a full-attention cache: leave it out"
+_NOT_PASSED_ON = (
+    "this model's attention layers do not pass their cache on as transformers' usually do, so SPKVCache misses keys: "
+    "generate with use_cache=False"
+)
 _RING = 128  # ring size of a model without local heads
 
 
@@ -30,10 +44,16 @@ class SPKVCacheLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(
-        self, state: LayerState, window: int, page_size: int, max_pages: int | None, masks: list[Tensor | None]
+        self,
+        state: LayerState,
+        window: int,
+        page_size: int,
+        max_pages: int | None,
+        masks: list[Tensor | None],
+        **kwargs: Any,
     ) -> None:
         """Create an empty layer; ``window`` is its ring size if it has no local heads to determine one."""
-        super().__init__()
+        super().__init__(**kwargs)
         self._masks = masks  # shared by all layers, so that a mask is compared once: earlier, current, new tokens'
         self.mask: Tensor | None = None  # bool [B, tokens], false for padding among the tokens seen; None: no padding
         self.page_size, self._max_pages = page_size, max_pages
@@ -68,10 +88,7 @@ class SPKVCacheLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the new keys and values unchanged. Raises ``UserError`` if ``attend`` did not store earlier ones."""
         if self._is_pending:
-            raise UserError(
-                "this model's attention layers do not pass their cache on as transformers' usually do, so SPKVCache "
-                "misses keys: generate with use_cache=False"
-            )
+            raise UserError(_NOT_PASSED_ON)
         self._is_pending = True
         return key_states, value_states
 
@@ -101,6 +118,8 @@ class SPKVCacheLayer(CacheLayerMixin):
         Returns:
             [B, Hq, T, D]; rows of padding hold arbitrary finite values.
         """
+        if not self._is_pending:
+            raise UserError(_NOT_PASSED_ON)
         self._is_pending = False
         if not self.paged:
             self.lazy_initialization(k, v)
@@ -215,14 +234,23 @@ class SPKVCacheLayer(CacheLayerMixin):
         """Raise ``UserError``: pruned tokens cannot be restored to the window."""
         raise UserError(f"an SP-KV cache cannot be cropped, because pruned tokens are deleted: {NOT_ASSISTED}")
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence ``repeats`` times."""
-        if self.paged:
-            self.reorder_cache(torch.arange(self.paged[0].batch_size).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences ``indices``."""
-        self.reorder_cache(indices)
+class SPKVHybridCacheLayer(SPKVCacheLayer, LinearAttentionAndFullAttentionLayer):
+    """Cache of a layer with attention and a state of another kind, such as that of Falcon-H1's state space."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate for the first keys and values, which are passed by position, or for the first other states."""
+        (SPKVCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i a copy of row ``beam_idx[i]``."""
+        SPKVCacheLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    def reset(self) -> None:
+        """Reset the cache to its empty state."""
+        SPKVCacheLayer.reset(self)
+        LinearAttentionLayer.reset(self)
 
 
 class SPKVCache(Cache):
@@ -250,24 +278,58 @@ class SPKVCache(Cache):
         layers = attention_layers(model).values()
         if any(getattr(getattr(layer, "utility_predictor", None), "mix", None) for layer in layers):
             raise UserError("a bidirectional predictor needs future tokens: generate with use_cache=False")
-        indices = [getattr(layer, "layer_idx", None) for layer in layers]
-        shares_keys = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
-        if getattr(model, "_is_stateful", False) or shares_keys or indices != list(range(len(states))):
-            raise UserError(
-                "some layers of this model have no attention, or no keys of their own, and SPKVCache does not hold "
-                "their state: generate with use_cache=False"
-            )
         shared = min((w for state in states if (w := _local_window(state)) is not None), default=_RING)
         masks: list[Tensor | None] = [None] * 3
-        super().__init__([SPKVCacheLayer(state, shared, page_size, max_pages, masks) for state in states])
+        # Replace the attention layers of the cache that transformers would make
+        cache = cache_layers(model.config)
+        indices = attention_indices(cache)
+        if len(indices) != len(states):
+            raise UserError(
+                f"{len(states)} layers of this model compute attention, but {len(indices)} layers of transformers' "
+                "cache store keys: generate with use_cache=False"
+            )
+        for index, state in zip(indices, states, strict=True):
+            kind, options = SPKVCacheLayer, {}
+            if isinstance(other := cache[index], LinearAttentionCacheLayerMixin):
+                kind, options = SPKVHybridCacheLayer, {"number_of_states": other.number_of_states}
+            cache[index] = kind(state, shared, page_size, max_pages, masks, **options)
+        Cache.__init__(self, cache)
+        # Belong to the cache class that the model insists on, if it has one of its own
+        if (own := _own_class(model)) is not None:
+            self.linear_cache: list[Tensor] = []
+            self.__class__ = type(type(self).__name__, (type(self), own), {})
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return the state of a lightning attention layer, as MiniMax asks for it; None before the first token."""
+        state: Tensor | None = self.get_recurrent_state(layer_idx)
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Store the state of a lightning attention layer."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+        self.layers[layer_idx].has_previous_state[0] = True
+
+    @property
+    def states(self) -> list[LinearAttentionCacheLayerMixin]:
+        """Return the layers with a state besides keys and values: linear attention, state spaces, convolutions."""
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence ``repeats`` times."""
+        if self._paged:
+            self.reorder_cache(torch.arange(self._paged[0].batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the sequences ``indices``."""
+        self.reorder_cache(indices)
 
     @property
     def _paged(self) -> list[PagedKVCache]:
-        return [paged for layer in self.layers for paged in layer.paged]
+        return [paged for layer in self.layers if isinstance(layer, SPKVCacheLayer) for paged in layer.paged]
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all layers, including free pages and tables."""
+        """Return the size of keys and values in all layers, including free pages and tables."""
         return sum(paged.num_bytes for paged in self._paged)
 
     @property
@@ -296,6 +358,13 @@ class SPKVCache(Cache):
             return torch.empty(0), torch.empty(0)
         num_outside = [(paged.seq_lens - paged.window).clamp(min=0) * paged.num_kv_heads for paged in self._paged]
         return torch.stack([paged.lengths.sum(1) for paged in self._paged]).sum(0), torch.stack(num_outside).sum(0)
+
+
+def _own_class(model: PreTrainedModel) -> type | None:
+    """Return the cache class beside the model's own, without which its layers refuse to run; None: it has none."""
+    module = type(model.get_decoder()).__module__
+    classes = (value for value in vars(sys.modules[module]).values() if isinstance(value, type))
+    return next((c for c in classes if issubclass(c, DynamicCache) and c.__module__ == module), None)
 
 
 def _local_window(state: LayerState) -> int | None:

@@ -240,15 +240,6 @@ def test_sizes_of_a_cache_that_the_model_replaces(tiny_tokenizer: PreTrainedToke
 
 
 class TestRefused:
-    def test_layers_without_attention(self) -> None:
-        kinds = ["conv", "full_attention", "conv", "full_attention"]
-        model = tiny_model("lfm2", layer_types=kinds)
-        apply_layout(model, Layout(("GL", "LG"), 6))
-        ids = prompts()[0][1:2]
-        with pytest.raises(UserError, match="have no attention, or no keys of their own"):
-            generate(model, ids, torch.ones_like(ids))
-        assert generate(model, ids, torch.ones_like(ids), use_cache=False, max_new_tokens=2).shape == (1, 33)
-
     def test_keys_that_do_not_reach_the_cache(self) -> None:
         model = model_with("layers")
         layer = SPKVCache(model).layers[0]

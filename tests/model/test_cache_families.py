@@ -1,0 +1,187 @@
+"""Test hybrids of families whose layers store more than keys and values: with the cache they equal whole passes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import logits, tiny_model
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from spkv_nas import SPKVCache, apply_layout, detach
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.cost.cache_cost import CacheCost
+from spkv_nas.model import attach
+from spkv_nas.model.attention import LayerState, layer_states
+from spkv_nas.model.model_shape import config_shape
+
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+    "pad_token_id": 0,
+}  # fmt: skip
+CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2}
+ZAMBA: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4, "mamba_d_state": 8,
+    "attention_head_dim": 16, "attention_hidden_size": 64, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "lfm2": CONV,
+    "falcon_h1": {**MAMBA, "head_dim": 8, "mamba_d_ssm": 64},
+    "qwen3_5_text": LINEAR,
+    "minimax": {**LINEAR, "block_size": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "mistral": {"sliding_window": 12},
+}
+SLOW: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_text": {**LINEAR, **EXPERTS},
+    "qwen3_next": {**LINEAR, **EXPERTS},
+    "olmo_hybrid": LINEAR,
+    "lfm2_moe": {**CONV, **EXPERTS, "num_dense_layers": 1},
+    "lfm3": {**CONV, **EXPERTS, "num_dense_layers": 1, "pad_token_id": 0},
+    "granitemoehybrid": {
+        **MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "shared_intermediate_size": 24,
+    },
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8,
+        "mamba_dt_rank": 4, "pad_token_id": 0,
+    },
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "attention"], "head_dim": 8, "mamba_num_heads": 4,
+        "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16, "pad_token_id": 0,
+    },
+    "kimi_linear": {
+        **LINEAR, "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+        "v_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 2, **EXPERTS, "num_local_experts": 2,
+    },
+    "zaya": {"head_dim": 8, "num_experts": 2, "moe_intermediate_size": 24},
+    "zamba": {**ZAMBA, "n_mamba_heads": 2, "mamba_dt_rank": 4},
+    "zamba2": {**ZAMBA, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 16, "num_mem_blocks": 1},
+    "phi3": {"sliding_window": 12, "pad_token_id": 0},
+    "mixtral": {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "starcoder2": {"sliding_window": 12},
+}  # fmt: skip
+IGNORES_STATES = {"jamba", "zamba"}  # where several tokens follow those in a cache
+ALL = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
+
+
+def hybrid(family: str, **changes: Any) -> PreTrainedModel:
+    """Return a model with mixed heads, whose attention is far from uniform, without an end-of-text token."""
+    model = tiny_model(family, **({**FAMILIES, **SLOW}[family] | changes))
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and any(part in name for part in ("attn", "mixer", "mamba")):
+                parameter *= 6
+    attach.hook_layers(model)
+    heads = [state.num_kv_heads for state in layer_states(model)]
+    rows = tuple("".join("GL"[(layer + head) % 2] for head in range(n)) for layer, n in enumerate(heads))
+    apply_layout(model, Layout(rows, 5, sinks=1))
+    return model
+
+
+def explicit_attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, scaling: float | None = None, **__: Any
+) -> tuple[Tensor, None]:
+    """Attend under an additive mask for each KV head: q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
+    age = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    masks = []
+    for window, sinks in zip(module.expected.windows, module.expected.sinks, strict=True):
+        is_visible = (age >= 0) & ((age < window) | (torch.arange(k.shape[2]) < sinks))
+        masks.append(torch.zeros_like(age, dtype=q.dtype).masked_fill(~is_visible, -torch.inf))
+    group = q.shape[1] // k.shape[1]
+    k, v, mask = (x.repeat_interleave(group, dim=-3) for x in (k, v, torch.stack(masks)))
+    scores = q @ k.mT * (scaling or q.shape[-1] ** -0.5) + mask
+    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("explicit", explicit_attention)
+
+
+def prompts(length: int = 20) -> Tensor:
+    return torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_whole_passes_equal_an_explicit_mask(family: str) -> None:
+    model = hybrid(family).double()
+    model.set_experts_implementation("eager")  # others take no float64
+    actual = logits(model, prompts())
+    states: dict[nn.Module, LayerState] = {
+        module: copy.copy(module.spkv)  # type: ignore[misc]
+        for module in model.modules()
+        if hasattr(module, "spkv")
+    }
+    detach(model)
+    for module, state in states.items():
+        module.expected = state  # type: ignore[assignment]
+    model.set_attn_implementation("explicit")
+    assert error(actual, logits(model, prompts())) < 1e-4
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_generation_equals_whole_passes(family: str) -> None:
+    """Greedily, with left padding, from a prompt in chunks, with beams, and from copies of a prompt's cache."""
+    model, ids, mask = hybrid(family), prompts(), torch.ones(2, 20, dtype=torch.long)
+    mask[1, :7] = 0
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    record: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+    made = model.generate(ids, past_key_values=SPKVCache(model), max_new_tokens=40, **record, **options)
+    for row, start in enumerate((0, 7)):
+        sequence = made.sequences[row : row + 1, start:]
+        assert error(torch.stack(made.logits, 1)[row], logits(model, sequence[:, :-1])[0, 19 - start :]) < 1e-4
+        whole = model.generate(ids[row : row + 1, start:], use_cache=False, max_new_tokens=40, do_sample=False)
+        assert torch.equal(sequence, whole)
+    # Beams
+    options |= {"attention_mask": torch.ones_like(mask), "max_new_tokens": 10}
+    beams = [model.generate(ids, num_beams=3, use_cache=uses_cache, **options) for uses_cache in (True, False)]
+    assert torch.equal(*beams)
+    # Chunks, and copies of a prompt's cache
+    chunked = {**options, "prefill_chunk_size": 6}
+    if family in IGNORES_STATES:
+        with pytest.raises(UserError, match="ignore their states where several tokens follow"):
+            model.generate(ids, past_key_values=SPKVCache(model), **chunked)
+        return
+    whole = model.generate(ids, past_key_values=SPKVCache(model), **options)
+    assert torch.equal(model.generate(ids, past_key_values=SPKVCache(model), **chunked), whole)
+    cache, positions = SPKVCache(model), torch.arange(20)[None]
+    with torch.no_grad():
+        model(input_ids=ids[:1, :12], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        copied.batch_repeat_interleave(2)
+        actual = model(input_ids=ids[:, 12:], past_key_values=copied, position_ids=positions[:, 12:]).logits
+    joined = torch.cat([ids[:1, :12].expand(2, -1), ids[:, 12:]], 1)
+    assert error(actual, logits(model, joined)[:, 12:]) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1", "mistral"])
+def test_bytes_are_those_of_the_plan(family: str) -> None:
+    model = hybrid(family, head_dim=64, hidden_size=256)
+    cache, states = SPKVCache(model, page_size=4), layer_states(model)
+    with torch.no_grad():
+        for tokens in torch.full((1, 100), 5).split([80, *[1] * 20], 1):
+            model(input_ids=tokens, past_key_values=cache)
+    planned = CacheCost(100, 1, 5, head_dim=64, dtype="float32", sinks=1, global_window=states[0].checkpoint_window)
+    windows = [None if w == state.checkpoint_window else w for state in states for w in state.windows or ()]
+    assert config_shape(model.config).num_layers == len(states)
+    assert planned.of_heads(windows) < cache.num_bytes < 1.1 * planned.of_heads(windows)
+
+
+def test_states_outside_of_the_cache_are_refused() -> None:
+    model = tiny_model("recurrent_gemma", head_dim=8, attention_window_size=12, lru_width=32)
+    apply_layout(model, Layout(("LL",), 5))
+    with pytest.raises(UserError, match="keeps states outside of its cache"):
+        model.generate(prompts(), attention_mask=torch.ones(2, 20), max_new_tokens=2)
