@@ -47,6 +47,9 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
     if any(state.windows is not None for state in attention.layer_states(model)):
         detach(model)
     hook_layers(model)
+    if any(state.num_readers for state in attention.layer_states(model)):
+        detach(model)
+        raise UserError("layers of this model read the keys of others, which have no gates here: use a layout instead")
     # Check the heads against the model
     layers = list(attention.attention_layers(model).values())
     try:
@@ -68,7 +71,7 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
 
 def detach(model: PreTrainedModel) -> None:
     """Remove gates, windows and hooks, which restores the model as before ``attach_gates`` or ``apply_layout``."""
-    for layer in attention.attention_layers(model).values():
+    for layer in attention.hooked_layers(model).values():
         attention.uninstall(layer)
     # Restore the settings from before the hooks
     before = getattr(model, "_spkv_before", None)
@@ -93,8 +96,9 @@ def restored(model: PreTrainedModel) -> Iterator[None]:
             dict(vars(attention.layer_state(layer))),
             attention.layer_predictor(layer),
             layer_learned_sinks(layer),
+            attention.layer_source(layer),
         )
-        for layer in attention.attention_layers(model).values()
+        for layer in attention.hooked_layers(model).values()
     ]
     attn_implementation, _, use_cache = getattr(model, "_spkv_before", (None, None, None))
     section = getattr(model.config, "spkv", None)
@@ -103,9 +107,9 @@ def restored(model: PreTrainedModel) -> Iterator[None]:
     finally:
         detach(model)
         # Restore them
-        for layer, state, values, predictor, learned_sinks in layers:
+        for layer, state, values, predictor, learned_sinks, source in layers:
             vars(state).update(values)
-            attention.install(layer, state)
+            attention.install(layer, state, source)
             if predictor is not None:
                 layer.utility_predictor = predictor
             if learned_sinks is not None:
@@ -170,14 +174,19 @@ def hook_layers(model: PreTrainedModel) -> None:
     try:
         model.set_attn_implementation("spkv")
         calls = dry_run(model)
+        sources = [next(other for other in calls if other.keys is call.keys) for call in calls]
     except Exception:
         model.set_attn_implementation(before)
         raise
     # Install state and hooks
     settings = attention.GateSettings()
-    for call in calls:
-        attention.install(call.module, attention.LayerState(call.num_kv_heads, call.native_window, settings))
-    local_layers.mark_local_layers([attention.layer_state(call.module) for call in calls])
+    for call, source in zip(calls, sources, strict=True):
+        if source is call:
+            attention.install(call.module, attention.LayerState(call.num_kv_heads, call.native_window, settings))
+        else:
+            attention.layer_state(source.module).num_readers += 1
+            attention.install(call.module, attention.layer_state(source.module), source.module)
+    local_layers.mark_local_layers(attention.layer_states(model))
     prepare(model, before)
 
 
@@ -251,7 +260,24 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
     if cache is not None or uses_cache:
         cached_states.check_states(model, kwargs, num_cached)
+    if any(state.num_readers for state in attention.layer_states(model)):
+        kwargs = _with_all_queries(model, kwargs)
     return args, kwargs
+
+
+def _with_all_queries(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Name the kept logits by their indices, because layers that share keys compute only those of a number.
+
+    Gemma 4 passes such a number of queries to them, for which it slices a mask of another form than ours.
+    """
+    num_kept, tokens = kwargs.get("logits_to_keep", 0), cached_states.new_tokens(kwargs)
+    if (
+        not isinstance(num_kept, int)
+        or tokens is None
+        or "logits_to_keep" not in inspect.signature(model.forward).parameters
+    ):
+        return kwargs
+    return {**kwargs, "logits_to_keep": torch.arange(tokens.shape[1], device=tokens.device)[-num_kept:]}
 
 
 def _check_positions(position_ids: torch.Tensor | None, attention_mask: Any, num_cached: int) -> None:
@@ -303,9 +329,10 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
     except UserError as error:
         raise UserError(f"{type(model).__name__}: {error}") from error
     reached = len({id(call.module) for call in calls})
-    if not calls or reached != expected or len(calls) != expected:
+    num_sources = len({id(call.keys) for call in calls})
+    if not calls or num_sources != expected or len(calls) != reached:
         raise UserError(
-            f"{type(model).__name__}: {reached} of {expected} attention layers reached the attention function, in "
+            f"{type(model).__name__}: {num_sources} of {expected} attention layers reached the attention function, in "
             f"{len(calls)} calls; SP-KV needs each layer exactly once\n"
             "its class does not use the attention interface of transformers, so gates would have no effect"
         )

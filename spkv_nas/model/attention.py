@@ -7,7 +7,7 @@ Inputs for which the result would be silently wrong raise ``UserError`` (``atten
 dropout, attention masks other than those of padding and packed documents, and a cache other than ``SPKVCache``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -69,6 +69,7 @@ class LayerState:
     # whether the layer's learned sinks act, which belong to the layout that they were added to
     learned_sinks: bool = False
     observer: Observer | None = None  # called with each pass's queries, keys and values
+    num_readers: int = 0  # later layers without keys of their own, which read this layer's keys and share this state
     is_always_local: bool = False  # whether all heads keep the native window in every layout (local_layers.py)
     _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -149,8 +150,20 @@ class LayerState:
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the hooked attention layers of a model by module name, in layer order."""
+    """Return the hooked attention layers with keys of their own by module name, in layer order."""
+    return {name: layer for name, layer in hooked_layers(model).items() if layer_source(layer) is layer}
+
+
+def hooked_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the ``attention_layers`` of a model, and those that read their keys."""
     return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "spkv", None), LayerState)}
+
+
+def layer_source(layer: nn.Module) -> nn.Module:
+    """Return the layer whose keys a hooked layer reads: itself, unless the model shares keys among layers."""
+    (source,) = getattr(layer, "spkv_source", (layer,))
+    assert isinstance(source, nn.Module)
+    return source
 
 
 def layer_state(layer: nn.Module) -> LayerState:
@@ -204,9 +217,11 @@ def not_finite(what: str, wrong: int, heads: int, first: tuple[int, ...]) -> str
     )
 
 
-def install(layer: nn.Module, state: LayerState) -> None:
-    """Attach the hook and its state to one attention layer."""
+def install(layer: nn.Module, state: LayerState, source: nn.Module | None = None) -> None:
+    """Attach the hook and its state to one attention layer; ``source``: the layer whose keys and state it shares."""
     layer.spkv = state  # type: ignore[assignment]  # a plain attribute, not a submodule
+    if source is not None and source is not layer:
+        layer.spkv_source = (source,)  # type: ignore[assignment]  # in a tuple, or else it would be a submodule
     layer._spkv_handle = layer.register_forward_pre_hook(_pre_hook, with_kwargs=True)  # type: ignore[assignment]
 
 
@@ -214,15 +229,16 @@ def uninstall(layer: nn.Module) -> None:
     """Remove the hook, its state and the predictor from a layer."""
     layer._spkv_handle.remove()  # type: ignore[union-attr, operator]
     del layer.spkv, layer._spkv_handle
+    vars(layer).pop("spkv_source", None)
     for name in {"utility_predictor", "learned_sinks"} & layer._modules.keys():
         delattr(layer, name)
 
 
 def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Add the layer's state, its part of the cache, and its gate to the keyword arguments of an attention layer."""
-    state = layer_state(layer)
+    state, source = layer_state(layer), layer_source(layer)
     settings = state.settings
-    extra: dict[str, Any] = {"spkv_state": state}
+    extra: dict[str, Any] = {"spkv_state": state, "spkv_reads": True if source is not layer else None}
     predictor = layer_predictor(layer)
     # Pass on the layer's part of the cache
     cache = kwargs.get("past_key_values")
@@ -230,7 +246,7 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         cache = kwargs.get("layer_past")  # its name in GPT-NeoX and others
     if cache is not None:
         # Layers that share their weights, as in Zamba, are told their index
-        extra["spkv_cache"] = _cache_layer(cache, kwargs.get("layer_idx", getattr(layer, "layer_idx", None)))
+        extra["spkv_cache"] = _cache_layer(cache, kwargs.get("layer_idx", getattr(source, "layer_idx", None)))
     # Compute the gate; in open mode it only closes local heads
     if predictor is not None and (settings.mode != "open" or gate_config.LOCAL in predictor.row):
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -297,7 +313,7 @@ def _attend(
     state: LayerState, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute the output [B, Hq, T, D] of a checked call, over the cache or by an observer if there is one."""
-    gate, cache = kwargs.get("spkv_gate"), kwargs.get("spkv_cache")
+    gate, cache, is_reader = kwargs.get("spkv_gate"), kwargs.get("spkv_cache"), bool(kwargs.get("spkv_reads"))
     sink_logits = chosen_sink_logits(kwargs.get("s_aux"), kwargs.get("spkv_sink_logits"))
     # Attend over the cache
     if cache is not None:
@@ -309,17 +325,18 @@ def _attend(
         if state.gate_window is not None:
             state.check_gate_reach(cache.get_seq_length() + q.shape[2])
         keep = gate.keep if gate else None
-        cached: Tensor = cache.attend(q.to(v.dtype), k.to(v.dtype), v, keep, mask, scale, sink_logits)
+        cached: Tensor = cache.attend(q.to(v.dtype), k.to(v.dtype), v, keep, mask, scale, sink_logits, is_reader=is_reader)
         return cached
     # Find the documents of each row, which the pre-hook passed to the gates
     starts = attention_calls.document_starts(mask, kwargs, q)
     if gate is not None and starts is not None and kwargs.get("spkv_starts") is None:
         raise UserError("this model's layers get their attention mask by position, so gates cannot tell documents")
-    # Let an observer replace attention
-    if state.observer is not None and starts is not None:
-        raise UserError("attention is being measured, which packed and padded documents do not support: give blocks")
-    if state.observer is not None and (observed := state.observer(q, k, v, scale, sink_logits)) is not None:
-        return observed
+    # Let an observer replace attention. One that only measures takes the layer with the keys alone
+    if state.observer is not None and (not is_reader or getattr(state.observer, "replaces", False)):
+        if starts is not None:
+            raise UserError("attention is being measured, which packed and padded documents do not support: give blocks")
+        if (observed := state.observer(q, k, v, scale, sink_logits)) is not None:
+            return observed
     # Attend within the sequence
     if gate is not None:
         state.check_gate_reach(q.shape[2])
@@ -355,6 +372,12 @@ def _call_state(num_kv_heads: int, kwargs: dict[str, Any]) -> LayerState:
             "hooked: call detach(model), and add gates or layout again"
         )
     return state
+
+
+def refuse_readers(states: Sequence[LayerState], what: str) -> None:
+    """Raise ``UserError`` if layers read the keys of others, for ``what`` that would leave them unchanged."""
+    if any(state.num_readers for state in states):
+        raise UserError(f"layers of this model read the keys of others, which {what} does not compute: choose another")
 
 
 def refuse_learned_sinks(sink_logits: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from spkv_nas.base.errors import UserError
 # Keyword arguments of an attention call, besides its tensors. Any other one that is not None is refused
 _USED = {
     "sliding_window", "s_aux", "is_causal", "cu_seq_lens_q", "seq_idx",
-    "spkv_state", "spkv_cache", "spkv_gate", "spkv_sink_logits", "spkv_starts",
+    "spkv_state", "spkv_cache", "spkv_gate", "spkv_sink_logits", "spkv_starts", "spkv_reads",
 }  # fmt: skip
 _WITHOUT_EFFECT = {  # on attention: positions are in q and k already, and the rest is about outputs and losses
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch",

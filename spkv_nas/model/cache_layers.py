@@ -1,9 +1,10 @@
 """Find out what each layer of a decoder stores, from the cache that transformers makes for its config."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
@@ -48,3 +49,10 @@ def native_windows(config: PreTrainedConfig) -> list[int | None]:
     """Return the sliding window of each layer that stores keys and values; None for full attention."""
     layers = cache_layers(config)
     return [getattr(layers[index], "sliding_window", None) for index in attention_indices(layers)]
+
+
+def own_cache_class(model: PreTrainedModel) -> type | None:
+    """Return the cache class beside the model's own, without which its layers refuse to run; None: it has none."""
+    module = type(model.get_decoder()).__module__
+    classes = (value for value in vars(sys.modules[module]).values() if isinstance(value, type))
+    return next((c for c in classes if issubclass(c, DynamicCache) and c.__module__ == module), None)

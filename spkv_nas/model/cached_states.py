@@ -31,12 +31,17 @@ def check_states(model: PreTrainedModel, kwargs: dict[str, Any], num_cached: int
             del model._spkv_reads_states
             raise
     # Refuse what would be wrong
-    tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    tokens = new_tokens(kwargs)
     if num_cached and not model._spkv_reads_states and tokens is not None and tokens.shape[1] > 1:
         raise UserError(
             f"{type(model).__name__}: its layers without attention ignore their states where several tokens follow "
             "those in a cache\nleave out prefill_chunk_size, and add tokens to a cache one by one"
         )
+
+
+def new_tokens(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the tokens of a call of a model, [B, T], or their embeddings [B, T, C]; None if it has neither."""
+    return kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
 
 
 @torch.no_grad()

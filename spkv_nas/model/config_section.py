@@ -22,6 +22,7 @@ class SavedLayer(schema.Section):
 
     num_kv_heads: int = Field(ge=1, le=1 << 16)
     native_window: _Window | None
+    reads: str | None = None  # layer whose keys it reads, in place of its own; a layout has no row for it
 
 
 class _SavedLayout(schema.Section):
@@ -60,13 +61,12 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
     Under its original type other loaders would silently run it dense (``custom_model_type.py``).
     """
     # Describe the attention layers
-    layers = {
-        name: {
-            "num_kv_heads": attention.layer_state(layer).num_kv_heads,
-            "native_window": attention.layer_state(layer).native_window,
-        }
-        for name, layer in attention.attention_layers(model).items()
-    }
+    layers: dict[str, dict[str, Any]] = {}
+    names = {layer: name for name, layer in attention.attention_layers(model).items()}
+    for name, layer in attention.hooked_layers(model).items():
+        state, source = attention.layer_state(layer), names[attention.layer_source(layer)]
+        layers[name] = {"num_kv_heads": state.num_kv_heads, "native_window": state.native_window}
+        layers[name] |= {"reads": source} if source != name else {}
     # Describe the gates or the layout
     if isinstance(content, GateConfig):
         gates_or_layout: dict[str, Any] = {"gates": content.model_dump()}

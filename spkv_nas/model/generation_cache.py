@@ -5,7 +5,6 @@ states of linear attention, state spaces and convolutions. Phi-3 replaces the ca
 ``return_dict_in_generate`` returns the new one.
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DynamicCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -23,7 +21,7 @@ from transformers.cache_utils import (
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
-from spkv_nas.model.cache_layers import attention_indices, cache_layers
+from spkv_nas.model.cache_layers import attention_indices, cache_layers, own_cache_class
 from spkv_nas.model.wrappers import unwrapped
 
 NOT_ASSISTED = "assisted decoding, also by prompt lookup or early exit, needs a full-attention cache: leave it out"
@@ -67,6 +65,10 @@ class SPKVCacheLayer(CacheLayerMixin):
         self._keep = torch.tensor(keep)[:, None]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
         self._is_pending = False  # keys and values were passed to ``update`` and not to ``attend``
+        self._num_readers = state.num_readers  # later layers that attend to the same keys
+        # new keys, values, decisions, order and lengths, until the last reader has attended to them
+        self._new: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None = None
+        self._num_unread = 0  # readers that have not attended to the new keys
         self.paged: list[PagedKVCache] = []  # a cache for each ring size, ascending
         self.tokens = 0  # length of the longest sequence, including padding
 
@@ -102,8 +104,12 @@ class SPKVCacheLayer(CacheLayerMixin):
         mask: Tensor | None,
         scale: float | None,
         sink_logits: Tensor | None = None,
+        *,
+        is_reader: bool = False,
     ) -> Tensor:
         """Compute attention of new tokens over the cache and each other, then store their keys and values.
+
+        Layers that read the keys of this one attend after it, and the last one stores them.
 
         Args:
             q: new queries [B, Hq, T, D].
@@ -114,10 +120,40 @@ class SPKVCacheLayer(CacheLayerMixin):
             mask: bool [B, cached + T], False for padding; None: no padding.
             scale: scale of the scores; None: 1 / sqrt(D).
             sink_logits: learned sinks, [Hq]; None: the model has none.
+            is_reader: whether another layer attends to the keys of this one, which are those of its last call.
 
         Returns:
             [B, Hq, T, D]; rows of padding hold arbitrary finite values.
         """
+        if is_reader:
+            self._num_unread -= 1
+        else:
+            self._new, self._num_unread = self._prepare(k, v, keep, mask), self._num_readers
+        if self._new is None or self._num_unread < 0:
+            raise UserError(_NOT_PASSED_ON)
+        k, v, keep, order, lengths = self._new
+        q = q if order is None else _reorder(q, order)
+        # Attend, and store the keys and values
+        if len(self.paged) == 1:
+            out = self._attend(self.paged[0], q, k, v, keep, lengths, scale, sink_logits, is_reader)
+        else:
+            out = torch.empty_like(q)
+            shape = (len(k), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
+            for paged, heads in zip(self.paged, self._heads, strict=True):
+                queries = q.view(shape)[:, heads].flatten(1, 2)
+                logits = None if sink_logits is None else sink_logits.view(k.shape[1], -1)[heads].flatten()
+                new = k[:, heads], v[:, heads], keep[:, heads]
+                some = self._attend(paged, queries, *new, lengths, scale, logits, is_reader)
+                out.view(shape)[:, heads] = some.reshape(len(k), len(heads), -1, *q.shape[2:])
+        # Restore the order
+        if self._num_unread == 0:
+            self.tokens, self._new = self.tokens + q.shape[2], None
+        return out if order is None else _reorder(out, torch.argsort(order, dim=1))
+
+    def _prepare(
+        self, k: Tensor, v: Tensor, keep: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return new keys, values and decisions, their order and the lengths of rows; None, None without padding."""
         if not self._is_pending:
             raise UserError(_NOT_PASSED_ON)
         self._is_pending = False
@@ -128,26 +164,12 @@ class SPKVCacheLayer(CacheLayerMixin):
         k, v = (x.to(self.paged[0].ring_k.dtype) for x in (k, v))
         # Decide which keys to keep: [B, Hkv, T]
         keep = self._with_sinks(self._keep.expand(*k.shape[:3]) if keep is None else keep, real)
+        if real is None:
+            return k, v, keep, None, None
         # Move padding to the end of each row, where no token sees it
-        order = lengths = None
-        if real is not None:
-            order = torch.argsort(~real, dim=1, stable=True)
-            lengths = real.sum(1)
-            q, k, v, keep = (_reorder(x, order) for x in (q, k, v, keep))
-        # Attend, and store the keys and values
-        if len(self.paged) == 1:
-            out = self._attend(self.paged[0], q, k, v, keep, lengths, scale, sink_logits)
-        else:
-            out = torch.empty_like(q)
-            shape = (len(k), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
-            for paged, heads in zip(self.paged, self._heads, strict=True):
-                queries = q.view(shape)[:, heads].flatten(1, 2)
-                logits = None if sink_logits is None else sink_logits.view(k.shape[1], -1)[heads].flatten()
-                some = self._attend(paged, queries, k[:, heads], v[:, heads], keep[:, heads], lengths, scale, logits)
-                out.view(shape)[:, heads] = some.reshape(len(k), len(heads), -1, *q.shape[2:])
-        # Restore the order
-        self.tokens += q.shape[2]
-        return out if order is None else _reorder(out, torch.argsort(order, dim=1))
+        order = torch.argsort(~real, dim=1, stable=True)
+        k, v, keep = (_reorder(x, order) for x in (k, v, keep))
+        return k, v, keep, order, real.sum(1)
 
     def _attend(
         self,
@@ -159,18 +181,21 @@ class SPKVCacheLayer(CacheLayerMixin):
         lengths: Tensor | None,
         scale: float | None,
         sink_logits: Tensor | None,
+        is_reader: bool,
     ) -> Tensor:
         """Compute ``attend`` for the heads of one ring size; ``lengths`` [B] are the new tokens that are no padding."""
         # Decode a single token
         if q.shape[2] == 1 and lengths is None:
-            paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
+            if not is_reader:
+                paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
             return decode_attention(q[:, :, 0], paged, scale=scale, sink_logits=sink_logits)[:, :, None]
         # Attend before the keys are stored
         if self.tokens == 0:
             out = attention(q, k, v, window=paged.window, keep=keep.contiguous(), scale=scale, sink_logits=sink_logits)
         else:
             out = extend_attention(q, k, v, keep, paged, scale=scale, sink_logits=sink_logits)
-        paged.prefill(k, v, keep, lengths)
+        if self._num_unread == 0:
+            paged.prefill(k, v, keep, lengths)
         return out
 
     def _check(self, k: Tensor) -> None:
@@ -295,7 +320,7 @@ class SPKVCache(Cache):
             cache[index] = kind(state, shared, page_size, max_pages, masks, **options)
         Cache.__init__(self, cache)
         # Belong to the cache class that the model insists on, if it has one of its own
-        if (own := _own_class(model)) is not None:
+        if (own := own_cache_class(model)) is not None:
             self.linear_cache: list[Tensor] = []
             self.__class__ = type(type(self).__name__, (type(self), own), {})
 
@@ -358,13 +383,6 @@ class SPKVCache(Cache):
             return torch.empty(0), torch.empty(0)
         num_outside = [(paged.seq_lens - paged.window).clamp(min=0) * paged.num_kv_heads for paged in self._paged]
         return torch.stack([paged.lengths.sum(1) for paged in self._paged]).sum(0), torch.stack(num_outside).sum(0)
-
-
-def _own_class(model: PreTrainedModel) -> type | None:
-    """Return the cache class beside the model's own, without which its layers refuse to run; None: it has none."""
-    module = type(model.get_decoder()).__module__
-    classes = (value for value in vars(sys.modules[module]).values() if isinstance(value, type))
-    return next((c for c in classes if issubclass(c, DynamicCache) and c.__module__ == module), None)
 
 
 def _local_window(state: LayerState) -> int | None:

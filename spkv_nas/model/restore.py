@@ -74,15 +74,24 @@ def _put_section(model: PreTrainedModel) -> None:
     if len(names) < len(saved):
         raise UserError(f"section 'spkv' of the config: there is no layer {min(saved.keys() - set(names))!r}")
     # Hook the layers
-    layers = [model.get_submodule(name) for name in names]
     settings = attention.GateSettings()
-    for name, layer in zip(names, layers, strict=True):
-        attention.install(layer, attention.LayerState(saved[name].num_kv_heads, saved[name].native_window, settings))
+    for name in names:
+        layer, source_name = model.get_submodule(name), saved[name].reads
+        if source_name is None:
+            state = attention.LayerState(saved[name].num_kv_heads, saved[name].native_window, settings)
+            attention.install(layer, state)
+            continue
+        source = model.get_submodule(source_name) if source_name in names[: names.index(name)] else layer
+        if source is layer or attention.layer_source(source) is not source:
+            raise UserError(f"section 'spkv' of the config: layer {name!r} reads no earlier layer with keys of its own")
+        attention.layer_state(source).num_readers += 1
+        attention.install(layer, attention.layer_state(source), source)
+    layers = attention.attention_layers(model)
     mark_local_layers(attention.layer_states(model))
     # Attach predictors or windows
     if gates is not None:
-        rows = attach.gate_rows(model, gates, [saved[name].num_kv_heads for name in names])
-        for layer, row in zip(layers, rows, strict=True):
+        rows = attach.gate_rows(model, gates, [saved[name].num_kv_heads for name in layers])
+        for layer, row in zip(layers.values(), rows, strict=True):
             if row is not None:
                 attach.install_gates(layer, row, gates, config.get_text_config().hidden_size)
     if layout is not None:

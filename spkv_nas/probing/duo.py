@@ -86,6 +86,7 @@ def duo(
     hooked.
     """
     with windows.full_attention(model) as states, frozen(model):
+        attention.refuse_readers(states, "this signal")
         # Train alpha
         mixtures = [AlphaMixture(state, window, sinks, model.device) for state in states]
         for state, mixture in zip(states, mixtures, strict=True):

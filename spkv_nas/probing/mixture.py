@@ -18,6 +18,8 @@ from spkv_nas.model.attention import LayerState
 class Mixture:
     """Attention observer of one layer."""
 
+    replaces = True  # attention, also in layers that read the keys of this one
+
     def __init__(self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int) -> None:
         """Mix what local heads of a layout see in a layer with each of ``windows`` and ``sinks``, and a global head."""
         reaches = [layout_window(state, window, is_global=False) for window in windows]

@@ -1,20 +1,22 @@
 """Test hybrids of families whose layers store more than keys and values: with the cache they equal whole passes."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import logits, tiny_model
+from helpers import logits, save_with_tokenizer, tiny_model
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas import SPKVCache, apply_layout, detach
+from spkv_nas import SPKVCache, apply_layout, attach_gates, detach
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.model import attach
 from spkv_nas.model.attention import LayerState, layer_states
+from spkv_nas.model.checkpoint import load
 from spkv_nas.model.model_shape import config_shape
 
 LINEAR: dict[str, Any] = {
@@ -33,12 +35,18 @@ ZAMBA: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4, "mamba_d_state": 8,
     "attention_head_dim": 16, "attention_hidden_size": 64, "pad_token_id": 0,
 }  # fmt: skip
+SHARED: dict[str, Any] = {  # layers 4 and 5 read the keys of 2 and 3
+    "head_dim": 8, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 10, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97, "pad_token_id": 0,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": CONV,
     "falcon_h1": {**MAMBA, "head_dim": 8, "mamba_d_ssm": 64},
     "qwen3_5_text": LINEAR,
     "minimax": {**LINEAR, "block_size": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     "mistral": {"sliding_window": 12},
+    "gemma4_text": {**SHARED, "global_head_dim": 8},
 }
 SLOW: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**LINEAR, **EXPERTS},
@@ -66,6 +74,9 @@ SLOW: dict[str, dict[str, Any]] = {
     "zaya": {"head_dim": 8, "num_experts": 2, "moe_intermediate_size": 24},
     "zamba": {**ZAMBA, "n_mamba_heads": 2, "mamba_dt_rank": 4},
     "zamba2": {**ZAMBA, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 16, "num_mem_blocks": 1},
+    "gemma3n_text": {
+        **SHARED, "intermediate_size": [48] * 6, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 6,
+    },
     "phi3": {"sliding_window": 12, "pad_token_id": 0},
     "mixtral": {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1},
     "starcoder2": {"sliding_window": 12},
@@ -185,3 +196,25 @@ def test_states_outside_of_the_cache_are_refused() -> None:
     apply_layout(model, Layout(("LL",), 5))
     with pytest.raises(UserError, match="keeps states outside of its cache"):
         model.generate(prompts(), attention_mask=torch.ones(2, 20), max_new_tokens=2)
+
+
+def test_layers_that_share_keys_are_one_choice(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """A layout has a row for each layer with keys of its own, which a saved hybrid restores."""
+    model = hybrid("gemma4_text")
+    assert (len(layer_states(model)), config_shape(model.config).num_layers) == (4, 4)
+    expected = logits(model, prompts())
+    save_with_tokenizer(model, tiny_tokenizer, tmp_path)
+    restored, _ = load(tmp_path)
+    assert torch.equal(logits(restored, prompts()), expected)
+    cache = SPKVCache(model)
+    with torch.no_grad():
+        model(input_ids=prompts(), past_key_values=cache)
+    assert cache.full_attention_bytes == 2 * 20 * 2 * 4 * 2 * 8 * 4  # sequences, tokens, K and V, layers, heads, size
+    layout = Layout(("GL",) * 4, 3)
+    with attach.restored(model):
+        apply_layout(model, layout)
+    assert torch.equal(logits(model, prompts()), expected)
+    detach(model)
+    assert not any(hasattr(module, "spkv") for module in model.modules())
+    with pytest.raises(UserError, match="read the keys of others, which have no gates"):
+        attach_gates(model)

@@ -78,11 +78,13 @@ class _Hybrid:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         saved, layout = config.spkv["layers"], config.spkv["layout"]
         modules: Any = self.named_modules()  # type: ignore[attr-defined]
-        layers = [(module, saved[name]) for name, module in modules if name in saved]
-        has_full_attention = any(layer["native_window"] is None for _, layer in layers)
-        for (module, layer), row in zip(layers, layout["heads"], strict=True):
+        layers = [(module, saved[name], saved[name].get("reads", name)) for name, module in modules if name in saved]
+        has_full_attention = any(layer["native_window"] is None for _, layer, _ in layers)
+        sources = dict.fromkeys(source for *_, source in layers)  # layers with keys of their own, which have rows
+        rows = dict(zip(sources, layout["heads"], strict=True))
+        for module, layer, source in layers:
             group = config.num_attention_heads // layer["num_kv_heads"]
-            _set_heads(module, row, layout, layer["native_window"], has_full_attention, group)
+            _set_heads(module, rows[source], layout, layer["native_window"], has_full_attention, group)
         self.base_model.register_forward_pre_hook(_with_full_cache, with_kwargs=True)  # type: ignore[attr-defined]
 
     def _prepare_cache_for_generation(self, config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:

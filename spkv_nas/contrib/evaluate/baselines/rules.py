@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, PROTOCOLS
-from spkv_nas.model.attention import attention_layers, layer_state, refuse_learned_sinks
+from spkv_nas.model.attention import attention_layers, layer_state, refuse_learned_sinks, refuse_readers
 from spkv_nas.model.windows import full_attention
 
 
@@ -191,6 +191,7 @@ class Reading:
 def reading(model: PreTrainedModel) -> Iterator[Reading]:
     """Make the model read by the rule set on the yielded object; ``UserError`` if it cannot be hooked."""
     with full_attention(model) as states, ExitStack() as hooks:
+        refuse_readers(states, "this rule")
         layers = [layer for layer in attention_layers(model).values() if not layer_state(layer).is_always_local]
         reader = Reading(layers, sum(state.num_kv_heads for state in states if not state.is_always_local))
         for index, layer in enumerate(layers):
