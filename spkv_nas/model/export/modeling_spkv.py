@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -91,7 +92,7 @@ class _Hybrid:
         """Give ``generate`` a cache of all keys: that of a sliding layer drops keys which its sink tokens need."""
         creates_one = config.use_cache is not False and config.cache_implementation in (None, "dynamic")
         if creates_one and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = DynamicCache()
+            model_kwargs["past_key_values"] = _full_cache(self.config)  # type: ignore[attr-defined]
         return super()._prepare_cache_for_generation(config, model_kwargs, *args)  # type: ignore[misc]
 
 
@@ -117,13 +118,20 @@ def _set_heads(
         module.learned_sinks = nn.ParameterDict({"logits": torch.zeros(len(local) * group, dtype=torch.float32)})
 
 
+def _full_cache(config: Any) -> DynamicCache:
+    """Make a cache that stores the keys of all tokens, and the states of layers without attention."""
+    cache = DynamicCache(config=config)
+    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
+
+
 def _with_full_cache(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Give a call that would create a cache by the config one of all keys, as in ``generate``."""
     if decoder.config._attn_implementation != _ATTENTION:
         raise ValueError(f"attn_implementation '{decoder.config._attn_implementation}' would ignore the layout")
     uses_cache = decoder.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
     if uses_cache and kwargs.get("past_key_values") is None:
-        kwargs = {**kwargs, "past_key_values": DynamicCache()}
+        kwargs = {**kwargs, "past_key_values": _full_cache(decoder.config)}
     return args, kwargs
 
 
