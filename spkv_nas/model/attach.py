@@ -81,7 +81,7 @@ def detach(model: PreTrainedModel) -> None:
             handle.remove()
         model.set_attn_implementation(attn_implementation or "sdpa")
         model.config.get_text_config().use_cache = use_cache
-        del model._prepare_cache_for_generation, model._spkv_before
+        del model._prepare_cache_for_generation, model._spkv_before, model._spkv_shares_keys
     config_section.remove_section(model)
 
 
@@ -200,6 +200,7 @@ def prepare(model: PreTrainedModel, attn_implementation: str | None, use_cache: 
     after = model.register_forward_hook(attention_calls.forget_documents, always_call=True)
     text = model.config.get_text_config()  # a vision-language model has its cache in this part
     model._spkv_before = (attn_implementation, (before, after), text.use_cache if use_cache is None else use_cache)
+    model._spkv_shares_keys = any(state.num_readers for state in attention.layer_states(model))
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
     text.use_cache = False
 
@@ -260,7 +261,7 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
     if cache is not None or uses_cache:
         cached_states.check_states(model, kwargs, num_cached)
-    if any(state.num_readers for state in attention.layer_states(model)):
+    if model._spkv_shares_keys:
         kwargs = _with_all_queries(model, kwargs)
     return args, kwargs
 
