@@ -44,12 +44,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": CONV,
     "falcon_h1": {**MAMBA, "head_dim": 8, "mamba_d_ssm": 64},
     "qwen3_5_text": LINEAR,
-    "minimax": {**LINEAR, "block_size": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     "mistral": {"sliding_window": 12},
     "gemma4_text": {**SHARED, "global_head_dim": 8},
 }
 SLOW: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**LINEAR, **EXPERTS},
+    "minimax": {**LINEAR, "block_size": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     "qwen3_next": {**LINEAR, **EXPERTS},
     "olmo_hybrid": LINEAR,
     "lfm2_moe": {**CONV, **EXPERTS, "num_dense_layers": 1},
