@@ -325,7 +325,9 @@ def _attend(
         if state.gate_window is not None:
             state.check_gate_reach(cache.get_seq_length() + q.shape[2])
         keep = gate.keep if gate else None
-        cached: Tensor = cache.attend(q.to(v.dtype), k.to(v.dtype), v, keep, mask, scale, sink_logits, is_reader=is_reader)
+        cached: Tensor = cache.attend(
+            q.to(v.dtype), k.to(v.dtype), v, keep, mask, scale, sink_logits, is_reader=is_reader
+        )
         return cached
     # Find the documents of each row, which the pre-hook passed to the gates
     starts = attention_calls.document_starts(mask, kwargs, q)
@@ -334,7 +336,9 @@ def _attend(
     # Let an observer replace attention. One that only measures takes the layer with the keys alone
     if state.observer is not None and (not is_reader or getattr(state.observer, "replaces", False)):
         if starts is not None:
-            raise UserError("attention is being measured, which packed and padded documents do not support: give blocks")
+            raise UserError(
+                "attention is being measured, which packed and padded documents do not support: give blocks"
+            )
         if (observed := state.observer(q, k, v, scale, sink_logits)) is not None:
             return observed
     # Attend within the sequence
