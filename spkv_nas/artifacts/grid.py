@@ -1,16 +1,22 @@
-"""The grid of KV heads (layers x heads): sizes of what has one, its format, and a check that two grids agree."""
+"""The grid of KV heads (layers x heads): sizes of what has one, its format, and a check that two grids agree.
+
+Layers may have different numbers of heads. An array [L, Hkv] then has as many columns as the largest layer, and
+``OnGrid.is_head`` says which of its cells are heads.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from spkv_nas.base.errors import UserError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Grid = tuple[int, int]  # (layers L, KV heads per layer Hkv)
+Grid = tuple[int, int]  # (layers L, KV heads Hkv of the largest layer)
 _FULL = (31, 95, 168)  # RGB of a cell of value 1; 0 is white
 _LIGHT = 0.55  # from this value on, text is white
 
@@ -20,8 +26,18 @@ class OnGrid(ABC):
 
     @property
     @abstractmethod
+    def heads_per_layer(self) -> tuple[int, ...]:
+        """Return the number of KV heads of every layer."""
+
+    @property
     def grid(self) -> Grid:
-        """Return (L, Hkv)."""
+        """Return (L, Hkv), the shape of arrays over heads."""
+        return len(self.heads_per_layer), max(self.heads_per_layer)
+
+    @property
+    def is_head(self) -> "NDArray[np.bool_]":
+        """Return a bool mask [L, Hkv], false beyond the heads of a layer that has fewer than others."""
+        return head_cells(self.heads_per_layer)
 
     @property
     def num_layers(self) -> int:
@@ -30,25 +46,38 @@ class OnGrid(ABC):
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the number of KV heads per layer Hkv."""
+        """Return the number of KV heads Hkv of the largest layer."""
         return self.grid[1]
 
     @property
     def num_heads(self) -> int:
-        """Return the number of KV heads, L * Hkv."""
-        return self.grid[0] * self.grid[1]
+        """Return the number of KV heads of all layers."""
+        return sum(self.heads_per_layer)
 
 
-def grid_words(grid: Grid) -> str:
-    """Format a grid, such as "21 layers x 3 KV heads"."""
-    return f"{grid[0]} layers x {grid[1]} KV heads"
+def head_cells(heads_per_layer: Sequence[int]) -> "NDArray[np.bool_]":
+    """Return a bool mask [L, Hkv], true for the KV heads that the layers have."""
+    return np.asarray(np.arange(max(heads_per_layer)) < np.array(heads_per_layer)[:, None])
 
 
-def check_grid(what: str, grid: Grid, other: str, expected: Grid, remedy: str = "") -> None:
-    """Raise ``UserError`` if the ``grid`` of ``what``, such as "layout 'densest'", is not the one of ``other``."""
-    if grid != expected:
-        advice = f"\n{remedy}" if remedy else ""
-        raise UserError(f"{what} is for {grid_words(grid)}, {other} has {grid_words(expected)}{advice}")
+def grid_words(heads_per_layer: Sequence[int]) -> str:
+    """Format a grid, such as "21 layers x 3 KV heads" or "48 layers x 4 to 8 KV heads"."""
+    least, most = min(heads_per_layer), max(heads_per_layer)
+    return f"{len(heads_per_layer)} layers x {most if least == most else f'{least} to {most}'} KV heads"
+
+
+def check_grid(
+    what: str, heads_per_layer: Sequence[int], other: str, expected: Sequence[int], remedy: str = ""
+) -> None:
+    """Raise ``UserError`` unless ``what``, such as "layout 'densest'", has as many heads by layer as ``other``."""
+    if tuple(heads_per_layer) == tuple(expected):
+        return
+    advice, words = f"\n{remedy}" if remedy else "", (grid_words(heads_per_layer), grid_words(expected))
+    if words[0] != words[1]:
+        raise UserError(f"{what} is for {words[0]}, {other} has {words[1]}{advice}")
+    pairs = zip(heads_per_layer, expected, strict=True)
+    layer, number, needed = next((layer, *pair) for layer, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise UserError(f"{what} has {number} KV heads in layer {layer}, {other} has {needed}{advice}")
 
 
 def grid_html(caption: str, values: "NDArray[Any]", texts: Sequence[Sequence[str]]) -> str:
@@ -63,7 +92,9 @@ def grid_html(caption: str, values: "NDArray[Any]", texts: Sequence[Sequence[str
     layers = range(len(values))
     header = "".join(f"<th>{layer}</th>" for layer in layers)
     rows = (
-        f"<tr><th>head {head}</th>{''.join(cell(values[layer][head], texts[layer][head]) for layer in layers)}</tr>"
+        f"<tr><th>head {head}</th>"
+        + "".join(cell(values[x][head], texts[x][head]) if head < len(texts[x]) else "<td></td>" for x in layers)
+        + "</tr>"
         for head in range(len(values[0]))
     )
     return f"<table><caption>{escape(caption)}</caption><tr><th>layer</th>{header}</tr>{''.join(rows)}</table>"

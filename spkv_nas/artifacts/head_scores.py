@@ -17,7 +17,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.artifacts import diagnosis, head_tables, local_layers, probe_file, score_kind
-from spkv_nas.artifacts.grid import Grid, OnGrid, grid_html, grid_words
+from spkv_nas.artifacts.grid import OnGrid, grid_html, grid_words
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.kinds import DENSITY, SCORE
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, digest, read_selection, write_selection
@@ -35,10 +35,13 @@ _GAINS, _WINDOWS = "gains.csv", "windows.csv"
 class HeadScores(OnGrid):
     """Head scores per layer, KV head and domain, at one threshold.
 
+    Where layers have different numbers of heads, ``values`` and ``standard_error`` [L, Hkv] are NaN beyond the heads of
+    a layer, and ``density`` is 0.
+
     Example::
 
         scores = spkv_nas.probe(model, blocks, signal="head-gates", budget="25%")  # or HeadScores.from_array(values)
-        scores.values.argmax(), scores.grid  # float64 [L, Hkv], higher for heads that need global attention
+        scores.values, scores.grid  # float64 [L, Hkv], higher for heads that need global attention
         scores.write("probes/mine")
 
     Attributes:
@@ -73,9 +76,9 @@ class HeadScores(OnGrid):
     selected_on: Selection | None = None
 
     @cached_property
-    def grid(self) -> Grid:
-        """Return (L, Hkv)."""
-        return int(self.rows["layer"].max()) + 1, int(self.rows["kv_head"].max()) + 1
+    def heads_per_layer(self) -> tuple[int, ...]:
+        """Return the number of KV heads of every layer."""
+        return tuple(int(last) + 1 for last in self.rows.groupby("layer")["kv_head"].max())
 
     @property
     def signal(self) -> str:
@@ -95,32 +98,33 @@ class HeadScores(OnGrid):
     @cached_property
     def layers(self) -> list[int]:
         """Return the layers whose heads can be global: all but those that are local by design."""
-        return local_layers.candidate_layers(self._config_layers)
+        return local_layers.candidate_layers(local_layers.config_layers(self.native_windows))
 
     @property
     def num_candidates(self) -> int:
         """Return the number of KV heads that can be global."""
-        return len(self.layers) * self.num_kv_heads
+        return sum(self.heads_per_layer[layer] for layer in self.layers)
 
     @property
     def native_heads(self) -> tuple[int, ...]:
         """Return the window of every KV head that is local by design."""
-        windows: tuple[int, ...] = local_layers.cache_facts(self._config_layers, self.num_kv_heads)["native_heads"]
-        return windows
+        return tuple(self.cache_facts["native_heads"])
 
     @property
     def global_window(self) -> int:
         """Return how many recent keys a global head sees: all, unless every layer has a native window."""
-        return int(local_layers.cache_facts(self._config_layers, self.num_kv_heads)["global_window"])
+        return int(self.cache_facts["global_window"])
+
+    @cached_property
+    def cache_facts(self) -> dict[str, Any]:
+        """Return ``local_layers.cache_facts`` of the probe's model, with the size of heads if the probe records it."""
+        sizes = self.metadata.get("head_dims") or [self.metadata.get("head_dim")] * self.num_layers
+        return local_layers.cache_facts(local_layers.config_layers(self.native_windows), self.heads_per_layer, sizes)
 
     @property
     def native_windows(self) -> list[int | None]:
         """Return the sliding window of every layer in the checkpoint, None for full attention."""
         return self.metadata.get("native_windows") or [None] * self.num_layers
-
-    @cached_property
-    def _config_layers(self) -> list[local_layers.ConfigLayer]:
-        return local_layers.config_layers(self.native_windows)
 
     @property
     def local_sinks(self) -> int | None:
@@ -151,7 +155,7 @@ class HeadScores(OnGrid):
     @cached_property
     def measure(self) -> score_kind.Measure:
         """Return the name, unit and colour scale of the scores."""
-        return score_kind.Measure.of(self.kind, self.signal, self.metadata.get("unit"), self.values)
+        return score_kind.Measure.of(self.kind, self.signal, self.metadata.get("unit"), self.values[self.is_head])
 
     @property
     def missed_price(self) -> str | None:
@@ -187,8 +191,8 @@ class HeadScores(OnGrid):
 
     @cached_property
     def density(self) -> NDArray[np.float64]:
-        """Return ``values`` [L, Hkv] with negative scores clipped to 0."""
-        return self.values.clip(0.0)
+        """Return ``values`` [L, Hkv] with negative scores clipped to 0, and 0 where a layer has no head."""
+        return np.asarray(np.nan_to_num(self.values.clip(0.0)))
 
     @cached_property
     def standard_error(self) -> NDArray[np.float64]:
@@ -198,19 +202,19 @@ class HeadScores(OnGrid):
     @property
     def mean(self) -> float:
         """Return rho, the mean density over all heads (paper, "Measuring sparsity")."""
-        return float(self.density.mean())
+        return float(self.density[self.is_head].mean())
 
     @property
     def std(self) -> float:
         """Return the standard deviation of density over heads."""
-        return float(self.density.std())
+        return float(self.density[self.is_head].std())
 
     def domain_density(self, domain: str, *, signed: bool = False) -> NDArray[np.float64]:
         """Return one domain's scores [L, Hkv], clipped at 0 unless ``signed``. Raises ``UserError`` if unknown."""
         if domain not in self.domains:
             raise UserError(f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}")
         values = np.asarray(self._by_domain("score")[self.domains.index(domain)])
-        return values if signed else values.clip(0.0)
+        return values if signed else np.nan_to_num(values.clip(0.0))
 
     def at_tau(self, tau: float) -> "HeadScores":
         """Return the table at another threshold; standard errors become NaN and ``positions`` stays as probed.
@@ -224,12 +228,9 @@ class HeadScores(OnGrid):
         histogram = self._need_histogram()
         grids = dict(zip(histogram.domains, histogram.density(tau), strict=True))
         # Recompute densities
-        rows = self.rows.copy()
-        rows["score"] = [
-            grids[domain][layer, head]
-            for domain, layer, head in zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
-        ]
-        rows["standard_error"] = np.nan
+        heads = zip(*(self.rows[name] for name in ("domain", "layer", "kv_head")), strict=True)
+        scores = [grids[domain][layer, head] for domain, layer, head in heads]
+        rows = self.rows.assign(score=scores, standard_error=np.nan)
         documents = None
         if self.documents is not None:
             order = [histogram.domains.index(domain) for domain in self.documents.domains]
@@ -256,25 +257,27 @@ class HeadScores(OnGrid):
         missed = [] if self.missed_price is None else [self.missed_price]
         # With a price, density measures need, not the number of useful keys
         is_priced = bool(self.metadata.get("price")) or self.metadata.get("target_density") is not None
-        return missed + diagnosis.undifferentiated(self.density, is_priced=is_priced)
+        return missed + diagnosis.undifferentiated(self.density[self.is_head], is_priced=is_priced)
 
     def _repr_html_(self) -> str:
         """Return an HTML table of the score of every KV head (densities in percent), for notebooks."""
         scale, at_tau = self.measure.scale, f", at tau {self.tau:g}" if self.is_density else ""
-        texts = [[scale.text(value) for value in row] for row in self.values]
+        texts = [
+            [scale.text(v) for v in row[:size]] for row, size in zip(self.values, self.heads_per_layer, strict=True)
+        ]
         caption = f"{self.name}: {self.measure.noun}, {self.measure.shown}{at_tau}; mean {scale.factor * self.mean:.1f}"
         return grid_html(caption, scale.fraction(self.values), texts)
 
     def __repr__(self) -> str:
         """Return name, signal, kind, grid and unit on one line."""
         facts = f"signal {self.signal}, kind {self.kind}, unit {self.measure.unit}"
-        return f"HeadScores({self.name!r}, {grid_words(self.grid)}, {facts})"
+        return f"HeadScores({self.name!r}, {grid_words(self.heads_per_layer)}, {facts})"
 
     @classmethod
     def from_array(
         cls, values: ArrayLike, *, name: str = "custom", kind: str = SCORE, window: int | None = None, **record: Any
     ) -> "HeadScores":
-        """Create a table from scores [L, Hkv], higher for heads that need global attention.
+        """Create a table from scores [L, Hkv], higher for heads that need global attention; NaN where there is none.
 
         Args:
             values: finite numbers; densities and shares lie in [0, 1].
@@ -312,7 +315,7 @@ class HeadScores(OnGrid):
         has_record = bool(metadata)
         record = schema.validate(probe_file.ProbeFile, metadata, f"probe {folder / RECORD}")
         # Read the table
-        rows, kind = head_tables.read_rows(file, record.kind)
+        rows, kind = head_tables.read_rows(file, record.kind, record.heads_per_layer)
         table = cls(
             name=record.name or (folder.resolve().name if file.name == _TABLE else file.stem),
             rows=rows,
@@ -325,13 +328,13 @@ class HeadScores(OnGrid):
         # Read the files beside it
         return replace(
             table,
-            positions=head_tables.read_positions(folder / _POSITIONS, table.grid),
+            positions=head_tables.read_positions(folder / _POSITIONS, table.heads_per_layer),
             histogram=LogitHistogram.read(folder / _HISTOGRAM, table.domains, table.grid),
             documents=DocumentCounts.read(
                 folder / _DOCUMENTS, table.domains, [table.domain_density(domain) for domain in table.domains]
             ),
-            gains=head_tables.Gains.read(folder / _GAINS, table.grid),
-            window_costs=WindowCosts.read(folder / _WINDOWS, table.grid, table.domains),
+            gains=head_tables.Gains.read(folder / _GAINS, table.heads_per_layer),
+            window_costs=WindowCosts.read(folder / _WINDOWS, table.heads_per_layer, table.domains),
             selected_on=read_selection(metadata[SELECTION], [folder]) if SELECTION in metadata else None,
         )
 
@@ -348,6 +351,7 @@ class HeadScores(OnGrid):
             "window": self.window,
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
+            **({} if self.is_head.all() else {"heads_per_layer": list(self.heads_per_layer)}),
             f"mean_{self.kind}": round(self.mean, 4 if self.is_density else 6),
             f"std_{self.kind}": round(self.std, 4 if self.is_density else 6),
         }
@@ -381,7 +385,8 @@ class HeadScores(OnGrid):
     def _by_domain(self, column: str) -> NDArray[np.float64]:
         """Return a column as an array [P, L, Hkv], in the order of ``domains``."""
         rows = self.rows.sort_values(["domain", "layer", "kv_head"])
-        return np.asarray(rows[column].to_numpy(np.float64).reshape(-1, *self.grid))
+        values = rows[column].to_numpy(np.float64).reshape(-1, self.num_heads)
+        return head_tables.on_grid(values, self.heads_per_layer)
 
     @property
     def domain_shares(self) -> NDArray[np.float64]:

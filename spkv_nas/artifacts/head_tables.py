@@ -12,6 +12,8 @@ tokens, are noisy and ignore interactions, so they only validate a table as a wh
 """
 
 import csv
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from spkv_nas.artifacts.grid import Grid, grid_words
+from spkv_nas.artifacts.grid import check_grid, grid_words, head_cells
 from spkv_nas.artifacts.kinds import DENSITY, GAIN, KINDS, SCORE
 from spkv_nas.base import files, limits
 from spkv_nas.base.errors import UserError, first_line
@@ -67,7 +69,10 @@ def file_rows(rows: pd.DataFrame, kind: str = DENSITY) -> pd.DataFrame:
 
 
 def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
-    """Return the rows of scores [L, Hkv] of one domain. Raises ``UserError`` for another shape, kind or range."""
+    """Return the rows of scores [L, Hkv] of one domain, NaN beyond the heads of a layer.
+
+    Raises ``UserError`` for another shape, kind or range.
+    """
     # Check shape, kind and range
     try:
         scores = np.asarray(values, dtype=np.float64)
@@ -79,19 +84,24 @@ def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
         )
     high = _MAX_SIZE.get(kind)
     low, high = (0.0, 1.0) if high is None else (-high, high)
-    if not ((low <= scores) & (scores <= high)).all():
+    is_absent = np.isnan(scores)[:, ::-1].cumprod(1)[:, ::-1].astype(bool)  # only at the end of a row
+    is_absent[:, 0] = False
+    if not ((low <= scores) & (scores <= high) | is_absent).all():
         raise UserError(f"scores of kind {kind} must be numbers between {low:g} and {high:g}")
     # List the heads as rows
-    layers, heads = np.indices(scores.shape).reshape(2, -1)
-    columns = (layers, heads, scores.ravel(), "all", 1, 0, np.nan)
+    layers, heads = np.nonzero(~is_absent)
+    columns = (layers, heads, scores[layers, heads], "all", 1, 0, np.nan)
     return pd.DataFrame(dict(zip(COLUMNS, columns, strict=True)))
 
 
-def read_rows(file: Path, kind: str | None = None) -> tuple[pd.DataFrame, str]:
+def read_rows(
+    file: Path, kind: str | None = None, heads_per_layer: Sequence[int] | None = None
+) -> tuple[pd.DataFrame, str]:
     """Read the rows of ``density.csv``, with the columns ``COLUMNS``, and return them with the kind of the scores.
 
-    ``kind`` is None without a record: scores if the table has a column of that name, else densities. Raises
-    ``UserError``, naming file and line, if the table is invalid.
+    ``kind`` is None without a record: scores if the table has a column of that name, else densities. A record says the
+    ``heads_per_layer`` if they differ; None: every layer has the same number. Raises ``UserError``, naming file and
+    line, if the table is invalid.
     """
     what = "density table"
     # Find the column of the scores, in the header if there is no record
@@ -109,7 +119,7 @@ def read_rows(file: Path, kind: str | None = None) -> tuple[pd.DataFrame, str]:
         raise UserError(
             f"{where}, line {line}: layer {rows['layer'][line]}, KV head {rows['kv_head'][line]} occurs twice"
         )
-    _check_complete(rows, where)
+    _check_complete(rows, where, heads_per_layer)
     return rows.rename(columns={name: _SCORE}).reset_index(drop=True), kind
 
 
@@ -126,33 +136,42 @@ def _declared(column: Column, kind: str, name: str) -> Column:
     return replace(column, high=max(most or 0.0, MAX_NATS)) if column.name == "standard_error" else column
 
 
-def _check_complete(rows: pd.DataFrame, where: str) -> None:
+def _check_complete(rows: pd.DataFrame, where: str, heads_per_layer: Sequence[int] | None) -> None:
     """Check that every domain has every head of the grid."""
     layers, heads = int(rows["layer"].max()) + 1, int(rows["kv_head"].max()) + 1
+    total = sum(heads_per_layer) if heads_per_layer else layers * heads
     for domain, domain_rows in rows.groupby("domain"):
         present = set(zip(domain_rows["layer"], domain_rows["kv_head"], strict=True))
-        absent = layers * heads - len(present)
-        if absent:  # one mistyped layer can make the grid huge: find the first gap only
-            grid = ((layer, head) for layer in range(layers) for head in range(heads))
+        absent = total - len(present)
+        if absent > 0:  # one mistyped layer can make the grid huge: find the first gap only
+            sizes = heads_per_layer or itertools.repeat(heads, layers)
+            grid = ((layer, head) for layer, size in enumerate(sizes) for head in range(size))
             first = next(head_index for head_index in grid if head_index not in present)
             raise UserError(
-                f"{where}: {absent} of {layers * heads} heads are missing in domain '{domain}', starting with "
+                f"{where}: {absent} of {total} heads are missing in domain '{domain}', starting with "
                 f"layer {first[0]}, KV head {first[1]}; the grid must be complete from 0"
             )
+    if heads_per_layer:
+        check_grid(where, rows.groupby("layer")["kv_head"].max() + 1, "its record", heads_per_layer)
 
 
-def read_positions(path: Path, grid: Grid) -> pd.DataFrame | None:
-    """Read the density by position, None without a file. Raises ``UserError`` if a head is outside ``grid``."""
+def _are_heads(rows: pd.DataFrame, heads_per_layer: Sequence[int]) -> "pd.Series[bool]":
+    """Return whether the columns layer and kv_head of each row name a head of the layers."""
+    return rows["kv_head"] < rows["layer"].map(dict(enumerate(heads_per_layer)))
+
+
+def read_positions(path: Path, heads_per_layer: Sequence[int]) -> pd.DataFrame | None:
+    """Read the density by position, None without a file. Raises ``UserError`` if the layers have no such head."""
     if not files.is_file(path):
         return None
     rows = read_table(path, "positions", _POSITION_COLUMNS)
     # Check the heads and the ranges of positions
-    is_invalid = (rows["layer"] >= grid[0]) | (rows["kv_head"] >= grid[1]) | (rows["start"] >= rows["end"])
+    is_invalid = ~_are_heads(rows, heads_per_layer) | (rows["start"] >= rows["end"])
     if is_invalid.any():
         line = rows.index[int(is_invalid.to_numpy().argmax())]
         raise UserError(
-            f"positions {path}, line {line}: expected a head of {grid_words(grid)}, and a start before the end\n"
-            "probe again, or remove the file: only a figure needs it"
+            f"positions {path}, line {line}: expected a head of {grid_words(heads_per_layer)}, and a start before the "
+            "end\nprobe again, or remove the file: only a figure needs it"
         )
     return rows.reset_index(drop=True)
 
@@ -167,33 +186,43 @@ def read_density_log(path: Path) -> pd.DataFrame:
     return rows.reset_index(drop=True)
 
 
+def on_grid(values: NDArray[np.float64], heads_per_layer: Sequence[int]) -> NDArray[np.float64]:
+    """Arrange values [..., heads] by layer and head as [..., L, Hkv], with NaN beyond the heads of a layer."""
+    is_head = head_cells(heads_per_layer)
+    arranged = np.full((*values.shape[:-1], *is_head.shape), np.nan)
+    arranged[..., is_head] = values
+    return arranged
+
+
 @dataclass(frozen=True, eq=False)
 class Gains:
     """NLL that making each head global on its own saves, in nats per token."""
 
-    values: NDArray[np.float64]  # [L, Hkv]; negative if a head does harm, or appears to by chance
+    # [L, Hkv]; negative if a head does harm, or appears to by chance; NaN beyond the heads of a layer
+    values: NDArray[np.float64]
     standard_error: NDArray[np.float64]  # [L, Hkv], clustered by document; NaN for a single document
 
     @classmethod
-    def read(cls, path: Path, grid: Grid) -> "Gains | None":
-        """Read the gains, None if there is no file; ``UserError`` unless it lists each head of ``grid`` once."""
+    def read(cls, path: Path, heads_per_layer: Sequence[int]) -> "Gains | None":
+        """Read the gains, None if there is no file; ``UserError`` unless it lists each head of the layers once."""
         if not files.is_file(path):
             return None
         rows = read_table(path, "gains", _GAIN_COLUMNS)
         # Check that each head of the grid occurs once
         heads = rows[["layer", "kv_head"]]
-        outside = ((heads >= list(grid)).any(axis=1) | heads.duplicated()).to_numpy()
+        outside = (~_are_heads(rows, heads_per_layer) | heads.duplicated()).to_numpy()
+        words = grid_words(heads_per_layer)
         if outside.any():
             where = f", line {rows.index[int(outside.argmax())]}"
-            raise UserError(f"gains {path}{where}: expected each head of {grid_words(grid)} once\n{_GAIN_REMEDY}")
-        if len(rows) != grid[0] * grid[1]:
-            raise UserError(f"gains {path}: {len(rows)} heads, but the table has {grid_words(grid)}\n{_GAIN_REMEDY}")
+            raise UserError(f"gains {path}{where}: expected each head of {words} once\n{_GAIN_REMEDY}")
+        if len(rows) != sum(heads_per_layer):
+            raise UserError(f"gains {path}: {len(rows)} heads, but the table has {words}\n{_GAIN_REMEDY}")
         # Arrange the rows as a grid
         rows = rows.sort_values(["layer", "kv_head"])
-        return cls(rows["gain"].to_numpy().reshape(grid), rows["standard_error"].to_numpy().reshape(grid))
+        return cls(*(on_grid(rows[name].to_numpy(), heads_per_layer) for name in ("gain", "standard_error")))
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""
-        layer, head = (axis.ravel() for axis in np.indices(self.values.shape))
-        columns = (layer, head, self.values.ravel(), self.standard_error.ravel())
+        layer, head = np.nonzero(~np.isnan(self.values))
+        columns = (layer, head, self.values[layer, head], self.standard_error[layer, head])
         write_csv(path, pd.DataFrame(dict(zip((column.name for column in _GAIN_COLUMNS), columns, strict=True))))

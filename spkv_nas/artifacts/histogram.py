@@ -117,7 +117,9 @@ class LogitHistogram:
         remedy = "probe again, or remove it: only --tau needs it"
         arrays = read_arrays(path, _ARRAYS, remedy)
         names, counts = tuple(str(name) for name in arrays["domains"]), arrays["counts"].astype(np.int64)
-        check_grid(f"the histogram {path}", (counts.shape[1], counts.shape[2]), "the table in its folder", grid, remedy)
+        layers, most = grid
+        found = (counts.shape[2],) * counts.shape[1]
+        check_grid(f"the histogram {path}", found, "the table in its folder", (most,) * layers, remedy)
         # Check that the domains are those of the table
         absent = sorted(set(domains) - set(names))
         if absent or len(set(names)) < len(names):

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
-from spkv_nas.artifacts.grid import Grid, OnGrid, grid_html
+from spkv_nas.artifacts.grid import OnGrid, grid_html, grid_words
 from spkv_nas.base import files, hub, limits, names, schema
 from spkv_nas.base.arguments import convert
 from spkv_nas.base.errors import UserError, shortened
@@ -62,7 +62,8 @@ class Layout(OnGrid):
 
     Attributes:
         heads: one row per layer, one letter per KV head: ``"G"`` global, ``"L"`` local; with several windows the other
-            letters of ``LOCAL``, "L" for the narrowest, whichever letters the layout was made with.
+            letters of ``LOCAL``, "L" for the narrowest, whichever letters the layout was made with. Rows are as long
+            as their layer has heads, so they may differ in length.
         window: recent keys that a local head sees, including the query's own; with several windows the narrowest.
         strategy: how the layout was made; also names its files and runs.
         provenance: where the layout comes from; affects neither the layout nor its coverage. ``Proposal.read`` uses one
@@ -70,7 +71,7 @@ class Layout(OnGrid):
         sinks: first tokens of its sequence that a local head sees besides its window (sink tokens).
         windows: windows of local heads by their letter, narrowest first, if there are several; empty with one window.
 
-    Raises ``UserError``: the grid is empty or ragged or has another letter, a window is below 1 or has no head, two
+    Raises ``UserError``: the grid or a row is empty, or has another letter, a window is below 1 or has no head, two
     letters have the same window, the sinks are negative, or the strategy cannot name a file.
     """
 
@@ -91,17 +92,12 @@ class Layout(OnGrid):
         windows = convert("windows", Mapping[str, int], self.windows, remedy="give for example {'L': 128, 'M': 512}")
         legend = dict(windows) or {LOCAL[0]: self.window}
         # Check the grid
-        if not self.heads or not self.heads[0]:
+        if not all(self.heads) or not self.heads:
             raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
         for layer, row in enumerate(self.heads):
             if set(row) - {GLOBAL, *legend}:
                 letters = " and ".join(f"{letter} (local)" for letter in legend)
                 raise UserError(f"layer {layer} is {row[:100]!r}; allowed letters are G (global) and {letters}")
-            if len(row) != self.num_kv_heads:
-                raise UserError(
-                    f"layer {layer} is {row[:100]!r}, {len(row)} KV heads, but layer 0 has {self.num_kv_heads}; "
-                    "all rows must have the same length"
-                )
         # Check windows, sinks and strategy
         self._check_windows(legend, has_legend=bool(windows))
         if not 0 <= self.sinks <= limits.MAX_WINDOW:
@@ -136,9 +132,9 @@ class Layout(OnGrid):
             raise UserError(f"window is {self.window}, but windows are {_listed(legend)}: give one window or several")
 
     @property
-    def grid(self) -> Grid:
-        """Return (L, Hkv)."""
-        return len(self.heads), len(self.heads[0])
+    def heads_per_layer(self) -> tuple[int, ...]:
+        """Return the number of KV heads of every layer, the length of its row."""
+        return tuple(map(len, self.heads))
 
     @property
     def num_global(self) -> int:
@@ -147,7 +143,7 @@ class Layout(OnGrid):
 
     @property
     def global_mask(self) -> npt.NDArray[np.bool_]:
-        """Return a bool mask [L, Hkv], true where the KV head is global."""
+        """Return a bool mask [L, Hkv], true where the KV head is global; false beyond the heads of a layer."""
         mask: npt.NDArray[np.bool_] = np.array(self.heads).view("U1").reshape(self.grid) == GLOBAL
         return mask
 
@@ -181,7 +177,7 @@ class Layout(OnGrid):
     def description(self) -> str:
         """Return the shape, the share of global heads, window, sink tokens and hash in one line."""
         share = f"{self.num_global} of {self.num_heads} global ({100 * self.num_global / self.num_heads:.1f} %)"
-        return f"{self.num_layers} layers x {self.num_kv_heads} KV heads, {share}, {self.reach}, hash {self.hash}"
+        return f"{grid_words(self.heads_per_layer)}, {share}, {self.reach}, hash {self.hash}"
 
     @property
     def content(self) -> str:
@@ -238,12 +234,18 @@ class Layout(OnGrid):
         strategy: str = "custom",
         provenance: Mapping[str, object] | None = None,
         sinks: int = 0,
+        heads_per_layer: Sequence[int] | None = None,
     ) -> Layout:
-        """Create a layout whose global heads are the true entries of ``mask``, bool [L, Hkv]."""
+        """Create a layout whose global heads are the true entries of ``mask``, bool [L, Hkv].
+
+        ``heads_per_layer`` are the KV heads of every layer; None: Hkv in each.
+        """
         grid = np.asarray(mask)
         if grid.ndim != 2 or grid.dtype != np.bool_:
             raise UserError(f"mask must be bool [L, Hkv], found {grid.dtype} {list(grid.shape)}")
-        heads = tuple("".join("G" if is_global else "L" for is_global in row) for row in grid)
+        sizes = heads_per_layer or [grid.shape[1]] * len(grid)
+        rows = (row[:size] for row, size in zip(grid, sizes, strict=True))
+        heads = tuple("".join("G" if is_global else "L" for is_global in row) for row in rows)
         return cls(heads, window, strategy, provenance or {}, sinks=sinks)
 
     @classmethod
@@ -302,7 +304,7 @@ class Layout(OnGrid):
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
-        """Return the JSON Schema of the YAML file, which cannot express that rows have equal length."""
+        """Return the JSON Schema of the YAML file."""
         return _LayoutFile.model_json_schema()
 
     @property

@@ -19,7 +19,7 @@ class Difference:
     @classmethod
     def of(cls, first: layout.Layout, second: layout.Layout) -> "Difference":
         """Compare two layouts; ``UserError`` if they have different grids."""
-        grid.check_grid("the first layout", first.grid, "the second", second.grid)
+        grid.check_grid("the first layout", first.heads_per_layer, "the second", second.heads_per_layer)
         has_several = bool(first.windows or second.windows)
 
         def mark(a: int | None, b: int | None) -> str:

@@ -78,12 +78,27 @@ def native_windows(states: Sequence[WindowedLayer]) -> dict[str, list[int | None
     return {"native_windows": [state.native_window for state in states]}
 
 
-def cache_facts(layers: Sequence[WindowedLayer], num_kv_heads: int) -> dict[str, Any]:
-    """Return what the native windows of a model's layers say about its KV cache, as ``CacheCost`` takes it.
+def cache_facts(
+    layers: Sequence[WindowedLayer], heads_per_layer: Sequence[int], head_dims: Sequence[int | None]
+) -> dict[str, Any]:
+    """Return what the layers of a model say about its KV cache, as ``CacheCost`` takes it.
 
-    ``native_heads`` are the windows of the KV heads that are local by design, and ``global_window`` is how many recent
-    keys a global head sees: all, unless every layer has a native window.
+    ``native_heads`` are the windows of the KV heads that are local by design, ``native_dims`` their sizes if these
+    differ, ``global_window`` is how many recent keys a global head sees: all, unless every layer has a native window,
+    and ``head_dim`` the size of the heads that can be global, the largest if they differ.
+
+    Args:
+        layers: windows of each layer.
+        heads_per_layer: KV heads of each layer.
+        head_dims: size of the heads of each layer, keys and values alike; None: unknown.
     """
-    native = (layer.checkpoint_window for layer in layers if layer.is_always_local for _ in range(num_kv_heads))
-    reach = min(layers[index].checkpoint_window for index in candidate_layers(layers))
-    return {"native_heads": tuple(native), "global_window": reach}
+    candidates = candidate_layers(layers)
+    known = [size for index in candidates if (size := head_dims[index]) is not None]
+    native, sizes = [], []
+    for layer, number, size in zip(layers, heads_per_layer, head_dims, strict=True):
+        if layer.is_always_local:
+            native += [layer.checkpoint_window] * number
+            sizes += [size] * number
+    reach = min(layers[index].checkpoint_window for index in candidates)
+    facts = {"native_heads": tuple(native), "global_window": reach, "head_dim": max(known, default=None)}
+    return facts if set(sizes) <= {facts["head_dim"]} else {**facts, "native_dims": tuple(sizes)}

@@ -18,6 +18,9 @@ class ProbeFile(schema.Section):
     sinks: int = Field(default=0, ge=0, le=limits.MAX_WINDOW)
     native_windows: list[Annotated[int, Field(ge=1, le=limits.MAX_WINDOW)] | None] | None = None
     head_dim: int | None = Field(default=None, ge=1, le=limits.MAX_SIZE)
+    # by layer, where layers differ
+    head_dims: list[Annotated[int, Field(ge=1, le=limits.MAX_SIZE)]] | None = None
+    heads_per_layer: list[Annotated[int, Field(ge=1, le=limits.MAX_SIZE)]] | None = None
     dtype: str | None = None
     positions: int | None = Field(default=None, ge=1, le=limits.MAX_SIZE)
     kind: Literal["density", "share", "gain", "score"] | None = None

@@ -1,6 +1,6 @@
 """Sizes of a decoder that its heads and its cost depend on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spkv_nas.artifacts.grid import Grid
 
@@ -11,13 +11,31 @@ class HeadShape:
 
     num_layers: int  # attention layers L, without those that read another layer's keys
     num_heads: int  # query heads per layer Hq
-    num_kv_heads: int  # KV heads per layer Hkv
-    head_dim: int  # channels of a head D
+    num_kv_heads: int  # KV heads per layer Hkv, of the largest layer
+    head_dim: int  # channels of a head D, the most of its keys and its values, in the layer where it is largest
+    layer_heads: tuple[int, ...] = field(default=(), kw_only=True)  # KV heads of each layer if they differ
+    layer_dims: tuple[int, ...] = field(default=(), kw_only=True)  # channels of a head in each layer if they differ
 
     @property
     def grid(self) -> Grid:
         """Return (L, Hkv)."""
         return self.num_layers, self.num_kv_heads
+
+    @property
+    def heads_per_layer(self) -> tuple[int, ...]:
+        """Return the number of KV heads of every layer."""
+        return self.layer_heads or (self.num_kv_heads,) * self.num_layers
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Return the channels of a head of every layer."""
+        return self.layer_dims or (self.head_dim,) * self.num_layers
+
+    @property
+    def kv_heads_by_layer(self) -> tuple[float, ...]:
+        """Return the KV heads of every layer, counted in heads of ``head_dim`` channels."""
+        pairs = zip(self.heads_per_layer, self.head_dims, strict=True)
+        return tuple(heads * (size / self.head_dim) for heads, size in pairs)
 
     @property
     def attention_width(self) -> int:
@@ -58,8 +76,7 @@ class ModelSize:
     @property
     def shape(self) -> Shape:
         """Return the sizes that the FLOP formulas depend on."""
-        heads = self.heads
-        return Shape(heads.num_layers, heads.num_heads, heads.num_kv_heads, heads.head_dim, self.without_embeddings)
+        return Shape(**vars(self.heads), num_parameters=self.without_embeddings)
 
     @property
     def num_sliding(self) -> int:

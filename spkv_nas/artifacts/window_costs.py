@@ -1,12 +1,15 @@
 """Costs of windows: what each window of local heads costs each KV head, beside head scores (``windows.csv``)."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.grid import Grid, grid_words
+from spkv_nas.artifacts import head_tables
+from spkv_nas.artifacts.grid import grid_words
 from spkv_nas.base import arrays, errors, files, limits, tables
 
 MAX_NATS = 1e3  # bound of a cost
@@ -26,7 +29,7 @@ class WindowCosts:
 
     windows: tuple[int, ...]  # the windows, ascending, in keys
     # float64 [P, L, Hkv, W], cost by domain; negative if a head attends better locally, or appears to by chance; 0 in
-    # layers that are local by design
+    # layers that are local by design, and NaN beyond the heads of a layer
     values: arrays.Float
     domains: tuple[str, ...]  # names of the domains, sorted
 
@@ -44,29 +47,31 @@ class WindowCosts:
         return WindowCosts(chosen, np.stack([self.at(window) for window in chosen], -1), self.domains)
 
     @classmethod
-    def read(cls, path: Path, grid: Grid, domains: tuple[str, ...]) -> "WindowCosts | None":
+    def read(cls, path: Path, heads_per_layer: Sequence[int], domains: tuple[str, ...]) -> "WindowCosts | None":
         """Read the costs, None without a file; ``UserError`` unless they have every head, domain and window once."""
         if not files.is_file(path):
             return None
         rows = tables.read_table(path, "window costs", _COLUMNS).sort_values(_ORDER)
         windows = tuple(int(window) for window in sorted(rows["window"].unique()))
-        shape = (len(domains), *grid, len(windows))
-        expected = pd.MultiIndex.from_product([domains, range(grid[0]), range(grid[1]), windows])
-        if len(rows) != np.prod(shape) or not (pd.MultiIndex.from_frame(rows[_ORDER]) == expected).all():
+        heads = [(layer, head) for layer, number in enumerate(heads_per_layer) for head in range(number)]
+        product = itertools.product(domains, heads, windows)
+        expected = pd.MultiIndex.from_tuples([(domain, *head, window) for domain, head, window in product])
+        if len(rows) != len(expected) or not (pd.MultiIndex.from_frame(rows[_ORDER]) == expected).all():
             raise errors.UserError(
-                f"window costs {path}: expected every head of {grid_words(grid)}, domain and window once\nprobe again, "
-                "or remove the file: only layouts of several windows, and those for another memory, need it"
+                f"window costs {path}: expected every head of {grid_words(heads_per_layer)}, domain and window once\n"
+                "probe again, or remove it: only layouts of several windows, and those for another memory, need it"
             )
-        return cls(windows, rows["cost"].to_numpy().reshape(shape), domains)
+        costs = rows["cost"].to_numpy().reshape(len(domains), len(heads), len(windows)).swapaxes(1, 2)
+        return cls(windows, np.moveaxis(head_tables.on_grid(costs, heads_per_layer), 1, -1), domains)
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""
-        index = np.indices(self.values.shape).reshape(4, -1)
+        index = np.nonzero(~np.isnan(self.values))
         columns = {
             "layer": index[1],
             "kv_head": index[2],
             "domain": np.array(self.domains)[index[0]],
             "window": np.array(self.windows)[index[3]],
-            "cost": self.values.ravel(),
+            "cost": self.values[index],
         }
         tables.write_csv(path, pd.DataFrame(columns))

@@ -21,11 +21,12 @@ class CacheCost:
     context: int  # tokens per sequence
     batch: int  # sequences held at once
     window: int  # visible recent keys of a local head
-    head_dim: int  # D, of keys and of values
+    head_dim: int  # D, of keys and of values, of the heads that can be global
     dtype: str  # of the cache, one of ``ITEM_BYTES``
     sinks: int = 0  # first tokens that a local head keeps besides its window
     # windows of the KV heads that are local by design, whose letter in a layout has no effect
     native_heads: tuple[int, ...] = ()
+    native_dims: tuple[int, ...] = ()  # their D; empty: ``head_dim``
     # visible recent keys of a global head, if every layer of the model has a native window
     global_window: int = limits.MAX_WINDOW
 
@@ -54,7 +55,7 @@ class CacheCost:
     def total(self, num_global: int, num_heads: int) -> int:
         """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
         num_local = num_heads - num_global - len(self.native_heads)
-        native = sum(self._head(window) for window in self.native_heads)
+        native = sum(map(self._head, self.native_heads, self.native_dims or [self.head_dim] * len(self.native_heads)))
         return num_global * self.global_head + num_local * self.local_head + native
 
     def of_heads(self, windows: Iterable[int | None]) -> int:
@@ -94,9 +95,10 @@ class CacheCost:
         """Return where the cache is, to end a clause."""
         return ""
 
-    def _head(self, reach: int) -> int:
+    def _head(self, reach: int, head_dim: int | None = None) -> int:
         """Return the bytes of one KV head that keeps up to ``reach`` keys, over all sequences."""
-        return self.batch * int(head_bytes(min(reach, self.context), self.head_dim, ITEM_BYTES[self.dtype]))
+        head_dim = head_dim or self.head_dim
+        return self.batch * int(head_bytes(min(reach, self.context), head_dim, ITEM_BYTES[self.dtype]))
 
 
 def parse_memory(memory: str | float) -> float:
@@ -208,18 +210,21 @@ def cache_share(table: HeadScores, density: float, context: int = CONTEXT) -> fl
     return keys / _full_keys(table, context)
 
 
-def layout_share(layout: Layout, context: int, native_windows: Sequence[int | None] = ()) -> float:
+def layout_share(
+    layout: Layout, context: int, native_windows: Sequence[int | None] = (), head_dims: Sequence[int] = ()
+) -> float:
     """Return the cache of one sequence of ``context`` tokens under a layout as a share of full attention's.
 
     ``native_windows`` are the sliding windows of the model's layers, None for full attention; empty: none has one.
-    Raises ``UserError`` if the model has another number of layers.
+    ``head_dims`` are the sizes of their heads; empty: all are equal. Raises ``UserError`` if the model has another
+    number of layers.
     """
     layers = config_layers(native_windows or [None] * layout.num_layers)
     if len(layers) != layout.num_layers:
         raise errors.UserError(f"layout '{layout.strategy}' has {layout.num_layers} layers, the model {len(layers)}")
-    # Count single numbers: a share depends neither on the head dimension nor on the dtype
-    facts = cache_facts(layers, layout.num_kv_heads)
-    cost = CacheCost(context, 1, layout.window, 1, "float32", layout.sinks, **facts)
+    # Count numbers: a share does not depend on the dtype, nor on the head dimension if all heads have the same
+    facts = cache_facts(layers, layout.heads_per_layer, head_dims or (1,) * layout.num_layers)
+    cost = CacheCost(context, 1, layout.window, dtype="float32", sinks=layout.sinks, **facts)
     heads = [window for layer in candidate_layers(layers) for window in layout.head_windows[layer]]
     return cost.of_heads(heads) / cost.full(layout.num_heads)
 
@@ -230,11 +235,13 @@ def full_bytes(table: HeadScores, context: int = CONTEXT) -> float | None:
     return None if token is None else token * _full_keys(table, context)
 
 
-def _full_keys(table: HeadScores, context: int) -> int:
+def _full_keys(table: HeadScores, context: int) -> float:
     """Return the keys that all heads of the unchanged model keep of one sequence."""
     return table.num_candidates * min(context, table.global_window) + _native_keys(table, context)
 
 
-def _native_keys(table: HeadScores, context: int) -> int:
-    """Return those of the heads that are local by design."""
-    return sum(min(window, context) for window in table.native_heads)
+def _native_keys(table: HeadScores, context: int) -> float:
+    """Return those of the heads that are local by design, in keys of the size of the heads that can be global."""
+    size, sizes = table.cache_facts["head_dim"], table.cache_facts.get("native_dims", ())
+    shares: list[float] = [each / size for each in sizes] or [1] * len(table.native_heads)
+    return sum(share * min(window, context) for share, window in zip(shares, table.native_heads, strict=True))

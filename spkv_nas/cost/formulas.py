@@ -119,7 +119,7 @@ def head_bytes(keys: float, head_dim: int, element_size: int) -> float:
 
 def kv_bytes_per_token(shape: Shape, *, density: float = 1.0, element_size: int = 2) -> float:
     """Return the bytes by which the KV cache grows per token once the window is full."""
-    return shape.num_layers * shape.num_kv_heads * head_bytes(density, shape.head_dim, element_size)
+    return sum(shape.kv_heads_by_layer) * head_bytes(density, shape.head_dim, element_size)
 
 
 def kv_cache_bytes(
@@ -177,11 +177,20 @@ def cost(
         local = local_layers.layout_window(layer, (head or 0) + sinks, is_global=head is None)
         return visible_keys(min(context, layer.checkpoint_window), density=share, window=local)
 
-    heads = [head_keys(layer, head) for layer, row in zip(layers, rows, strict=True) for head in row]
-    keys = sum(heads) / len(heads)
+    # Weigh them by the size of heads, and layers by their number of heads
+    sizes = [1.0] * len(rows)
+    if len(rows) == shape.num_layers:
+        sizes = [number / len(row) for number, row in zip(shape.kv_heads_by_layer, rows, strict=True)]
+    heads = [
+        (size / max(sizes), head_keys(layer, head))
+        for layer, row, size in zip(layers, rows, sizes, strict=True)
+        for head in row
+    ]
+    keys = sum(weight * number for weight, number in heads) / sum(weight for weight, _ in heads)
     # Average the growth of the cache, which stops where a window is full
     grows = [not layer.is_always_local and context <= layer.checkpoint_window for layer in layers]
-    growth = density * sum(grows) / len(layers)
+    weights = [size * len(row) for size, row in zip(sizes, rows, strict=True)]
+    growth = density * sum(weight for weight, grow in zip(weights, grows, strict=True) if grow) / sum(weights)
     flops = 2 * shape.num_layers * shape.attention_width * keys
     return Cost(
         name=name,
@@ -198,10 +207,10 @@ def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | 
 
     Raises ``UserError`` if the layout has another grid than the model.
     """
-    grid.check_grid(f"layout '{layout.strategy}'", layout.grid, "the model", shape.grid)
+    grid.check_grid(f"layout '{layout.strategy}'", layout.heads_per_layer, "the model", shape.heads_per_layer)
     counts = layout.global_mask.sum(1)
     candidates = local_layers.candidate_layers(local_layers.config_layers(native_windows or [None] * layout.num_layers))
-    return int(counts[candidates].sum()) / (len(candidates) * layout.num_kv_heads)
+    return int(counts[candidates].sum()) / sum(layout.heads_per_layer[layer] for layer in candidates)
 
 
 def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, learns: bool = False) -> int:

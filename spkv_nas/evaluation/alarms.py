@@ -167,8 +167,8 @@ def check_text(
     """Return (circumstances, a sentence if they make no sense) from two passes over a sample; call on all ranks."""
     # Score a sample with full attention, and with local heads only
     sample = blocks.spread(max(2, _SAMPLE // blocks.block_size))
-    num_layers, num_kv_heads = config_shape(model.config).grid
-    local = Layout(heads=("L" * num_kv_heads,) * num_layers, window=window, sinks=1)
+    heads = config_shape(model.config).heads_per_layer
+    local = Layout(heads=tuple("L" * number for number in heads), window=window, sinks=1)
     full, without = zero_shot(model, [None, local], sample, batch_size=1)
     circumstances = Circumstances.of(model, blocks, full, separator)
     return circumstances, alarm(circumstances, full, {"local": without}, {"local": local})

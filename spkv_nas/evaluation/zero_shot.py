@@ -140,8 +140,8 @@ def cache_shares(model: PreTrainedModel, layouts: Mapping[str, Layout], context:
     Raises ``UserError`` if a layout does not fit the model.
     """
     with full_attention(model) as states:
-        native = [state.native_window for state in states]
-    return {name: layout_share(layout, context, native) for name, layout in layouts.items()}
+        native, sizes = [state.native_window for state in states], [state.head_dim for state in states]
+    return {name: layout_share(layout, context, native, sizes) for name, layout in layouts.items()}
 
 
 def score_table(

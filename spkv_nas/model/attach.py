@@ -138,7 +138,7 @@ def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int
     if config.heads is None:
         return [None if i in local else GATED * heads for i, heads in enumerate(num_kv_heads)]
     # Check the configured rows
-    check_heads("the grid of the gates' heads", [len(row) for row in config.heads], num_kv_heads)
+    grid.check_grid("the grid of the gates' heads", [*map(len, config.heads)], "the model", num_kv_heads)
     wrong = [i for i in local if set(config.heads[i]) != {LOCAL}]
     if wrong:
         raise UserError(
@@ -182,7 +182,8 @@ def hook_layers(model: PreTrainedModel) -> None:
     settings = attention.GateSettings()
     for call, source in zip(calls, sources, strict=True):
         if source is call:
-            attention.install(call.module, attention.LayerState(call.num_kv_heads, call.native_window, settings))
+            state = attention.LayerState(call.num_kv_heads, call.native_window, settings, head_dim=call.head_dim)
+            attention.install(call.module, state)
         else:
             attention.layer_state(source.module).num_readers += 1
             attention.install(call.module, attention.layer_state(source.module), source.module)
@@ -352,23 +353,15 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
 
 
 def check_hooks(calls: list[attention_calls.AttentionCall], what: str) -> None:
-    """Raise ``UserError`` about ``what`` unless each attention layer has a hook whose state agrees with its call."""
+    """Set the head size of each hooked layer; ``UserError`` about ``what`` unless its state agrees with its call."""
     for index, call in enumerate(calls):
         state = getattr(call.module, "spkv", None)
         if not isinstance(state, attention.LayerState):
             raise UserError(f"{what}: section 'spkv' of its config leaves out attention layer {index}")
+        state.head_dim = call.head_dim
         saved, actual = (state.num_kv_heads, state.native_window), (call.num_kv_heads, call.native_window)
         if saved != actual:
             raise UserError(
                 f"{what}: section 'spkv' of its config gives attention layer {index} {saved[0]} KV heads and "
                 f"the window {saved[1]}; it has {actual[0]} and {actual[1]}"
             )
-
-
-def check_heads(what: str, rows: list[int], num_kv_heads: list[int]) -> None:
-    """Raise ``UserError`` unless ``what``, with ``rows`` KV heads by layer, fits a model with ``num_kv_heads``."""
-    if len(set(rows)) == 1 and len(set(num_kv_heads)) == 1:
-        grid.check_grid(what, (len(rows), rows[0]), "the model", (len(num_kv_heads), num_kv_heads[0]))
-    elif rows != num_kv_heads:
-        row_counts, model_counts = (", ".join(map(str, heads)) for heads in (rows, num_kv_heads))
-        raise UserError(f"{what} is for layers of {row_counts} KV heads, the model's layers have {model_counts}")

@@ -71,6 +71,7 @@ class LayerState:
     observer: Observer | None = None  # called with each pass's queries, keys and values
     num_readers: int = 0  # later layers without keys of their own, which read this layer's keys and share this state
     is_always_local: bool = False  # whether all heads keep the native window in every layout (local_layers.py)
+    head_dim: int = 0  # channels of a head, the most of its keys and values; 0 before a dry run
     _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -176,6 +177,11 @@ def layer_state(layer: nn.Module) -> LayerState:
 def layer_states(model: nn.Module) -> list[LayerState]:
     """Return the hook states of a model's attention layers, in layer order."""
     return [layer_state(layer) for layer in attention_layers(model).values()]
+
+
+def heads_per_layer(states: Sequence[LayerState]) -> tuple[int, ...]:
+    """Return the number of KV heads of every hooked layer."""
+    return tuple(state.num_kv_heads for state in states)
 
 
 def layer_predictor(layer: nn.Module) -> UtilityPredictor | FixedGates | None:
@@ -297,7 +303,7 @@ def _attention_function(
     multi-head latent attention, the smaller heads get zero channels up to the larger size, also in the cache.
     """
     # Record and check the call
-    attention_calls.record_call(module, key, attention_calls.requested_window(kwargs))
+    attention_calls.record_call(module, key, value, attention_calls.requested_window(kwargs))
     cache = kwargs.get("spkv_cache")
     attention_calls.refuse_keywords(module, kwargs)
     attention_calls.refuse_tensors(query, key, value, attention_mask, dropout, cache)

@@ -41,6 +41,7 @@ class AttentionCall:
 
     module: nn.Module  # attention layer that made the call
     keys: Tensor  # the keys that it passed, [B, Hkv, T, D]
+    head_dim: int  # channels of a head, the most of its keys and values
     native_window: int | None  # sliding window it asked for; None: full attention
 
     @property
@@ -88,10 +89,11 @@ def watch_calls() -> Iterator[Recording]:
         _RECORDING.reset(token)
 
 
-def record_call(module: nn.Module, keys: Tensor, native_window: int | None) -> None:
+def record_call(module: nn.Module, keys: Tensor, values: Tensor, native_window: int | None) -> None:
     """Record a call of the attention function if calls are being recorded."""
     if not torch.compiler.is_compiling() and (recording := _RECORDING.get()) is not None:
-        recording.calls.append(AttentionCall(module, keys, native_window))
+        head_dim = max(keys.shape[-1], values.shape[-1])
+        recording.calls.append(AttentionCall(module, keys, head_dim, native_window))
 
 
 def requested_window(kwargs: dict[str, Any]) -> int | None:

@@ -82,10 +82,10 @@ class DensityTracker:
         self.close()
         # Collect counts [3, layers, KV heads]
         states = attention.layer_states(self._model)
-        grid = len(states), states[0].num_kv_heads
+        grid = len(states), max(attention.heads_per_layer(states))
         counts = np.zeros((3, *grid), dtype=np.int64)  # kept tokens, NaN utilities, tokens
         for layer, seen in self._seen.items():
-            counts[:, layer] = seen.cpu().numpy()
+            counts[:, layer, : seen.shape[1]] = seen.cpu().numpy()
         # Sum them over ranks, and check
         self._started = False
         kept, wrong, tokens = counts if alone else sum_over_processes(counts)

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,7 @@ from spkv_nas.artifacts import local_layers
 from spkv_nas.artifacts.shape import HeadShape, ModelSize
 from spkv_nas.base import limits, memory, schema
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import learned_sinks
+from spkv_nas.model import attach, attention, learned_sinks
 from spkv_nas.model.cache_layers import native_windows
 
 _BEYOND = 16  # maximum length of a sequence, in multiples of the model's max_position_embeddings
@@ -21,14 +21,47 @@ _READ_BY_MODELS = {"model_type", "head_dim"}  # read by decoders whose config cl
 
 
 def config_shape(config: PreTrainedConfig) -> HeadShape:
-    """Return the attention layers and heads of a decoder; without KV heads in ``config``, each query head has one."""
+    """Return the attention layers and heads of a decoder; without KV heads in ``config``, each query head has one.
+
+    Where layers or keys and values may differ, the decoder is built on the device "meta" to see what they call with.
+    """
     text = config.get_text_config()
+    has_layers = getattr(text, "is_heterogeneous", False)  # whether it has a config for each layer
+    if not getattr(text, "v_head_dim", None) and not has_layers:
+        return _equal_layers(config, text)
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            copied = copy.deepcopy(config)
+            copied._experts_implementation = "batched_mm"  # the one whose shapes depend on no values
+            model = AutoModelForCausalLM.from_config(copied)
+            attach.detach(model)  # of gates or a layout
+            attach.hook_layers(model)
+    except (UserError, ValueError):  # a model that is refused, too, where it is used
+        return _equal_layers(config, text.per_layer_config[0] if has_layers else text)
+    return _layer_shape(text, attention.layer_states(model))
+
+
+def _equal_layers(config: PreTrainedConfig, text: PreTrainedConfig) -> HeadShape:
+    """Return the heads of a decoder whose layers are equal, by the part of ``config`` that describes them."""
     heads = text.num_attention_heads
     return HeadShape(
         num_layers=len(native_windows(config)),
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+    )
+
+
+def _layer_shape(text: PreTrainedConfig, states: Sequence[attention.LayerState]) -> HeadShape:
+    """Return the heads of a decoder with hooked layers."""
+    heads, sizes = tuple(state.num_kv_heads for state in states), tuple(state.head_dim for state in states)
+    return HeadShape(
+        num_layers=len(states),
+        num_heads=text.num_attention_heads,
+        num_kv_heads=max(heads),
+        head_dim=max(sizes),
+        layer_heads=heads if len(set(heads)) > 1 else (),
+        layer_dims=sizes if len(set(sizes)) > 1 else (),
     )
 
 
@@ -49,8 +82,9 @@ def model_size(model: PreTrainedModel) -> ModelSize:
     layers = local_layers.config_layers(windows)
     local_windows = {layer.native_window for layer in layers if layer.is_always_local}
     positions = getattr(text, "max_position_embeddings", None)
+    states = attention.layer_states(model)
     return ModelSize(
-        config_shape(model.config),
+        _layer_shape(text, states) if states and states[0].head_dim else config_shape(model.config),
         sum(parameter.numel() for parameter in model.parameters() if parameter not in added),
         sum(parameter.numel() for parameter in model.get_decoder().parameters() if parameter not in outside | added),
         hidden_size=int(text.hidden_size),

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
 from spkv_nas.model import attention, gates
 
@@ -75,7 +76,8 @@ class KeyBenefitEstimator:
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Start recording the gradients of the utility logits of ``model``."""
-        self._num_layers, self._num_heads = len(gates.predictors(model)), attention.layer_states(model)[0].num_kv_heads
+        heads = [len(predictor.row) for predictor in gates.predictors(model).values()]
+        self._grid, self._num_gates = (len(heads), max(heads)), sum(heads)
         self._watch = attention.watch_logits(model, self._see)
         self._benefits: dict[int, torch.Tensor] = {}  # layer -> [Hkv], on the device
 
@@ -90,11 +92,13 @@ class KeyBenefitEstimator:
         has_gate = slope > 0.0  # not in global and local heads, and not for sink tokens
         num_keys, num_gated = logits.shape[0] * logits.shape[2], has_gate.sum((0, 2))
         sums = -(gradient / slope).where(has_gate, 0.0).sum((0, 2))
-        benefit = sums * (num_keys / num_gated) * logits.shape[1] * self._num_layers  # NaN without any gate
+        benefit = sums * (num_keys / num_gated) * self._num_gates  # NaN without any gate
         self._benefits[layer] = self._benefits.get(layer, torch.zeros_like(benefit)) + benefit
 
     def stop(self) -> NDArray[np.float64]:
         """Stop recording; return benefits [gated layers, KV heads], NaN without a gate, 0 if nothing was recorded."""
         self._watch.close()
         benefits = [self._benefits[layer].cpu() for layer in sorted(self._benefits)]
-        return torch.stack(benefits).double().numpy() if benefits else np.zeros((self._num_layers, self._num_heads))
+        if not benefits:
+            return np.zeros(self._grid)
+        return pad_sequence(benefits, batch_first=True, padding_value=math.nan).double().numpy()

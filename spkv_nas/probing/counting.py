@@ -8,14 +8,16 @@ parts of a document that spans two ranks are merged before it enters the moments
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
-from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.grid import Grid, head_cells
 from spkv_nas.artifacts.histogram import group_documents
 from spkv_nas.base.distributed import gathered, sum_over_processes
 from spkv_nas.base.errors import UserError
@@ -118,10 +120,11 @@ class GateCounter:
     Logits are buffered until ``end``, so that a forward pass that fails counts nothing.
     """
 
-    def __init__(self, blocks: TokenBlocks, grid: Grid, tau: float, device: torch.device) -> None:
-        """Allocate zero counts on ``device`` for ``blocks`` and a model of (layers, KV heads)."""
+    def __init__(self, blocks: TokenBlocks, heads_per_layer: Sequence[int], tau: float, device: torch.device) -> None:
+        """Allocate zero counts on ``device`` for ``blocks`` and a model with these KV heads by layer."""
         self._blocks, self._tau = blocks, tau
-        self._layers, self._heads = grid
+        self.is_head = head_cells(heads_per_layer)  # bool [L, Hkv]
+        self._layers, self._heads = grid = self.is_head.shape
         # Index domains and groups of documents, int64 [documents], and position buckets, int64 [T]
         numbers = {domain: i for i, domain in enumerate(blocks.domains)}
         self.domain_of = np.array([numbers[d.domain] for d in blocks.documents])
@@ -142,7 +145,8 @@ class GateCounter:
 
     def see(self, layer: int, logits: torch.Tensor) -> None:
         """Buffer the utility logits [B, H, T] of one layer."""
-        self._logits[layer] = logits
+        absent = self._heads - logits.shape[1]  # beyond the heads of the layer
+        self._logits[layer] = pad(logits, (0, 0, 0, absent), value=-math.inf) if absent else logits
 
     def _prepare(self, start: int, stop: int) -> None:
         """Compute the document membership and histogram offsets of the blocks ``start:stop``."""

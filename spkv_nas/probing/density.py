@@ -66,7 +66,7 @@ def probe(
     states = attention.layer_states(model)
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     with modes.gate_mode(model, "hard", tau), modes.evaluation_mode(model):
-        counter = GateCounter(blocks, (len(states), states[0].num_kv_heads), tau, model.device)
+        counter = GateCounter(blocks, attention.heads_per_layer(states), tau, model.device)
 
         def run(_start: int, tokens: torch.Tensor) -> int:
             counter.begin()
@@ -107,7 +107,7 @@ def _price(config: GateConfig) -> dict[str, Any]:
 def _with_reached(table: HeadScores, config: GateConfig, states: Sequence[attention.LayerState]) -> HeadScores:
     """Add the density reached at the gates' own threshold to the metadata, to compare with the target density."""
     with_gates = [state.gate_window is not None for state in states]  # sliding-window layers have no gates
-    reached = float(table.at_tau(config.tau).density[with_gates].mean())
+    reached = float(table.at_tau(config.tau).density[table.is_head & np.array(with_gates)[:, None]].mean())
     return replace(table, metadata={**table.metadata, "reached_density": round(reached, 4)})
 
 
@@ -136,7 +136,7 @@ def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) ->
             "num_documents": int(num_documents[domain]),
             "standard_error": float(error[domain, layer, head]),
         }
-        for layer, head in np.ndindex(density.shape[1:])
+        for layer, head in zip(*np.nonzero(counter.is_head), strict=True)
         for domain in present
     ]
     return pd.DataFrame(rows)
@@ -174,14 +174,14 @@ def _positions(counter: GateCounter, block_size: int) -> pd.DataFrame:
     num_tokens = width * (int(counter.counts.tokens.sum()) // block_size)
     kept = counter.counts.position.cpu().numpy()
     # List heads and buckets as rows
-    layer, head, bucket = (axis.ravel() for axis in np.indices(kept.shape))
+    layer, head, bucket = np.nonzero(np.broadcast_to(counter.is_head[..., None], kept.shape))
     return pd.DataFrame(
         {
             "layer": layer,
             "kv_head": head,
             "start": start[bucket],
             "end": (start + width)[bucket],
-            "density": kept.ravel() / np.maximum(num_tokens[bucket], 1),
+            "density": kept[layer, head, bucket] / np.maximum(num_tokens[bucket], 1),
             "num_tokens": num_tokens[bucket],
         }
     )

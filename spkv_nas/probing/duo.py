@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import defaults, head_scores
@@ -94,11 +95,12 @@ def duo(
         loss = _learn(model, mixtures, blocks, batch_size, steps, learning_rate, regularisation, seed, progress)
 
     # Build the table
-    values = torch.stack([mixture.share.detach() for mixture in mixtures]).double().cpu().numpy()
+    values = pad_sequence([mixture.share.detach() for mixture in mixtures], batch_first=True).double().cpu().numpy()
     options = {"sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
     table_metadata = {**(metadata or {}), **options, "distillation_loss": float(f"{loss:.4g}")}
     tokens_seen = steps * min(batch_size, blocks.num_blocks) * blocks.block_size
-    return learned_table("duo", ALPHA_UNIT, values, blocks, window, tokens_seen, name=name, metadata=table_metadata)
+    facts: dict[str, Any] = {"heads_per_layer": attention.heads_per_layer(states), "metadata": table_metadata}
+    return learned_table("duo", ALPHA_UNIT, values, blocks, window, tokens_seen, name=name, **facts)
 
 
 def _learn(

@@ -4,7 +4,7 @@ The blocks of each step are sharded across ranks (torchrun); ranks beyond the nu
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -117,6 +117,7 @@ def learned_table(
     *,
     name: str,
     metadata: Mapping[str, Any],
+    heads_per_layer: Sequence[int],
 ) -> head_scores.HeadScores:
     """Build the table of a signal learned on all domains together.
 
@@ -129,11 +130,11 @@ def learned_table(
         tokens_seen: tokens of all steps.
         name: name of the table.
         metadata: provenance and options.
+        heads_per_layer: number of KV heads of every layer.
 
     Raises ``UserError``: a value is not finite.
     """
     means, num_tokens = HeadMeans(values, "all", tokens_seen, 0), blocks.tokens.size
     num_passes = defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens
-    return signal_table(
-        signal, [means], window, unit=unit, passes=num_passes, tokens=num_tokens, name=name, metadata=metadata
-    )
+    facts: Any = {"name": name, "metadata": metadata, "heads_per_layer": heads_per_layer}
+    return signal_table(signal, [means], window, unit=unit, passes=num_passes, tokens=num_tokens, **facts)

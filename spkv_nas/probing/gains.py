@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import head_scores, head_tables, kinds, local_layers
+from spkv_nas.artifacts.grid import head_cells
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import jackknife_ratio
@@ -69,6 +70,7 @@ def gains(
         unit=kinds.NATS,
         name=name or signal,
         metadata=table_metadata,
+        heads_per_layer=measured.heads_per_layer,
     )
 
 
@@ -86,7 +88,9 @@ def add_one_head_gains(
     measured = _measure(model, blocks, window, opens=True, **options)
     documents = int((measured.num_tokens > 0).sum())
     cost = {"passes": round(measured.passes, 2), "tokens": blocks.tokens.size, "documents": documents}
-    return head_tables.Gains(*jackknife_ratio(measured.sums, measured.num_tokens)), cost
+    is_head = head_cells(measured.heads_per_layer)
+    gains = (np.where(is_head, each, np.nan) for each in jackknife_ratio(measured.sums, measured.num_tokens))
+    return head_tables.Gains(*gains), cost
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class _Measurement:
     """Gains summed by document in nats [L, Hkv, documents], tokens [documents], and the cost of measuring them."""
 
     sums: NDArray[np.float64]
+    heads_per_layer: tuple[int, ...]
     num_tokens: NDArray[np.int64]
     nll_before: float
     passes: float
@@ -128,29 +133,32 @@ def _measure(
     with full_attention(model) as states:
         # Windows [L][Hkv] of the all-global and the all-local model
         native = tuple(state.head_windows(gated=False) for state in states)
-        num_layers, num_heads = len(native), len(native[0])
+        num_layers, num_heads = len(native), max(map(len, native))
         detailed = num_layers if max_heads is None else min(max_heads // num_heads, num_layers)
         if detailed == 0:
             raise UserError(f"--max-heads {max_heads} is too small: give at least {num_heads}, the heads of a layer")
-        local = tuple((local_layers.layout_window(state, window, is_global=False),) * num_heads for state in states)
+        local = tuple(
+            (local_layers.layout_window(state, window, is_global=False),) * state.num_kv_heads for state in states
+        )
         score = partial(zero_shot.score_windows, model, states, blocks=blocks, batch_size=batch_size, sinks=sinks)
         rounds = _Rounds(score, local, native, opens, num_own_blocks(blocks.num_blocks, batch_size), progress)
         sums = np.zeros((num_layers, num_heads, len(blocks.documents)))
         by_layer = granularity == LAYER or detailed < num_layers
         # Measure whole layers
         if by_layer:
-            layers: list[Unit] = [(layer, range(num_heads)) for layer in range(num_layers)]
-            for (layer, _), gain in rounds.gains(layers, 0 if granularity == LAYER else detailed * num_heads):
-                sums[layer] = gain / num_heads
+            layers: list[Unit] = [(layer, range(len(row))) for layer, row in enumerate(native)]
+            for (layer, heads), gain in rounds.gains(layers, 0 if granularity == LAYER else detailed * num_heads):
+                sums[layer, heads] = gain / len(heads)
         # Measure single heads in the layers with the largest gains
         if granularity == HEAD:
             top_layers = sorted(np.argsort(-sums.sum((1, 2)), kind="stable")[:detailed].tolist())
-            units = [(layer, range(head, head + 1)) for layer in top_layers for head in range(num_heads)]
+            units = [(layer, range(head, head + 1)) for layer in top_layers for head in range(len(native[layer]))]
             for (layer, heads), gain in rounds.gains(units):
                 sums[layer, heads] = gain
     base = rounds.scores[rounds.before]
     measured_as = granularity if by_layer is (granularity == LAYER) else MIXED
-    return _Measurement(sums, base.num_tokens, round(base.mean, 6), round(rounds.passes, 2), measured_as)
+    counts = tuple(map(len, native))
+    return _Measurement(sums, counts, base.num_tokens, round(base.mean, 6), round(rounds.passes, 2), measured_as)
 
 
 def _check_heads(granularity: str, max_heads: int | None) -> None:

@@ -29,6 +29,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import defaults, head_scores, kinds, local_layers
+from spkv_nas.artifacts.grid import head_cells
 from spkv_nas.base import arrays, distributed, memory
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
@@ -89,10 +90,11 @@ def head_gates(
         for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
             gates = learning.of_all_layers(learning.gates).to(model.device).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
-                state.observer = mixture.Mixture.of_global(state, gate.to(model.dtype), window, sinks)
+                of_heads = gate[: state.num_kv_heads].to(model.dtype)
+                state.observer = mixture.Mixture.of_global(state, of_heads, window, sinks)
             divergence, gradient = _slope(model, states, gates, blocks, np.sort(block_indices), micro_batch)
             frozen.check_finite("head gates: the loss", divergence, step, gradient)
-            learning.step(step, gradient[learning.layers])
+            learning.step(step, gradient[learning.has_gate])
             if progress is not None:
                 progress(step, steps)
     # Build the table; its divergence is in nats per token, in the last step
@@ -100,6 +102,7 @@ def head_gates(
     table_metadata |= {"divergence": float(f"{divergence:.4g}"), **local_layers.native_windows(states)}
     table_metadata |= {"sinks": sinks, **sink_facts} if sinks else {}
     facts: dict[str, Any] = {"name": name, "metadata": table_metadata, "tokens_seen": steps * size * blocks.block_size}
+    facts["heads_per_layer"] = attention.heads_per_layer(states)
     return frozen.learned_table("head-gates", kinds.GATE_UNIT, learning.mean.numpy(), blocks, window, **facts)
 
 
@@ -152,12 +155,14 @@ class _Learning:
 
     def __init__(self, states: Sequence[attention.LayerState], budget: int | str | None, steps: int) -> None:
         """Start with equal gates that sum to ``budget``."""
-        self.layers = local_layers.candidate_layers(states)  # indices of layers with gates, not local by design
-        self._num_layers, self._steps = len(states), steps
-        grid = len(self.layers), states[0].num_kv_heads
-        self.budget = parse_budget(budget, math.prod(grid))  # sum of the gates
-        # float64 [layers with gates, KV heads]: gates for the next step, and their sum over the steps so far
-        self.gates = torch.full(grid, self.budget / math.prod(grid), dtype=torch.float64)
+        self._steps = steps
+        # bool [all layers, KV heads], true for the H heads with a gate, whose layers are not local by design
+        self.has_gate = torch.from_numpy(head_cells(attention.heads_per_layer(states)))
+        self.has_gate &= torch.tensor([[not state.is_always_local] for state in states])
+        number = int(self.has_gate.sum())
+        self.budget = parse_budget(budget, number)  # sum of the gates
+        # float64 [H]: gates for the next step, and their sum over the steps so far
+        self.gates = torch.full((number,), self.budget / number, dtype=torch.float64)
         self.total = torch.zeros_like(self.gates)
         self._direction = torch.zeros_like(self.gates)
         self._square = 0.0
@@ -168,9 +173,9 @@ class _Learning:
         return self.of_all_layers(self.total / self._steps)
 
     def of_all_layers(self, gates: torch.Tensor) -> torch.Tensor:
-        """Return the gates of all layers, a copy, with 0 in layers that are local by design."""
-        all_gates = torch.zeros(self._num_layers, gates.shape[1], dtype=gates.dtype)
-        all_gates[self.layers] = gates
+        """Return ``gates`` [H] as [all layers, KV heads], a copy, with 0 where there is no gate."""
+        all_gates = torch.zeros(self.has_gate.shape, dtype=gates.dtype)
+        all_gates[self.has_gate] = gates
         return all_gates
 
     def step(self, number: int, gradient: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spkv_nas.artifacts import head_scores, head_tables, kinds
+from spkv_nas.artifacts.grid import head_cells
 from spkv_nas.base import arrays, distributed, errors, statistics
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import not_finite
@@ -99,7 +100,7 @@ class HeadSums:
         owner_index = torch.from_numpy(owner.astype(np.int64)).to(self.sums.device)
         for layer, values in enumerate(layers):
             rows = values.transpose(0, 1).flatten(1).to(self.sums.device, torch.float64)
-            self.sums[layer].index_add_(1, owner_index, rows)
+            self.sums[layer, : len(rows)].index_add_(1, owner_index, rows)
 
     def add_up(self) -> None:
         """Sum over all ranks after the last ``add``; must be called on all ranks."""
@@ -137,11 +138,13 @@ def signal_table(
     metadata: Mapping[str, Any],
     kind: str = kinds.SHARE,
     unit: str = kinds.SHARE_UNIT,
+    heads_per_layer: Sequence[int] = (),
 ) -> head_scores.HeadScores:
     """Build the ``HeadScores`` table of a signal from its means by domain, at the cost of ``passes`` over ``tokens``.
 
-    Shares are clipped to [0, 1], against rounding. ``metadata["model"]`` becomes the source of proposed layouts;
-    ``kind`` is one of ``artifacts.kinds.KINDS``, with its ``unit``. Raises ``UserError``: a value is not finite.
+    Cells beyond the heads of a layer are left out; without ``heads_per_layer`` all are heads. Shares are clipped to
+    [0, 1], against rounding. ``metadata["model"]`` becomes the source of proposed layouts; ``kind`` is one of
+    ``artifacts.kinds.KINDS``, with its ``unit``. Raises ``UserError``: a value is not finite.
     """
     # Reject NaN and infinity
     low, high = (0.0, 1.0) if kind == kinds.SHARE else (-np.inf, np.inf)
@@ -152,9 +155,10 @@ def signal_table(
     # One row per layer, KV head and domain
     parts = []
     for part in means:
-        layer, head = (axis.ravel() for axis in np.indices(part.values.shape))
-        error = np.nan if part.standard_error is None else part.standard_error.ravel()
-        columns = (layer, head, part.values.ravel().clip(low, high), part.domain, part.num_tokens, part.num_documents)
+        layer, head = np.nonzero(head_cells(heads_per_layer) if heads_per_layer else np.ones_like(part.values))
+        error = np.nan if part.standard_error is None else part.standard_error[layer, head]
+        values = part.values[layer, head].clip(low, high)
+        columns = (layer, head, values, part.domain, part.num_tokens, part.num_documents)
         parts.append(pd.DataFrame(dict(zip(head_tables.COLUMNS, (*columns, error), strict=True))))
     rows = pd.concat(parts, ignore_index=True).sort_values(["layer", "kv_head"], kind="stable", ignore_index=True)
     facts = {"signal": signal, "kind": kind, "unit": unit, "source": metadata.get("model")}

@@ -12,14 +12,15 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.local_layers import native_windows
+from spkv_nas.artifacts.local_layers import cache_facts, native_windows
 from spkv_nas.base.device import dtype_name
 from spkv_nas.base.entry import check_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import micro_batch, separators
-from spkv_nas.model import config_section, model_shape
+from spkv_nas.model import config_section
+from spkv_nas.model.attention import heads_per_layer
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.heads import check_window
 from spkv_nas.probing.signal import Signal
@@ -101,7 +102,6 @@ def measure_signal(
     entry, run = _configured(SIGNALS[signal], options)
     if memory is not None and options.get("budget") is not None:
         raise UserError("give a limit of memory or a budget, not both: the memory says how many heads are global")
-    _check_heads(model)
     micro_batch.check_blocks(model, blocks)
     # Choose window and sink tokens
     first_window = _window(entry, model, blocks) if window is None or entry.needs_gates else window
@@ -130,13 +130,15 @@ def _with_facts(
 ) -> HeadScores:
     """Return a table with what its layouts and the size of their KV cache depend on, and its documents."""
     with full_attention(model) as states:
-        windows = native_windows(states)
+        windows, sizes = native_windows(states), [state.head_dim for state in states]
+        head_dim = cache_facts(states, heads_per_layer(states), sizes)["head_dim"]
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}
     # Add what the size of the KV cache depends on, and the context if the config says it
-    cache_facts = {"head_dim": model_shape.config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
+    facts = {"head_dim": head_dim, **({"head_dims": sizes} if len({*sizes}) > 1 else {})}
+    facts["dtype"] = dtype_name(model.dtype)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    cache_facts |= {"positions": positions} if isinstance(positions, int) else {}
-    metadata = {**cache_facts, **table.metadata, **table_facts}
+    facts |= {"positions": positions} if isinstance(positions, int) else {}
+    metadata = {**facts, **table.metadata, **table_facts}
     return replace(table, metadata=metadata, selected_on=blocks.text_ids)
 
 
@@ -163,14 +165,3 @@ def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:
     if config is None:
         raise UserError(f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model first")
     return config.window
-
-
-def _check_heads(model: PreTrainedModel) -> None:
-    """Raise ``UserError`` if the model's layers have different numbers of KV heads, which no table of scores holds."""
-    with full_attention(model) as states:
-        numbers = sorted({state.num_kv_heads for state in states})
-    if len(numbers) > 1:
-        head_counts = " and ".join(map(str, numbers))
-        raise UserError(
-            f"this model's layers have {head_counts} KV heads; head scores need the same number in every layer"
-        )

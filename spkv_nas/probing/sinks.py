@@ -53,7 +53,7 @@ class SinkReport:
     # that no longer have them in their window. Layers that are local by design are left out, since their heads never
     # see the first tokens
     mass: arrays.Float = field(repr=False)  # long
-    num_kv_heads: int  # KV heads per layer
+    num_kv_heads: int  # KV heads per layer, most of them if layers differ
     average: float  # mean attention weight that a token would get if a query attended to all of its keys alike
     massive: tuple[MassiveActivation, ...]  # the largest activation of each decoder layer
 
@@ -166,7 +166,7 @@ def measure_sinks(
             states[layer].observer = _observer(sums, layer, slice(start, stop), num_positions)
         for block in range(blocks.num_blocks):  # one by one, to bound memory
             model.get_decoder()(input_ids=block_tokens(blocks, block, 1, model.device), use_cache=False)
-        num_kv_heads = states[0].num_kv_heads
+        num_kv_heads = max(states[layer].num_kv_heads for layer in candidates)
     # Average the mass over queries and blocks
     queries = np.arange(start, stop)
     mass = np.stack([part.cpu().double().numpy() for part in sums.values()]) / max(1, len(queries) * blocks.num_blocks)

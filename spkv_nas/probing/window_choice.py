@@ -26,7 +26,7 @@ from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import micro_batch, paired
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
-from spkv_nas.model import model_shape, windows
+from spkv_nas.model import attention, windows
 from spkv_nas.probing.signal import LAYER, Signal
 from spkv_nas.proposal.windows import NARROWEST, WIDEST, TriedWindow, at_window, candidate_windows, windows_by_costs
 
@@ -120,9 +120,9 @@ def measure_within(
 def _cache_cost(model: PreTrainedModel, context: int, window: int, sinks: int) -> tuple[CacheCost, int]:
     """Return the size of the KV cache of a model's layouts for one sequence, and the number of its KV heads."""
     with windows.full_attention(model) as states:
-        layers, num_kv_heads = config_layers([state.native_window for state in states]), states[0].num_kv_heads
-    sizes = context, 1, window, model_shape.config_shape(model.config).head_dim, device.dtype_name(model.dtype), sinks
-    return CacheCost(*sizes, **cache_facts(layers, num_kv_heads)), len(layers) * num_kv_heads
+        heads, sizes = attention.heads_per_layer(states), [state.head_dim for state in states]
+        facts = cache_facts(config_layers([state.native_window for state in states]), heads, sizes)
+    return CacheCost(context, 1, window, dtype=device.dtype_name(model.dtype), sinks=sinks, **facts), sum(heads)
 
 
 def choose_window(
@@ -169,7 +169,8 @@ def highest_scores(table: HeadScores, row: TriedWindow) -> Layout:
     scores[table.layers] = table.values[table.layers]
     mask = np.zeros(table.grid, dtype=bool)
     mask.flat[np.argsort(-scores, axis=None, kind="stable")[: row.num_global]] = True
-    return Layout.from_mask(mask, window=row.window, sinks=table.sinks)
+    heads = table.heads_per_layer
+    return Layout.from_mask(mask, window=row.window, sinks=table.sinks, heads_per_layer=heads)
 
 
 def half_of(blocks: TokenBlocks, num_blocks: int | None = None) -> TokenBlocks:

@@ -25,13 +25,14 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import head_scores, kinds, local_layers
 from spkv_nas.artifacts.defaults import FROZEN_STEP_PASSES, LEARNING_TOKENS
+from spkv_nas.artifacts.grid import head_cells
 from spkv_nas.artifacts.window_costs import WindowCosts
 from spkv_nas.base import distributed, statistics
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import nll
 from spkv_nas.model import windows as model_windows
-from spkv_nas.model.attention import LayerState
+from spkv_nas.model.attention import LayerState, heads_per_layer
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.probing import frozen, heads
 from spkv_nas.probing.head_gates import unobserved
@@ -89,6 +90,7 @@ def window_costs(
     costs[:, layers] = gradients
     costs = costs[..., :-1] - costs[..., -1:]
     means, by_window = _means(blocks, order, costs, measured, window)
+    costs_of_heads = np.where(head_cells(heads_per_layer(states))[..., None], by_window.values, np.nan)
     facts = {
         **(metadata or {}),
         "nll": round(unchanged, 4),
@@ -98,9 +100,10 @@ def window_costs(
         **({"sinks": sinks} if sinks else {}),
     }
     record: dict[str, Any] = {"name": name, "metadata": facts, "kind": kinds.GAIN, "unit": kinds.NATS}
+    record["heads_per_layer"] = heads_per_layer(states)
     num_passes = passes(len(measured)) * len(order) / blocks.num_blocks
     table = heads.signal_table("window-costs", means, window, passes=num_passes, tokens=blocks.tokens.size, **record)
-    return replace(table, window_costs=by_window)
+    return replace(table, window_costs=replace(by_window, values=costs_of_heads))
 
 
 def _means(
@@ -136,14 +139,15 @@ def _gradients(
 
     ``layers`` are those whose heads can be global.
     """
-    grid = len(layers), states[0].num_kv_heads, len(windows) + 1
+    grid = len(layers), max(heads_per_layer(states)), len(windows) + 1
 
     def gradients(part: range) -> list[Float]:
         """Compute those of some blocks in one pass."""
         indices = order[part.start : part.stop]
         shares = torch.full((len(layers), len(part), *grid[1:]), 1.0 / grid[2], device=model.device).requires_grad_()
         for layer, share in zip(layers, shares, strict=True):
-            states[layer].observer = Mixture(states[layer], share.to(model.dtype), windows, sinks)
+            of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
+            states[layer].observer = Mixture(states[layer], of_heads, windows, sinks)
         tokens = torch.from_numpy(blocks.tokens[indices].astype(np.int64)).to(model.device)
         loss = mean_divergence(model, tokens, partial(unobserved, states)) * len(part)
         (gradient,) = torch.autograd.grad(loss, shares)

@@ -220,7 +220,7 @@ def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
         return layout.reach
     # Explain a layout that was chosen without the constraints
     if "constraints" not in layout.provenance:
-        notes = [f"violates {option}" for option in constraints.broken_by(layout.global_mask)]
+        notes = [f"violates {option}" for option in constraints.broken_by(layout)]
         if layout.num_global != heads:
             notes.append(_budget_note(layout, heads))
         return "; ".join(notes)
@@ -240,5 +240,5 @@ def _budget_note(layout: Layout, heads: int) -> str:
         return f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}"
     return (
         f"{heads} global heads are not a whole number of layers; the nearest is {layout.num_global} "
-        f"({layout.num_global // layout.num_kv_heads} of {layout.num_layers} layers)"
+        f"({len(layout.global_layers)} of {layout.num_layers} layers)"
     )

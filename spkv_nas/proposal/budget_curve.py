@@ -148,6 +148,6 @@ def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:
     for pattern in (strategy for strategy in strategies.STRATEGIES if strategy.whole_layers):
         curve[pattern.name] = np.nan
         for layers in range(1, table.num_layers + 1):
-            mask = pattern.choose(table, layers * table.num_kv_heads)
-            curve.loc[layers * table.num_kv_heads - 1, pattern.name] = table.density[mask].sum() / total
+            mask = pattern.choose(table, round(layers * table.num_heads / table.num_layers))
+            curve.loc[int(mask.sum()) - 1, pattern.name] = table.density[mask].sum() / total
     return curve

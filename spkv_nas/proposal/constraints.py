@@ -10,7 +10,7 @@ import numpy as np
 from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.base.arrays import Float, Mask
+from spkv_nas.base.arrays import Float
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.proposal.coverage import domain_coverage, provenance
@@ -105,19 +105,19 @@ class Constraints:
             )
         return replace(self, local_layers=tuple(sorted(native | set(self.local_layers))))
 
-    def broken_by(self, mask: Mask) -> list[str]:
-        """Return the options, such as "--granularity layer", that a mask [L, Hkv] of global heads does not meet."""
+    def broken_by(self, layout: Layout) -> list[str]:
+        """Return the options, such as "--granularity layer", that a layout does not meet."""
         # Count the global heads of the layers that a minimum or maximum applies to, and of those that mix
-        counts, num_kv_heads = mask.sum(1), mask.shape[1]
+        counts, num_heads = layout.global_mask.sum(1), np.array(layout.heads_per_layer)
         fixed = [*self.global_layers, *self.local_layers]
         free = np.delete(counts, fixed)
-        mixed = counts[(counts > 0) & (counts < num_kv_heads)]
+        mixed = counts[(counts > 0) & (counts < num_heads)]
         # Check each constraint that is set
         broken = {
             "min_per_layer": self.min_per_layer is not None and (free < self.min_per_layer).any(),
             "max_per_layer": self.max_per_layer is not None and (free > self.max_per_layer).any(),
-            "global_layers": not mask[list(self.global_layers)].all(),
-            "local_layers": mask[list(self.local_layers)].any(),
+            "global_layers": (counts < num_heads)[list(self.global_layers)].any(),
+            "local_layers": counts[list(self.local_layers)].any(),
             "granularity": self.granularity == "layer" and mixed.size > 0,
             "uniform": len(np.unique(mixed)) > 1,
         }
@@ -162,16 +162,18 @@ def read_head_costs(path: Path, table: HeadScores) -> Float:
     rows = read_table(path, "head costs", _WEIGHTS)
     layer, head, weight = (rows[column.name].to_numpy() for column in _WEIGHTS)
     last = (int(layer.max()), int(head.max()))
-    if len(rows) != table.num_heads or last[0] >= table.num_layers or last[1] >= table.num_kv_heads:
+    is_known = (layer < table.num_layers).all() and (head < np.array(table.heads_per_layer)[layer]).all()
+    if len(rows) != table.num_heads or not is_known:
         raise UserError(
             f"head costs {path}: the file has {len(rows)} rows, up to layer {last[0]} and KV head {last[1]}\n"
-            f"it needs one row for every head of the density table '{table.name}', {grid_words(table.grid)}"
+            f"it needs one row for every head of the density table '{table.name}', {grid_words(table.heads_per_layer)}"
         )
     # Arrange the costs as a grid
     weights = np.full(table.grid, np.nan)
     weights[layer, head] = weight
-    if np.isnan(weights).any():
-        lacking = np.argwhere(np.isnan(weights))[0][0]
+    is_absent = np.isnan(weights) & table.is_head
+    if is_absent.any():
+        lacking = np.argwhere(is_absent)[0][0]
         raise UserError(f"head costs {path}: one head is listed twice, and a head of layer {lacking} is missing")
     return weights
 
@@ -205,7 +207,7 @@ def solve(
     constraints = _checked(table, constraints, weights)
     density = _objective(table, robust=robust)
     # Solve the integer program
-    problem = Problem(table.grid, constraints.named, budget, weights)
+    problem = Problem(table.heads_per_layer, constraints.named, budget, weights)
     best = problem.optimum(density)
     if best is None:
         raise UserError(_conflict(problem, constraints, budget))
@@ -233,7 +235,9 @@ def solve_apart(
     """
     constraints = _checked(table, constraints, weights)
     masks = [layout.global_mask for layout in excluded]
-    problem = Problem(table.grid, constraints.named, budget, weights, excluded=masks, at_least=1, apart=apart)
+    problem = Problem(
+        table.heads_per_layer, constraints.named, budget, weights, excluded=masks, at_least=1, apart=apart
+    )
     best = problem.optimum(_objective(table, robust=robust))
     if best is None:
         return None
@@ -245,7 +249,7 @@ def _checked(table: HeadScores, constraints: Constraints | None, weights: Float 
     constraints = constraints or Constraints()
     constraints.check(table.grid)
     constraints = constraints.on(table)
-    if weights is not None and (weights.shape != table.grid or not (weights > 0).all()):
+    if weights is not None and (weights.shape != table.grid or not (weights[table.is_head] > 0).all()):
         raise UserError(f"weights must be above 0 and have shape {list(table.grid)}; found shape {list(weights.shape)}")
     return constraints
 
@@ -273,7 +277,11 @@ def _layout(
     """Return the layout of a solution of the integer program, with its provenance."""
     name = ROBUST if robust else CONSTRAINED
     layout = Layout.from_mask(
-        best.mask, window=window or table.window or DEFAULT_WINDOW, strategy=name, sinks=table.sinks
+        best.mask,
+        window=window or table.window or DEFAULT_WINDOW,
+        strategy=name,
+        sinks=table.sinks,
+        heads_per_layer=table.heads_per_layer,
     )
     # Record constraints, costs and gap
     origin = {**provenance(table, layout, budget), "constraints": constraints.named}

@@ -59,6 +59,8 @@ def convert(
         layout, tie_notes = _chosen_layout(scores, chosen)
         scores, notes = replace(scores, values=layout.global_mask.astype(np.float64)), notes + tie_notes
     # Write the target
+    if not _is_layout(target) and len({*(scores.heads_per_layer if layout is None else layout.heads_per_layer)}) > 1:
+        raise errors.UserError("the formats of DuoAttention and PruLong have as many KV heads in every layer")
     if to_duo_attention:
         return [*notes, _write_duo_attention(files, scores)]
     assert layout is not None
@@ -93,11 +95,11 @@ def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layou
     assert scores.window is not None
     mask = scores.choose(**chosen)
     provenance = {"source": scores.source, **chosen, "budget": int(mask.sum()), "created_by": _CREATED_BY}
-    layout = Layout.from_mask(
-        mask, window=scores.window, strategy=scores.origin, provenance=provenance, sinks=scores.sink_size or 0
-    )
+    sizes: dict[str, Any] = {"sinks": scores.sink_size or 0, "heads_per_layer": scores.heads_per_layer}
+    layout = Layout.from_mask(mask, window=scores.window, strategy=scores.origin, provenance=provenance, **sizes)
     # Mention ties at the cut
-    if mask.all() or not mask.any() or scores.values[mask].min() > scores.values[~mask].max():
+    others = scores.values[~mask & np.isfinite(scores.values)]
+    if not others.size or not mask.any() or scores.values[mask].min() > others.max():
         return layout, []
     tied = scores.values == scores.values[mask].min()
     return layout, [

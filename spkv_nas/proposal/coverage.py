@@ -25,12 +25,13 @@ def coverage(table: head_scores.HeadScores, layout: Layout) -> float:
     the threshold they were chosen at. Raises ``UserError``: the layout's grid differs from the table's, or every
     density is 0.
     """
-    grid.check_grid(f"layout '{layout.strategy}'", layout.grid, f"the density table '{table.name}'", table.grid)
+    what, other = f"layout '{layout.strategy}'", f"the density table '{table.name}'"
+    grid.check_grid(what, layout.heads_per_layer, other, table.heads_per_layer)
     return math.nan if layout.windows else _covered(table, layout.global_mask)
 
 
 def densest_candidates(table: head_scores.HeadScores) -> NDArray[np.intp]:
-    """Return flat head indices [L * Hkv], by descending density; heads that are local by design come last."""
+    """Return flat indices (layer * Hkv + head) by descending density; heads that are local by design come last."""
     order = densest_first(table.values)
     is_candidate = np.isin(order // table.num_kv_heads, table.layers)
     return np.concatenate([order[is_candidate], order[~is_candidate]])
@@ -38,10 +39,10 @@ def densest_candidates(table: head_scores.HeadScores) -> NDArray[np.intp]:
 
 def densest_coverage(table: head_scores.HeadScores) -> list[float]:
     """Return the coverage of the 1, 2, ... densest heads. Raises ``UserError`` if every density is 0."""
-    mask, covered = np.zeros(table.num_heads, dtype=np.bool_), []
+    mask, covered = np.zeros(table.grid, dtype=np.bool_), []
     for head in densest_candidates(table):
-        mask[head] = True
-        covered.append(_covered(table, mask.reshape(table.grid)))
+        mask.flat[head] = True
+        covered.append(_covered(table, mask))
     return covered
 
 
@@ -57,7 +58,7 @@ def domain_coverage(table: head_scores.HeadScores, layout: Layout) -> dict[str, 
 
 def coverage_curve(table: head_scores.HeadScores) -> pd.DataFrame:
     """Return best and random coverage, columns budget, densest, random. Raises ``UserError``: all densities are 0."""
-    descending = np.sort(table.density.ravel())[::-1]
+    descending = np.sort(table.density[table.is_head])[::-1]
     budget = np.arange(1, descending.size + 1)
     return pd.DataFrame(
         {"budget": budget, "densest": descending.cumsum() / _total(table), "random": budget / descending.size}

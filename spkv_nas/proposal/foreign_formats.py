@@ -54,7 +54,7 @@ _OVERSHOOT = 0.01  # clip values this far outside [0, 1]: one training step at D
 class ForeignScores:
     """A score per KV head, higher for heads that need global attention."""
 
-    values: arrays.Float  # scores [L, Hkv] in [0, 1]
+    values: arrays.Float  # scores [L, Hkv] in [0, 1], NaN beyond the heads of a layer
     origin: str  # "duo-attention" (alpha), "prulong" (mask), or "density"
     source: str  # path of the file as given by the user
     # local attention window in tokens, the query's own key included; None if no file gives it
@@ -65,12 +65,22 @@ class ForeignScores:
     @property
     def is_mask(self) -> bool:
         """Return true if every value is 0 or 1, so that the global heads are already chosen."""
-        return bool(np.isin(self.values, (0.0, 1.0)).all())
+        return bool(np.isin(self._of_heads, (0.0, 1.0)).all())
+
+    @property
+    def _of_heads(self) -> arrays.Float:
+        """Return the scores of all heads."""
+        return self.values[np.isfinite(self.values)]
+
+    @property
+    def heads_per_layer(self) -> tuple[int, ...]:
+        """Return the number of KV heads of every layer."""
+        return tuple(np.isfinite(self.values).sum(1).tolist())
 
     def table(self, name: str) -> head_scores.HeadScores:
         """Return the scores as a head-score table for ``propose``; ``metadata`` records their origin and file."""
-        layer, head = (axis.ravel() for axis in np.indices(self.values.shape))
-        rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": self.values.ravel()}).assign(
+        layer, head = np.nonzero(np.isfinite(self.values))
+        rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": self.values[layer, head]}).assign(
             domain="all", num_tokens=1, num_documents=0, standard_error=math.nan
         )
         metadata = {"signal": self.origin, "kind": kinds.SHARE, "source": self.source, "sinks": self.sink_size or 0}
@@ -101,9 +111,10 @@ class ForeignScores:
                 raise errors.UserError(f"--{name} must lie in [0, 1]; found {value:g}")
         # Choose the heads
         if budget is not None:
-            return densest(self.values, parse_budget(budget, self.values.size))
+            return densest(self.values, parse_budget(budget, sum(self.heads_per_layer)))
         if sparsity is not None:
-            return densest(self.values, self.values.size - num_local(sparsity, self.values.size))
+            number = sum(self.heads_per_layer)
+            return densest(self.values, number - num_local(sparsity, number))
         if threshold is None and not self.is_mask:
             raise errors.UserError(
                 f"{self.source} holds scores between 0 and 1, so the global heads are not chosen yet\n"
@@ -128,7 +139,7 @@ def read_scores(path: Path) -> ForeignScores:
     """
     if path.suffix == ".csv":
         table = head_scores.HeadScores.read(path)
-        return ForeignScores(table.density, "density", str(path), table.window, table.sinks)
+        return ForeignScores(table.values.clip(0.0), "density", str(path), table.window, table.sinks)
     # Read the values
     file = path / TSV_NAME if files.is_folder(path) else path
     if file.suffix != ".tsv":
@@ -138,10 +149,9 @@ def read_scores(path: Path) -> ForeignScores:
     values = _read_values(file)
     config = _read_config(file.parent / CONFIG_NAME)
     # Compare their grid with the model's, if the config gives it
-    grid = (len(values), len(values[0]))
-    expected = (config.get(_SHAPE_KEYS[0], grid[0]), config.get(_SHAPE_KEYS[1], grid[1]))
-    remedy = "the file needs one value per KV head, not per query head"
-    check_grid(f"the file of head scores {file}", grid, f"{CONFIG_NAME} in the same folder", expected, remedy)
+    layers, heads = config.get(_SHAPE_KEYS[0], len(values)), config.get(_SHAPE_KEYS[1], len(values[0]))
+    what, remedy = f"the file of head scores {file}", "the file needs one value per KV head, not per query head"
+    check_grid(what, (len(values[0]),) * len(values), f"{CONFIG_NAME} in the same folder", (heads,) * layers, remedy)
     # Identify the project and its sizes
     is_duo_attention = "recent_size" in config or file.name.startswith("full_attention_heads")
     window = config.get("recent_size", config.get("local_window_size"))

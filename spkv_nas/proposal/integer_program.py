@@ -18,7 +18,7 @@ import numpy as np
 import scipy  # submodules load lazily on use: most proposals solve nothing
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.grid import head_cells
 from spkv_nas.base.errors import UserError
 
 Float = NDArray[np.float64]
@@ -46,7 +46,7 @@ class Problem:
     programs are solved in descending order of their relaxed optimum.
 
     Args:
-        grid: (L, Hkv).
+        heads_per_layer: number of KV heads of every layer; arrays [L, Hkv] are read where layers have heads.
         constraints: the ``Constraints`` that are set, by name.
         budget: maximum total weight of the global heads.
         weights: [L, Hkv], above 0; None for a weight of 1 per head.
@@ -57,7 +57,7 @@ class Problem:
 
     def __init__(
         self,
-        grid: Grid,
+        heads_per_layer: Sequence[int],
         constraints: Mapping[str, Any],
         budget: float,
         weights: Float | None = None,
@@ -66,10 +66,11 @@ class Problem:
         apart: int = 1,
     ) -> None:
         """Store the problem; programs are built when it is solved."""
-        self._grid, self._constraints, self._budget = grid, dict(constraints), budget
-        self._excluded, self._at_least, self._apart = [mask.ravel() for mask in excluded], at_least, apart
+        self._layers, self._constraints, self._budget = tuple(heads_per_layer), dict(constraints), budget
+        self._is_head = head_cells(heads_per_layer)
+        self._excluded, self._at_least, self._apart = [mask[self._is_head] for mask in excluded], at_least, apart
         self._counts = weights is None
-        self._weights = np.ones(grid) if weights is None else weights
+        self._weights = np.ones(sum(heads_per_layer)) if weights is None else weights[self._is_head]
 
     def optimum(self, density: Float, *, gap: float = 0.0) -> Solution | None:
         """Return the optimal layout for the densities; None if none is feasible.
@@ -80,8 +81,8 @@ class Problem:
 
         Raises ``UserError``: no layout was found within ``TIME_LIMIT`` seconds.
         """
-        # Scale densities to gains [P, L * Hkv]: contributions to coverage
-        gain = _SCALE * density.reshape(len(density), -1) / density.sum((1, 2))[:, None]
+        # Scale densities to gains [P, heads]: contributions to coverage
+        gain = _SCALE * density[:, self._is_head] / density.sum((1, 2))[:, None]
         breaks_ties = self._counts and len(gain) == 1 and gap == 0.0
         # Bound the programs by their relaxations, if there are several
         programs = self._programs(self._constraints)
@@ -104,7 +105,9 @@ class Problem:
                 best = candidate if best is None else max(best, candidate, key=_Optimum.rank)
         if best is None:
             return None
-        return Solution(best.mask.reshape(self._grid), max(0.0, upper_bound / best.value - 1) if best.value else 0.0)
+        mask = np.zeros(self._is_head.shape, dtype=np.bool_)
+        mask[self._is_head] = best.mask
+        return Solution(mask, max(0.0, upper_bound / best.value - 1) if best.value else 0.0)
 
     def least(self, *, nonempty: bool = False) -> float | None:
         """Return the smallest weight of a layout under the constraints, ignoring the budget; None if there is none."""
@@ -140,11 +143,11 @@ class Problem:
 
     def _programs(self, constraints: Mapping[str, Any], *, budget: bool = True) -> "list[_Program]":
         """Build the program, or with ``uniform`` one per number of global heads in a mixed layer."""
-        heads = self._grid[1]
+        heads = max(self._layers)
         has_mixed_layers = constraints.get("uniform") and constraints.get("granularity") != "layer" and heads > 1
         limit = self._budget if budget else np.inf
         mixed_counts = range(1, heads) if has_mixed_layers else [None]
-        programs = [_Program(self._grid, constraints, limit, self._weights, mixed) for mixed in mixed_counts]
+        programs = [_Program(self._layers, constraints, limit, self._weights, mixed) for mixed in mixed_counts]
         for program in programs:
             program.restrict(self._excluded, self._at_least, self._apart)
         return programs
@@ -155,7 +158,7 @@ class _Optimum:
     """The optimal vector of one program."""
 
     value: float  # objective
-    mask: NDArray[np.bool_]  # [L * Hkv]
+    mask: NDArray[np.bool_]  # [heads]
     gap: float
 
     def rank(self) -> tuple[float, float]:
@@ -171,31 +174,32 @@ class _Program:
     """
 
     def __init__(
-        self, grid: Grid, constraints: Mapping[str, Any], budget: float, weights: Float, mixed: int | None
+        self, heads: Sequence[int], constraints: Mapping[str, Any], budget: float, weights: Float, mixed: int | None
     ) -> None:
+        """Build variable bounds and constraint rows for layers of ``heads``; ``mixed`` have so many global ones."""
         # Set bounds: 0 or 1 per head, fixed for layers that are all global or all local
-        """Build variable bounds and constraint rows; ``mixed`` is the number of global heads in a mixed layer."""
-        layers, heads = grid
-        self._grid, self._mixed, self._equal_weights = grid, mixed, bool((weights == weights.flat[0]).all())
-        self._num_heads = layers * heads
+        layers, self._heads, self._num_heads = len(heads), np.array(heads), sum(heads)
+        self._mixed, self._equal_weights = mixed, bool((weights == weights[0]).all())
+        self._layer_of = np.repeat(np.arange(layers), heads)
+        self._of_layer = np.eye(layers)[self._layer_of]  # [heads, L]
         self._width = self._num_heads + (0 if mixed is None else 2 * layers) + 1
         self._lower, self._upper = np.zeros(self._width), np.ones(self._width)
         self._upper[-1] = _SCALE
         for layer in constraints.get("global_layers", ()):
-            self._lower[layer * heads : (layer + 1) * heads] = 1.0
+            self._lower[: self._num_heads][self._layer_of == layer] = 1.0
         for layer in constraints.get("local_layers", ()):
-            self._upper[layer * heads : (layer + 1) * heads] = 0.0
+            self._upper[: self._num_heads][self._layer_of == layer] = 0.0
         # Collect the rows of constraints and budget
-        self._rows = list(self._layer_rows(grid, constraints))
+        self._rows = list(self._layer_rows(constraints))
         if mixed is not None:
-            self._rows += self._uniform_rows(grid, mixed)
+            self._rows += self._uniform_rows(mixed)
         if np.isfinite(budget):
             unit = float(weights.max())  # normalise: HiGHS satisfies a row to 1e-6 only
             self._rows.append((self._wide(weights.reshape(1, -1) / unit), -np.inf, budget / unit))
         self._excludes = False
 
     def restrict(self, excluded: Sequence[NDArray[np.bool_]], at_least: int, apart: int) -> None:
-        """Exclude layouts near ``excluded`` [L * Hkv], and those with fewer than ``at_least`` global heads.
+        """Exclude layouts near ``excluded`` [heads], and those with fewer than ``at_least`` global heads.
 
         A layout x is near a layout m if they differ in fewer than ``apart`` heads. Their Hamming distance is linear in
         x: sum(m) - sum(x where m) + sum(x where not m).
@@ -208,7 +212,7 @@ class _Program:
             self._rows.append((self._wide(np.ones((1, self._num_heads))), at_least, np.inf))
 
     def best(self, gain: Float, *, relax: bool = False, nonempty: bool = False, gap: float = 0.0) -> _Optimum | None:
-        """Maximise the lowest of the gains [P, L * Hkv] summed over global heads; None if infeasible."""
+        """Maximise the lowest of the gains [P, heads] summed over global heads; None if infeasible."""
         # Set up the objective: the single gain, or the lowest of several
         rows = self._rows + self._densest_first(gain)
         cost = np.zeros(self._width)
@@ -234,7 +238,7 @@ class _Program:
         return best if without_presolve is None else max(best, without_presolve, key=lambda solution: solution.value)
 
     def tie_broken(self, gain: Float, best: _Optimum) -> _Optimum:
-        """Return, among layouts as good as ``best`` for gains [1, L * Hkv], the one with more and earlier heads."""
+        """Return, among layouts as good as ``best`` for gains [1, heads], the one with more and earlier heads."""
         cost = np.zeros(self._width)
         cost[: self._num_heads] = -_tie_values(self._num_heads)
         as_good = (self._wide(gain), float(gain[0] @ best.mask) - _TIE, np.inf)
@@ -281,32 +285,30 @@ class _Program:
         remaining_gap = 0.0 if proven else float(result.mip_gap or 0)
         return _Optimum(-float(result.fun), point[: self._num_heads] > 0.5, remaining_gap)
 
-    def _layer_rows(self, grid: Grid, constraints: Mapping[str, Any]) -> Iterator[Rows]:
+    def _layer_rows(self, constraints: Mapping[str, Any]) -> Iterator[Rows]:
         """Yield the rows of the minimum and maximum number of heads per layer, and of whole layers."""
-        layers, heads = grid
         fixed = {*constraints.get("global_layers", ()), *constraints.get("local_layers", ())}
-        free = [layer for layer in range(layers) if layer not in fixed]
+        free = [layer for layer in range(len(self._heads)) if layer not in fixed]
         low, high = constraints.get("min_per_layer"), constraints.get("max_per_layer")
         # Bound the global heads of every layer that is not fixed
         if free and (low is not None or high is not None):
-            count = self._wide(np.kron(np.eye(layers), np.ones(heads))[free])
+            count = self._wide(self._of_layer.T[free])
             yield count, -np.inf if low is None else low, np.inf if high is None else high
         # Tie the heads of a layer to its first one
         if constraints.get("granularity") == "layer":
-            first_head_of_layer = np.repeat(np.arange(0, self._num_heads, heads), heads)
+            first_head_of_layer = np.repeat(self._heads.cumsum() - self._heads, self._heads)
             identity = np.eye(self._num_heads)
             yield self._wide(identity - identity[first_head_of_layer]), 0.0, 0.0
 
-    def _uniform_rows(self, grid: Grid, mixed: int) -> list[Rows]:
+    def _uniform_rows(self, mixed: int) -> list[Rows]:
         """Return rows by which a layer has all, ``mixed`` or no heads global: the convex hull of these cases."""
-        layers, heads = grid
-        of_layer = np.kron(np.eye(layers), np.ones((heads, 1)))  # [L * Hkv, L]
-        head, layer = np.eye(self._num_heads), np.eye(layers)
+        of_layer = self._of_layer
+        head, layer = np.eye(self._num_heads), np.eye(len(self._heads))
         return [
             # global heads of a layer = heads * all_global + mixed * is_mixed
-            (self._wide(np.hstack([of_layer.T, -heads * layer, -mixed * layer])), 0.0, 0.0),
+            (self._wide(np.hstack([of_layer.T, -self._heads * layer, -mixed * layer])), 0.0, 0.0),
             # a layer is all global, mixed, or neither
-            (self._wide(np.hstack([np.zeros((layers, self._num_heads)), layer, layer])), 0.0, 1.0),
+            (self._wide(np.hstack([np.zeros((len(layer), self._num_heads)), layer, layer])), 0.0, 1.0),
             # all_global implies every head
             (self._wide(np.hstack([head, -of_layer])), 0.0, np.inf),
             # a head implies all_global or is_mixed
@@ -317,10 +319,11 @@ class _Program:
         """Return rows by which a mixed layer takes its heads of highest gain, which is optimal for equal weights."""
         if self._mixed is None or len(gain) > 1 or not self._equal_weights or self._excludes:
             return []
-        rank = np.argsort(np.argsort(-gain.reshape(self._grid), axis=1, kind="stable"), axis=1)
-        of_layer = np.kron(np.eye(self._grid[0]), np.ones((self._grid[1], 1)))
-        mixed = of_layer * (rank.reshape(-1, 1) < self._mixed)
-        return [(self._wide(np.hstack([np.eye(self._num_heads), -of_layer, -mixed])), 0.0, 0.0)]
+        order = np.lexsort((-gain[0], self._layer_of))  # by layer, and in a layer by gain
+        rank = np.empty(self._num_heads)
+        rank[order] = np.arange(self._num_heads) - np.repeat(self._heads.cumsum() - self._heads, self._heads)
+        mixed = self._of_layer * (rank[:, None] < self._mixed)
+        return [(self._wide(np.hstack([np.eye(self._num_heads), -self._of_layer, -mixed])), 0.0, 0.0)]
 
     def _wide(self, left: NDArray[np.floating[Any]]) -> Any:
         """Return ``left`` as a sparse array, padded with zero columns to the number of variables."""
@@ -329,7 +332,7 @@ class _Program:
 
 
 def _tie_values(num_heads: int) -> Float:
-    """Return weights [L * Hkv] for breaking ties: the earlier a head, the higher."""
+    """Return weights [heads] for breaking ties: the earlier a head, the higher."""
     return np.arange(num_heads, 0, -1.0)
 
 

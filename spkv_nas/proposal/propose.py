@@ -98,17 +98,18 @@ def layout_by(
     # Let the strategy choose among the heads that can be global
     candidates = _candidates(table)
     chosen = strategy.choose(candidates, heads, seed=seed)
-    if chosen.dtype != np.bool_ or chosen.shape != candidates.grid:
+    if chosen.dtype != np.bool_ or chosen.shape != candidates.grid or (chosen & ~candidates.is_head).any():
         raise UserError(
             f"the strategy '{strategy.name}' must return a bool mask of shape {list(candidates.grid)}; "
             f"it returned {chosen.dtype} of shape {list(chosen.shape)}"
         )
     # Place its choice in the grid of the whole model
     mask = np.zeros(table.grid, dtype=np.bool_)
-    mask[table.layers] = chosen
+    mask[table.layers, : chosen.shape[1]] = chosen
     if window is None:
         window = table.window or DEFAULT_WINDOW
-    layout = Layout.from_mask(mask, window=window, strategy=name or strategy.name, sinks=table.sinks)
+    facts: dict[str, Any] = {"sinks": table.sinks, "heads_per_layer": table.heads_per_layer}
+    layout = Layout.from_mask(mask, window=window, strategy=name or strategy.name, **facts)
     return replace(layout, provenance=coverage.provenance(table, layout, heads, seed if strategy.is_random else None))
 
 
@@ -119,7 +120,7 @@ def _candidates(table: HeadScores) -> HeadScores:
     index = {layer: number for number, layer in enumerate(table.layers)}
     rows = table.rows[table.rows["layer"].isin(index)].copy()
     rows["layer"] = rows["layer"].map(index)
-    metadata = {key: value for key, value in table.metadata.items() if key != "native_windows"}
+    metadata = {key: value for key, value in table.metadata.items() if key not in ("native_windows", "head_dims")}
     only_whole: Any = {"positions": None, "histogram": None, "documents": None, "gains": None}
     return replace(table, rows=rows.reset_index(drop=True), metadata=metadata, **only_whole)
 
@@ -216,8 +217,8 @@ def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
 
 def tie_advice(table: HeadScores, budget: int) -> str | None:
     """Warn that the budget cuts through equally scored heads, of which the first by layer are taken."""
-    values = table.values.ravel()
-    order = densest_first(table.values)
+    values = table.values[table.is_head]
+    order = densest_first(values)
     if not 0 < budget < values.size or values[order[budget - 1]] != values[order[budget]]:
         return None
     if np.ptp(values) == 0:

@@ -75,7 +75,8 @@ class Requirements:
         # Read the cache from the engine, the requirements, or the probe's model
         served_dtype = None if self.serving is None else self.serving.kv_dtype
         cache_facts: dict[str, Any] = {
-            "head_dim": self.head_dim or table.metadata.get("head_dim"),
+            **table.cache_facts,
+            **({} if self.head_dim is None else {"head_dim": self.head_dim, "native_dims": ()}),
             "dtype": served_dtype or self.kv_dtype or table.metadata.get("dtype"),
         }
         for fact, value in cache_facts.items():
@@ -86,7 +87,6 @@ class Requirements:
                 )
         window = window or table.window or DEFAULT_WINDOW
         sizes: tuple[int, int, int] = (context, self.batch, window)
-        cache_facts |= {"native_heads": table.native_heads, "global_window": table.global_window}
         if self.serving is None:
             return CacheCost(*sizes, sinks=table.sinks, **cache_facts)
         return EngineCost(*sizes, sinks=table.sinks, serving=self.serving, **cache_facts)
@@ -229,7 +229,9 @@ class Requirements:
     def probability(self, resampled: stability.Bootstrap, limit: "Limit", *, progress: Progress | None = None) -> Float:
         """Return [L, Hkv], the share of bootstrap resamples whose solution makes a head global."""
         table = resampled.table
-        problem = integer_program.Problem(table.grid, self.constraints.on(table).named, limit.budget, limit.weights)
+        problem = integer_program.Problem(
+            table.heads_per_layer, self.constraints.on(table).named, limit.budget, limit.weights
+        )
         gap = _ROUGH_GAP if self.robust and table.num_heads > _LARGE else _RESAMPLE_GAP
 
         def choose(density: Float) -> Mask:

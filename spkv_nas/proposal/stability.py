@@ -55,19 +55,23 @@ class Bootstrap:
 
     def curve(self) -> pd.DataFrame:
         """Return the 95 % interval of the densest heads' coverage by budget, columns budget, low, high."""
-        order = np.argsort(-self.table.density.ravel(), kind="stable")
-        covered = self.density.reshape(len(self.density), -1)[:, order].cumsum(1)
+        is_head = self.table.is_head
+        order = np.argsort(-self.table.density[is_head], kind="stable")
+        covered = self.density[:, is_head][:, order].cumsum(1)
         low, high = np.quantile(covered / covered[:, -1:], _TAILS, axis=0)
         return pd.DataFrame({"budget": np.arange(1, low.size + 1), "low": low, "high": high})
 
     def knee_interval(self) -> tuple[int, int]:
         """Return the 95 % interval of ``knee``."""
-        low, high = np.quantile([_knee(density) for density in self.density], _TAILS, method="nearest")
+        densities = self.density[:, self.table.is_head]
+        low, high = np.quantile([_knee(density) for density in densities], _TAILS, method="nearest")
         return int(low), int(high)
 
     def probability(self, budget: int) -> Float:
         """Return [L, Hkv], the share of resamples in which a head is one of the ``budget`` densest."""
-        return np.asarray(np.mean([densest(density, budget) for density in self.density], axis=0))
+        densities = np.where(self.table.is_head, self.density, np.nan)
+        share = np.mean([densest(density, budget) for density in densities], axis=0)
+        return np.where(self.table.is_head, share, np.nan)
 
     def probability_of(
         self, choose: Callable[[Float], Mask], *, robust: bool, progress: Progress | None = None
@@ -83,7 +87,7 @@ class Bootstrap:
             counts += choose(density)
             if progress is not None:
                 progress(number, len(samples))
-        return np.asarray(counts / max(1, len(samples)))
+        return np.where(self.table.is_head, counts / max(1, len(samples)), np.nan)
 
 
 def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
@@ -95,7 +99,7 @@ def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
     documents = table.documents
     if documents is None or not (np.bincount(documents.domain) > 1).any() or not documents.kept.any():
         return None
-    if _is_constant(documents):
+    if _is_constant(documents, table.is_head):
         return None
     # Resample each domain: document multiplicities [R, N], then densities [R, L, Hkv]
     generator = np.random.default_rng(0)
@@ -112,9 +116,10 @@ def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
     return Bootstrap(table, domain_density[domain_density.any((1, 2, 3))])  # coverage needs a nonzero density
 
 
-def _is_constant(documents: histogram.DocumentCounts) -> bool:
+def _is_constant(documents: histogram.DocumentCounts, is_head: Mask) -> bool:
     """Return whether all heads have the same score in every document, so that resamples choose by position."""
-    return bool((documents.kept == documents.kept[:, :1, :1]).all())
+    kept = documents.kept[:, is_head]
+    return bool((kept == kept[:, :1]).all())
 
 
 def knee(table: head_scores.HeadScores) -> int:
@@ -123,18 +128,18 @@ def knee(table: head_scores.HeadScores) -> int:
     There the coverage of the densest heads exceeds that of as many random heads by the most: the slope of its curve,
     the density of the next head over the sum, falls to 1 / (number of heads).
     """
-    return _knee(table.density)
+    return _knee(table.density[table.is_head])
 
 
 def _knee(density: Float) -> int:
-    """Return the knee for densities [L, Hkv]."""
+    """Return the knee for the densities of all heads."""
     return max(1, int((density > density.mean() * (1 + 1e-9)).sum()))
 
 
 def beyond_doubt(probability: Float) -> tuple[int, int, int]:
     """Count the heads (chosen, excluded, undecided): the first two in at least 95 % of the resamples."""
     chosen, excluded = int((probability >= LEVEL).sum()), int((probability <= 1 - LEVEL + 1e-9).sum())
-    return chosen, excluded, probability.size - chosen - excluded
+    return chosen, excluded, int(np.isfinite(probability).sum()) - chosen - excluded
 
 
 def caution(table: head_scores.HeadScores) -> str | None:
@@ -151,7 +156,7 @@ def caution(table: head_scores.HeadScores) -> str | None:
     counts = np.bincount(documents.domain, minlength=len(documents.domains))
     if not (counts > 1).any():
         return f"no confidence interval available: '{table.name}' has only one document per domain"
-    if _is_constant(documents):
+    if _is_constant(documents, table.is_head):
         return f"no confidence interval available: in every document of '{table.name}' all heads have the same score"
     # Explain what the intervals leave out
     single_document_domains = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
@@ -194,9 +199,9 @@ class Certainty:
 
     def heads(self, table: head_scores.HeadScores) -> pd.DataFrame:
         """Return one row per head: layer, kv_head, density, and its selection probability by strategy."""
-        layer, head = (axis.ravel() for axis in np.indices(table.density.shape))
-        columns = {name: probability.ravel() for name, probability in self.probability.items()}
-        return pd.DataFrame({"layer": layer, "kv_head": head, "density": table.density.ravel(), **columns})
+        layer, head = np.nonzero(table.is_head)
+        columns = {name: probability[table.is_head] for name, probability in self.probability.items()}
+        return pd.DataFrame({"layer": layer, "kv_head": head, "density": table.density[layer, head], **columns})
 
     @property
     def reach(self) -> float:
@@ -215,7 +220,7 @@ class Certainty:
             chosen, excluded, undecided = beyond_doubt(probability)
             interval = f"coverage {self.interval(name)}; " if name in self.intervals else ""
             sentences.append(
-                f"{name}: {interval}of {probability.size} heads, {chosen} are selected and {excluded} excluded in at "
+                f"{name}: {interval}of {len(self.curve)} heads, {chosen} are selected and {excluded} excluded in at "
                 f"least {100 * LEVEL:.0f} % of the resamples, {undecided} are undecided"
             )
         low, high = self.knee_interval

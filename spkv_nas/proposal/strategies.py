@@ -22,7 +22,7 @@ class InterleavedFirst(Strategy):
 
     def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
-        return interleaved_first(*scores.grid, budget)
+        return scores.is_head & interleaved_first(*scores.grid, _of_equal_layers(scores, budget))
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class InterleavedLast(Strategy):
 
     def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
-        return interleaved_last(*scores.grid, budget)
+        return scores.is_head & interleaved_last(*scores.grid, _of_equal_layers(scores, budget))
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class RandomHeads(Strategy):
 
     def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of ``budget`` heads drawn with ``seed``."""
-        return random_heads(*scores.grid, budget, seed)
+        mask = np.zeros(scores.grid, dtype=np.bool_)
+        mask[scores.is_head] = random_heads(1, scores.num_heads, budget, seed)[0]
+        return mask
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ def strategy_of(layout: str) -> Strategy | None:
     stem, _, number = layout.rpartition("-")
     draw = stem if number.isdecimal() else None  # strategy of a random layout
     return next((entry for entry in STRATEGIES if entry.name == (draw if entry.is_random else layout)), None)
+
+
+def _of_equal_layers(scores: "HeadScores", budget: int) -> int:
+    """Return the budget that is the same share of layers of ``num_kv_heads`` heads each."""
+    return round(budget * scores.num_layers * scores.num_kv_heads / scores.num_heads)
 
 
 def interleaved_first(num_layers: int, num_kv_heads: int, budget: int) -> Mask:

@@ -33,7 +33,7 @@ class Strategy(Entry, ABC):
 
     @abstractmethod
     def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
-        """Return the mask [L, Hkv] of the global heads.
+        """Return the mask [L, Hkv] of the global heads, true only where ``scores.is_head``.
 
         Args:
             scores: head scores, higher for heads that need global attention more.
@@ -52,8 +52,8 @@ def densest(density: NDArray[np.float64], budget: int) -> Mask:
 
 
 def densest_first(density: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Return flat head indices (layer * Hkv + head) [L * Hkv], sorted by descending density [L, Hkv]."""
-    return np.argsort(-density.ravel(), kind="stable")
+    """Return flat indices (layer * Hkv + head) of heads, sorted by descending density [L, Hkv], NaN for no head."""
+    return np.argsort(-density.ravel(), kind="stable")[: int(np.isfinite(density).sum())]
 
 
 def heads_mask(heads: NDArray[np.intp], num_layers: int, num_kv_heads: int) -> Mask:

@@ -118,7 +118,8 @@ def windows_by_costs(table: HeadScores, cost: CacheCost, limit: int) -> list[Tri
     costs, tried = table.window_costs, []
     assert costs is not None
     for row in candidate_windows(cost, table.num_heads, limit, max(costs.windows)):
-        of_heads = np.sort(np.tensordot(table.domain_shares, costs.at(row.window), 1)[table.layers], axis=None)
+        by_head = np.tensordot(table.domain_shares, costs.at(row.window), 1)[table.layers]
+        of_heads = np.sort(by_head[~np.isnan(by_head)])
         tried.append(replace(row, cost=float(of_heads[: len(of_heads) - row.num_global].sum())))
     return tried
 
@@ -149,8 +150,14 @@ class WindowProblem:
 
     @property
     def values(self) -> Float:
-        """Return the costs of all kinds [P, L, Hkv, K], 0 for a global head."""
-        return np.concatenate([self.costs.values, np.zeros_like(self.costs.values[..., :1])], -1)
+        """Return the costs of all kinds [P, L, Hkv, K], 0 for a global head and where a layer has no head."""
+        costs = np.nan_to_num(self.costs.values, nan=0.0)
+        return np.concatenate([costs, np.zeros_like(costs[..., :1])], -1)
+
+    @property
+    def _is_head(self) -> NDArray[np.bool_]:
+        """Return whether each cell [L, Hkv] is a head; others choose a kind that neither costs nor counts."""
+        return ~np.isnan(self.costs.values[0, ..., 0])
 
     def solve(self, limit: float, shares: Float) -> NDArray[np.intp]:
         """Return the kind of every head [L, Hkv], an index of ``sizes``, within ``limit`` bytes.
@@ -174,7 +181,7 @@ class WindowProblem:
 
     def _memory(self, limit: float) -> Row:
         """Return the row of the memory."""
-        sizes = np.broadcast_to(self.sizes, self._shape).copy()
+        sizes = self.sizes * self._is_head[..., None]
         sizes[list(self.native_layers)] = 0.0
         unit = float(self.sizes.max())  # HiGHS satisfies a row to 1e-6 only
         return self._wide(sizes.reshape(1, -1) / unit), -np.inf, limit / unit
@@ -187,11 +194,12 @@ class WindowProblem:
         # Number of global heads of every layer
         low = np.full(num_layers, float(self.constraints.get("min_per_layer", 0)))
         high = np.full(num_layers, float(self.constraints.get("max_per_layer", heads)))
-        for name, number in (("global_layers", heads), ("local_layers", 0)):
+        for name, share in (("global_layers", 1), ("local_layers", 0)):
             for layer in self.constraints.get(name, ()):
-                low[layer] = high[layer] = number
-        is_global = np.tile(np.eye(kinds)[-1:], heads)
-        rows.append((self._wide(sparse.kron(sparse.eye_array(num_layers), is_global)), low, high))
+                low[layer] = high[layer] = share * self._is_head[layer].sum()
+        is_global = np.kron(np.where(self._is_head, 1.0, 0.0).reshape(1, -1), np.eye(kinds)[-1:])
+        of_layer = sparse.kron(sparse.eye_array(num_layers), np.ones((1, heads * kinds)))
+        rows.append((self._wide(of_layer.multiply(is_global)), low, high))
         # Whole layers: the heads of a layer take the kind of its first one
         if self.constraints.get("granularity") == "layer":
             of_first = np.kron(np.repeat(np.eye(heads)[:1], heads, 0), np.eye(kinds))
@@ -199,8 +207,9 @@ class WindowProblem:
             rows.append((as_first, 0.0, 0.0))
         # Windows that are used, without those of layers that are local by design
         if self.max_windows is not None:
-            of_layer, _, kind = np.indices(self._shape).reshape(3, -1)
-            chosen = np.flatnonzero((kind < kinds - 1) & ~np.isin(of_layer, self.native_layers))
+            layer_of, head_of, kind = np.indices(self._shape).reshape(3, -1)
+            counts = self._is_head[layer_of, head_of] & ~np.isin(layer_of, self.native_layers)
+            chosen = np.flatnonzero((kind < kinds - 1) & counts)
             rows_of = np.arange(len(chosen))
             shape = len(chosen), len(kind) + kinds + 1
             is_chosen = sparse.csr_array((np.ones(len(chosen)), (rows_of, chosen)), shape)
@@ -270,7 +279,8 @@ def window_per_head(
     limit = float(memory - native_bytes)
     for _ in range(_MOST_TRIES):
         chosen = problem.solve(limit, shares)
-        rows = [[kinds[kind] for kind in row] for row in chosen]
+        heads = zip(chosen, table.heads_per_layer, strict=True)
+        rows = [[kinds[kind] for kind in row[:number]] for row, number in heads]
         layout = Layout.from_windows(rows, strategy=WINDOW_PER_HEAD, sinks=table.sinks)
         used = cost.layout_bytes(layout, table.layers)
         if used <= memory:

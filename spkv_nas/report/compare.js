@@ -1,12 +1,12 @@
 /* Compare two layouts side by side, list all measured layouts, and link points of charts to the map. */
-function smallMap(figure, layers, heads) { /* draw a layout's global heads: grey if global in both layouts, coloured if only in this one */
+function smallMap(figure, layers, heads, absent) { /* draw a layout's global heads: grey if global in both layouts, coloured if only in this one */
   const svg = figure.querySelector("svg"), parts = ["pair-none", "pair-both", "pair-only"].map(name => make(svg, "path", { class: name, d: "" }));
   svg.setAttribute("viewBox", "-0.6 -0.6 " + (layers + 0.2) + " " + (heads + 0.2));
   svg.setAttribute("width", 20 * layers);
   return (name, mask, other) => {
     const paths = ["", "", ""];
     mask.forEach((isGlobal, head) => {
-      paths[isGlobal ? 2 - other[head] : 0] += "M" + (Math.floor(head / heads) - FILLED / 2) + " " + head % heads + "h" + FILLED;
+      if (!absent.has(head)) paths[isGlobal ? 2 - other[head] : 0] += "M" + (Math.floor(head / heads) - FILLED / 2) + " " + head % heads + "h" + FILLED;
     });
     parts.forEach((part, number) => part.setAttribute("d", paths[number]));
     figure.querySelector("h3").textContent = name;

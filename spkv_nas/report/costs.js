@@ -7,5 +7,5 @@ function count(mask) { return mask.reduce((number, isGlobal) => number + isGloba
 function bytes(cache, budget, total, context) {
   const native = cache.native || []; /* windows of heads that are local by design */
   const local = Math.max(0, total - budget - native.length) * Math.min(cache.window + (cache.sinks || 0), context);
-  return cache.token * (budget * Math.min(context, cache.global || context) + local + native.reduce((sum, window) => sum + Math.min(window, context), 0));
+  return cache.token * (budget * Math.min(context, cache.global || context) + local + native.reduce((sum, window, head) => sum + Math.min(window, context) * (cache.sizes ? cache.sizes[head] : 1), 0));
 }

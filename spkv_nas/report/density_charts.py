@@ -63,13 +63,15 @@ def grid_chart(layout: Layout) -> Chart:
     """Return a layout without scores: global heads light, local heads darker, the narrowest windows darkest."""
     title = f"{formatting.short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, {layout.reach}"
     shades = {GLOBAL: 1.0, **{letter: rank / len(layout.legend) for rank, letter in enumerate(layout.legend)}}
-    values = np.array([[shades[letter] for letter in row] for row in layout.heads])
+    values = np.full(layout.grid, np.nan)
+    values[layout.is_head] = [shades[letter] for row in layout.heads for letter in row]
     return _map("layout", title, "", values, title, small=True, letters=_letters(layout))
 
 
 def _letters(layout: Layout) -> tuple[str, ...]:
     """Return the letters of local heads by KV head, with a space for each global one; () for a layout of one window."""
-    by_head = zip(*layout.heads, strict=True) if layout.windows else ()
+    rows = [row.ljust(layout.num_kv_heads) for row in layout.heads]
+    by_head = zip(*rows, strict=True) if layout.windows else ()
     return tuple("".join(row).replace(GLOBAL, " ") for row in by_head)
 
 
@@ -104,17 +106,17 @@ def _map(
 def domain_chart(table: HeadScores) -> Chart:
     """Return one row per domain: a dot for every KV head, a bar for their mean; the note names domains left out."""
     measure, others, left_out = table.measure, about_small_domains(table.rows), small_domains(table.rows)
-    means = {name: float(table.domain_density(name, signed=True).mean()) for name in table.domains}
+    means = {name: float(table.domain_density(name, signed=True)[table.is_head].mean()) for name in table.domains}
     means = {name: mean for name, mean in means.items() if name not in left_out}
     marks: list[Points] = []
     for row, (domain, mean) in enumerate(means.items()):
         # Spread the dots of heads by multiples of the golden ratio, modulo 1, which separates neighbours
-        values = table.domain_density(domain, signed=True).ravel()
+        values = table.domain_density(domain, signed=True)[table.is_head]
         heights = row + 0.56 * (np.arange(values.size) * 0.6180339887 % 1 - 0.5)
         tips = tuple(
-            f"{domain}\nlayer {index // table.num_kv_heads}, KV head {index % table.num_kv_heads}: "
-            f"{measure.exact(value)}"
-            for index, value in enumerate(values.tolist() if len(table.rows) <= _MAX_POINTED else ())
+            f"{domain}\nlayer {layer}, KV head {head}: {measure.exact(value)}"
+            for (layer, head), value in zip(np.argwhere(table.is_head), values, strict=True)
+            if len(table.rows) <= _MAX_POINTED
         )
         dots: dict[str, Any] = {"size": 3.6, "opacity": 0.45, "label": "" if row else "KV head"}
         bar: dict[str, Any] = {"shape": "stroke", "size": 15.0, "tone": "ink", "label": "" if row else "mean"}

@@ -123,10 +123,10 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
                 float(row[columns[1]]),
                 float(mask.sum()),
                 mask,
-                share=inputs.cache_share(float(mask.mean())),
+                share=inputs.cache_share(float(mask.sum() / inputs.table.num_heads)),
             )
             for row in rows.dropna(subset=columns[0]).to_dict("records")
-            if (mask := _mask(row["heads"], inputs.table.grid)) is not None
+            if (mask := _mask(row["heads"], inputs.table)) is not None
         ]
         if not results:
             continue
@@ -205,7 +205,7 @@ def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
     """Return whether a layout has the page's grid, and several windows or the window and sink tokens of its layouts."""
     seen: Iterable[Layout | head_scores.HeadScores] = inputs.layouts.values() or (inputs.table,)
     is_seen = any((layout.window, layout.sinks) == (each.window, each.sinks) for each in seen)
-    return layout.grid == inputs.table.grid and (is_seen or bool(layout.windows))
+    return layout.heads_per_layer == inputs.table.heads_per_layer and (is_seen or bool(layout.windows))
 
 
 def layout_result(inputs: ReportInputs, layout: Layout, delta: float, error: float = math.nan, **others: Any) -> Result:
@@ -237,12 +237,12 @@ def _mode(steps: float) -> str:
     return "retrained" if math.isnan(steps) else f"retrained for {steps:.0f} steps"
 
 
-def _mask(heads: str, grid: tuple[int, ...]) -> Mask | None:
+def _mask(heads: str, table: head_scores.HeadScores) -> Mask | None:
     """Return the global heads in a row of a search's table, bool [L, Hkv]; None for another grid."""
     rows = str(heads).split()
-    if {len(row) for row in rows} != {grid[1]} or len(rows) != grid[0]:
+    if tuple(map(len, rows)) != table.heads_per_layer:
         return None
-    return np.array([[letter == "G" for letter in row] for row in rows])
+    return np.array([[letter == "G" for letter in row.ljust(table.num_kv_heads)] for row in rows])
 
 
 def _number(value: Any) -> float:

@@ -1,14 +1,15 @@
 /* The layout explorer: choose heads on the first map. All settings are in `state`; `draw` shows them. */
 function startExplorer(explorer) {
   const element = name => document.getElementById("explorer-" + name);
-  const map = document.querySelector("svg[data-chart=density]"), [layers, heads] = explorer.grid, total = layers * heads;
+  const map = document.querySelector("svg[data-chart=density]"), [layers, heads] = explorer.grid, total = layers * heads, absent = new Set(explorer.absent);
   const headOf = Array.from({ length: total }, (_, cell) => cell % layers * heads + Math.floor(cell / layers));
-  const pictures = [...element("pair").children].map(figure => smallMap(figure, layers, heads));
+  const pictures = [...element("pair").children].map(figure => smallMap(figure, layers, heads, absent));
   const picture = live(map, explorer, heads), cells = activate(map, heads);
+  headOf.forEach((head, cell) => { if (absent.has(head)) cells[cell].remove(); }); /* beyond the heads of its layer */
   const layouts = explorer.layouts.map(([name, text]) => ({ name, mask: unpackBits(text, total) }));
   const state = { signal: 0, domain: 0, tau: explorer.signals[0].start, budget: explorer.budget, limit: "", context: explorer.context, selected: explorer.start, compared: -1 };
   const tables = new Map(), allLocal = new Uint8Array(total), fixed = new Set(explorer.fixed);
-  const isCandidate = allLocal.map((_, head) => fixed.has(Math.floor(head / heads)) ? 0 : 1), candidates = count(isCandidate);
+  const isCandidate = allLocal.map((_, head) => absent.has(head) || fixed.has(Math.floor(head / heads)) ? 0 : 1), candidates = count(isCandidate);
   let paintedKey = "", selectedHeads = allLocal, comparison = null;
   if (state.selected >= 0) state.budget = count(effective(layouts[state.selected].mask));
 
@@ -19,7 +20,7 @@ function startExplorer(explorer) {
       const { decimals, levels, order, coverage } = explorer.signals[signal], unit = 2 * 10 ** decimals;
       let covered = 0;
       tables.set(key, {
-        values: levels.map(part => part.map(byTau => (byTau[tau] + 0.5) / unit)),
+        values: levels.map(part => part.map(byTau => byTau[tau] === null ? NaN : (byTau[tau] + 0.5) / unit)),
         order: order[tau],
         covered: coverage[tau].map(added => (covered += added) / 10000),
       });
@@ -37,7 +38,7 @@ function startExplorer(explorer) {
     const probe = -2 - state.compared;
     return probe < 0 ? null : { name: "heads selected by " + explorer.signals[probe].name, mask: topHeads(explorer.signals[probe].order[explorer.signals[probe].probe_tau]) };
   }
-  function memory(cache, budget) { return bytes(cache, budget, total, state.context); }
+  function memory(cache, budget) { return bytes(cache, budget, total - absent.size, state.context); }
   function drawCosts(signal) {
     const { cache } = signal;
     element("memory-row").hidden = element("limit-row").hidden = !cache;
@@ -61,7 +62,7 @@ function startExplorer(explorer) {
   }
   function rowsOf(mask) {
     return Array.from({ length: layers }, (_, layer) =>
-      Array.from(mask.subarray(layer * heads, (layer + 1) * heads), isGlobal => isGlobal ? "G" : "L").join(""));
+      Array.from(mask.subarray(layer * heads, (layer + 1) * heads), (isGlobal, head) => absent.has(layer * heads + head) ? "" : isGlobal ? "G" : "L").join(""));
   }
   function distance(mask, otherMask) {
     let number = 0;
@@ -84,7 +85,7 @@ function startExplorer(explorer) {
     const smallest = 1 / 10 ** signal.decimals / 2;
     let sum = 0, total = 0;
     values.forEach((value, head) => {
-      if (value < smallest) return;
+      if (!(value >= smallest)) return;
       total += value;
       sum += mask[head] * value;
     });

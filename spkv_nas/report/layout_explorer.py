@@ -60,6 +60,7 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     colours = [cividis(step / (SHADES - 1)) for step in range(SHADES)]
     return {
         "grid": inputs.table.grid,
+        "absent": np.flatnonzero(~inputs.table.is_head).tolist(),  # cells beyond the heads of their layer
         "shades": [colour for colour, _ in colours],
         "dark": sum(ink == "#fff" for _, ink in colours),  # number of shades, from the first, with white text
         "budget": min(inputs.budget, inputs.table.num_candidates),
@@ -94,7 +95,8 @@ def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None
     if rows is None or rows["cost"].isna().any():
         return None
     costs = {heads.replace(" ", ""): f"{cost:.4g}" for heads, cost in zip(rows["heads"], rows["cost"], strict=True)}
-    masks = (np.frombuffer(key, np.bool_) for key in keys if isinstance(key, bytes))
+    is_head = inputs.table.is_head.ravel()
+    masks = (np.frombuffer(key, np.bool_)[is_head] for key in keys if isinstance(key, bytes))
     return [costs.get("".join("G" if head else "L" for head in mask), "") for mask in masks]
 
 
@@ -108,7 +110,8 @@ def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
         window = record.get("window") or table.window or DEFAULT_WINDOW
         sinks = record.get("sinks", 0) if "window" in record else table.sinks  # recorded only if there are any
         try:
-            layout = Layout.from_mask(result.mask, window=window, sinks=sinks, strategy=name)
+            facts: dict[str, Any] = {"strategy": name, "heads_per_layer": table.heads_per_layer}
+            layout = Layout.from_mask(result.mask, window=window, sinks=sinks, **facts)
         except errors.UserError:  # the name cannot be a file name
             return []
         layout = replace(layout, provenance=provenance(table, layout, int(layout.num_global), None))
@@ -187,6 +190,8 @@ def _cache(table: head_scores.HeadScores) -> dict[str, Any] | None:
     token = token_bytes(table)
     reach: dict[str, Any] = {"sinks": table.sinks} if table.sinks else {}
     reach |= {"native": table.native_heads} if table.native_heads else {}
+    sizes = table.cache_facts.get("native_dims", ())  # relative to the heads that can be global
+    reach |= {"sizes": [size / table.cache_facts["head_dim"] for size in sizes]} if sizes else {}
     reach |= {"global": table.global_window} if table.global_window < limits.MAX_WINDOW else {}
     return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **reach}
 
@@ -221,15 +226,18 @@ def tables_at_thresholds(tables: list[head_scores.HeadScores]) -> dict[str, Any]
     }
 
 
-def levels(values: arrays.Float, measure: score_kind.Measure) -> list[int]:
-    """Quantise values to half units of the last digit of ``Measure.exact``.
+def levels(values: arrays.Float, measure: score_kind.Measure) -> list[int | None]:
+    """Quantise values to half units of the last digit of ``Measure.exact``; None for NaN.
 
     Value v has level n if v lies in [n, n + 1) / (2 * 10^decimals). Both ``exact`` and the map round at the ends of
     this interval, so its middle is written like v.
     """
     units = 2 * 10**measure.decimals
-    quantised: list[int] = np.floor(values.ravel() * units).astype(int).tolist()
+    floors = np.floor(values.ravel() * units).tolist()
+    quantised = [None if math.isnan(level) else int(level) for level in floors]
     for number, value in enumerate(values.ravel().tolist()):
+        if math.isnan(value):
+            continue
         # On a boundary, where halves round to even, take the side that is written like the value
         if abs(value * units - round(value * units)) < 1e-6:
             below, above = round(value * units) - 1, round(value * units)

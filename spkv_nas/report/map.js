@@ -28,6 +28,7 @@ function live(map, explorer, rows) {
   function paint(scale, numbers) {
     const newPaths = paths.map(() => ""), isDelayed = cellTexts.length && total > perFrame;
     cellTexts = numbers.map((value, cell) => {
+      if (Number.isNaN(value)) return ["", "on-light"];
       const shadeIndex = shade(scale, value, paths.length - 1);
       newPaths[shadeIndex] += "M" + cell % columns + " " + Math.floor(cell / columns) + "h" + FILLED;
       return [cellText(scale, value), shadeIndex >= explorer.dark ? "on-light" : "on-dark"];

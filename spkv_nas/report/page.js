@@ -53,7 +53,7 @@ function activate(map, rows) {
     if (!move || from < 0) return;
     event.preventDefault();
     const column = from % columns + move[0], next = cells[from + move[0] + columns * move[1]];
-    if (!next || column < 0 || column >= columns) return;
+    if (!next || !next.isConnected || column < 0 || column >= columns) return;
     event.target.setAttribute("tabindex", "-1");
     next.setAttribute("tabindex", "0");
     next.focus();
@@ -67,6 +67,7 @@ for (const map of document.querySelectorAll("svg[data-map]")) {
   const columns = values[0].length;
   activate(map, values.length).forEach((cell, index) => {
     const value = values[Math.floor(index / columns)][index % columns];
+    if (value === null) return cell.remove();
     cell.setAttribute("aria-label", headLabel(index, columns) + ": " + words.replace("%", (100 * value).toFixed(1)));
   });
 }

@@ -6,6 +6,7 @@ Names come from users: the template engine escapes them, and scripts and styles 
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -155,7 +156,9 @@ def page_data(
             case Bars():
                 parts = {"tips": mark.tips}
             case Heatmap():
-                parts = {"values": np.round(mark.values, 4).tolist() if mark.words else [], "words": mark.words}
+                rows = np.round(mark.values, 4).tolist() if mark.words else []
+                values = [[None if math.isnan(value) else value for value in row] for row in rows]
+                parts = {"values": values, "words": mark.words}
             case _:
                 parts = {}
         return {key: part for key, part in parts.items() if part}

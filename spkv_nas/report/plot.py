@@ -252,6 +252,8 @@ def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
         ax.plot(column, row, "o", color="white", markeredgecolor="black", markersize=3.2)
     for row, letters in enumerate(cells.letters):
         for column, letter in enumerate(letters):
+            if not letter.strip():
+                continue
             ink = cividis(float(cells.scale.fraction(cells.values[row][column])))[1]
             ax.text(column, row, letter, ha="center", va="center", fontsize=6.5, color=ink)
     ax.set_title(chart.heading, loc="left", fontsize=11 if cells.written else 9.5)

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
+from spkv_nas.artifacts.grid import grid_words
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.evaluation.ranking import MIN_ITEMS, best_layouts, correlations
@@ -38,9 +39,10 @@ def key_numbers(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, 
         description += f" at τ = {table.tau:g}"
     elif not measure.is_share:
         description, percent = f"{description}, {measure.shown}", ""
+    words = grid_words(table.heads_per_layer).removesuffix(" KV heads").replace(" x ", " of ")
     entries = [
         (f"{factor * table.mean:.1f}{percent}", f"{description}, ± {factor * table.std:.1f} across heads", "measure"),
-        (str(table.num_heads), f"KV heads: {table.num_layers} layers of {table.num_kv_heads}", ""),
+        (str(table.num_heads), f"KV heads: {words}", ""),
     ]
     # Add the coverage of the verdict's layout
     best = verdict.layout
@@ -53,7 +55,10 @@ def score_rows(table: HeadScores) -> Table:
     """Return the value of every KV head, a row per layer, ± standard error where it is known."""
     exact = table.measure.exact
     cells = (
-        (exact(value) + ("" if math.isnan(error) else f" ± {exact(error)}") for value, error in zip(*rows, strict=True))
+        (
+            "" if math.isnan(value) else exact(value) + ("" if math.isnan(error) else f" ± {exact(error)}")
+            for value, error in zip(*rows, strict=True)
+        )
         for rows in zip(table.values, table.standard_error, strict=True)
     )
     rows = tuple(chart.Row(str(layer), tuple(row)) for layer, row in enumerate(cells))

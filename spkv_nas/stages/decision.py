@@ -79,7 +79,9 @@ def prepare(
     # Compute the memory of the layouts
     size = checkpoint.read_size(options.model)
     context = sized_model.choose_context(None, size.positions) if text is None else text.block_size
-    memory = cache_shares(model, {key: each for key, each in chosen.items() if each.grid == size.heads.grid}, context)
+    heads = size.heads.heads_per_layer
+    fitting = {key: each for key, each in chosen.items() if each.heads_per_layer == heads}
+    memory = cache_shares(model, fitting, context)
     return Compared(name, options.model, candidates, trial, selected, num_left_out, context, memory)
 
 

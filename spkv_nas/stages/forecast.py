@@ -10,6 +10,7 @@ from rich.table import Table
 
 from spkv_nas.artifacts import gate_config, shape
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS
+from spkv_nas.artifacts.grid import grid_words
 from spkv_nas.base import console, limits, progress, units
 from spkv_nas.base.device import choose_device, choose_dtype, dtype_name
 from spkv_nas.base.memory import available_bytes
@@ -141,8 +142,9 @@ def show(result: Forecast) -> None:
     # Model
     size, heads = result.size, result.size.heads
     console.out.print(
-        f"[bold]{escape(result.name)}[/bold]: {size.num_parameters:,} parameters, {heads.num_layers} layers x "
-        f"{heads.num_kv_heads} KV heads of size {heads.head_dim}; {result.num_predictor_parameters:,} of predictors"
+        f"[bold]{escape(result.name)}[/bold]: {size.num_parameters:,} parameters, "
+        f"{grid_words(heads.heads_per_layer)} of size {heads.head_dim}; "
+        f"{result.num_predictor_parameters:,} of predictors"
     )
     # Table of stages
     site, fits_title = result.site, f"fits in\n{result.site.memory / 1e9:.3g} GB"

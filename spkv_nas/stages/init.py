@@ -1,13 +1,12 @@
 """Init: write a first recipe for a model and a text, and estimate the cost of training by it."""
 
+import itertools
 import math
 import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from spkv_nas.artifacts import comparison, defaults, layout
 from spkv_nas.base import assets, console, device, errors, files, names, progress, units
@@ -121,9 +120,10 @@ def _num_layouts() -> int:
 
 def _any_layout(planner: run_plan.Planner) -> variants.Variant:
     """Make a hybrid variant at the paper's budget."""
-    grid = planner.size.heads.grid
-    mask = np.arange(math.prod(grid)).reshape(grid) < budget.parse_budget(None, math.prod(grid))
-    return variants.Variant.hybrid(layout.Layout.from_mask(mask, window=planner.recipe.gates.window))
+    heads = planner.size.heads.heads_per_layer
+    letters = iter("G" * budget.parse_budget(None, sum(heads)) + "L" * sum(heads))
+    rows = tuple("".join(itertools.islice(letters, number)) for number in heads)
+    return variants.Variant.hybrid(layout.Layout(rows, planner.recipe.gates.window))
 
 
 def _source_from(base: Path, source: str) -> str:

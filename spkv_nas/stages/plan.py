@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.artifacts import gate_config, shape
+from spkv_nas.artifacts import gate_config, local_layers, shape
 from spkv_nas.base import console, memory, progress, units
 from spkv_nas.base.device import choose_device, training_precision
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages, Training, find_hardware
@@ -112,8 +112,9 @@ def _of_recipe(file: Path, options: PlanOptions, reporter: progress.Reporter) ->
 def _generated(stages: Stages, options: PlanOptions, context: int) -> Iterator[StageCost]:
     """Yield generation with full attention and with a layout of the budget."""
     size = stages.size
-    heads = size.heads.num_layers * size.heads.num_kv_heads
-    budget = parse_budget(options.budget, (size.num_full or size.heads.num_layers) * size.heads.num_kv_heads)
+    counts = size.heads.heads_per_layer
+    heads, layers = sum(counts), local_layers.config_layers(size.native_windows or [None] * len(counts))
+    budget = parse_budget(options.budget, sum(counts[layer] for layer in local_layers.candidate_layers(layers)))
     full, name = f"generate at {context:,}", f"generate, {budget} of {heads} global"
     yield stages.generate(full, context, density=size.full_attention_share, window=size.sliding_window)
     yield stages.generate(name, context, density=budget / heads, window=stages.gates.window)

@@ -7,6 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from spkv_nas.artifacts.grid import grid_words
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base import console, errors, progress, units
@@ -97,7 +98,7 @@ def _served(
     if served is None:
         return None
     engine, cache = served.engine, served.cache
-    plans = [engine.plan_layout(cache, [(None,) * shape.num_kv_heads] * shape.num_layers)]
+    plans = [engine.plan_layout(cache, [(None,) * number for number in shape.heads_per_layer])]
     for title, layout in zip(titles[1:], layouts, strict=True):
         advice = f"leave out {title}, or use another engine"
         engine.check_sinks(layout.sinks, advice)
@@ -112,7 +113,7 @@ def show(result: AttentionCosts) -> None:
     shape, times, served = result.shape, result.times, result.served
     console.out.print(
         f"[bold]{escape(result.name)}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
-        f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads of size {shape.head_dim}; {result.context:,} tokens"
+        f"{grid_words(shape.heads_per_layer)} of size {shape.head_dim}; {result.context:,} tokens"
     )
     # Table of costs
     sizes = ("KV bytes\nper token", "KV cache\nMiB", "attention\nGFLOPs", "total\nGFLOPs")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -10,8 +9,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spkv_nas.artifacts import diagnosis, gate_config, result_tables
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS, STRONG_SINK
+from spkv_nas.artifacts.grid import grid_words
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.console import Table, caution, escape, out, say
@@ -209,7 +211,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     """Attach gates to a model, train them or load the finished ones, and return a record of their training."""
     model, blocks = measured.model, measured.train
     assert blocks is not None
-    num_heads = math.prod(model_shape.config_shape(model.config).grid)
+    num_heads = sum(model_shape.config_shape(model.config).heads_per_layer)
     # Choose the window, the sink tokens and the target density
     window, sinks = options.window or windows.default_window(model, blocks.block_size), parse_sinks(options.sinks)
     sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
@@ -259,11 +261,11 @@ def show(table: HeadScores) -> None:
     """Print a probe's mean score, its highest head, and its warnings."""
     printing.show_alarm(table.metadata.get("alarm"))
     # Print the mean and the highest score
-    densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
+    densest = max((table.density[i, j], i, j) for i, j in np.argwhere(table.is_head))
     measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
     digits = ".3f" if table.is_density else ".3g"
     out.print(
-        f"[bold]{escape(table.name)}[/bold]: {table.num_layers} layers x {table.num_kv_heads} KV heads, "
+        f"[bold]{escape(table.name)}[/bold]: {grid_words(table.heads_per_layer)}, "
         f"{measure} mean {table.mean:{digits}}, std {table.std:{digits}}; "
         f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else digits}})"
     )

@@ -174,7 +174,7 @@ def _by_costs(answer: Answer) -> str | None:
     if layout is None:
         return None
     densest = answer.layouts["densest"]
-    loss = float(table.values[~densest.global_mask].sum())
+    loss = float(table.values[table.is_head & ~densest.global_mask].sum())
     return (
         f"loss by the costs of windows, to first order: {layout.provenance['cost']:.4f} nats per token with a window "
         f"per head, {loss:.4f} with one window of {densest.window} and {densest.num_global} global heads"

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from spkv_nas.artifacts import agreement, checkpoints, comparison, head_scores, layout, search_table
+from spkv_nas.artifacts.grid import grid_words
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import ALARM, CRITICAL_BUDGET, SCORES, VERDICT, AlarmRecord, ResultTable
 from spkv_nas.base import assets, console, errors, version
@@ -91,7 +92,7 @@ def _with_positions(table: head_scores.HeadScores) -> head_scores.HeadScores:
 def _trust(options: ReportOptions, table: head_scores.HeadScores, layouts: Mapping[str, layout.Layout]) -> Trust | None:
     """Judge the table by the layout ``densest``; None without one of the table's shape."""
     densest = layouts.get("densest")
-    if densest is None or densest.grid != table.grid:
+    if densest is None or densest.heads_per_layer != table.heads_per_layer:
         return None
     return table_trust.trust(options.folders, table, densest.global_mask)
 
@@ -111,7 +112,7 @@ def write_workspace_index(workspace: Workspace) -> Path | None:
         inputs = read_inputs(workspace, find_table(workspace, name), find_proposal(workspace, name))
         table, measure = inputs.table, inputs.table.measure
         about = (
-            f"{table.num_layers} layers of {table.num_kv_heads} KV heads; the mean {measure.noun} is "
+            f"{grid_words(table.heads_per_layer).replace(' x ', ' of ')}; the mean {measure.noun} is "
             f"{measure.scale.factor * table.mean:.1f} {measure.shown}."
         )
         chart = density_charts.thumbnail(f"{measure.title} by {name}", table.values, measure.scale, number)

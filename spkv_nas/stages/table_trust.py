@@ -83,5 +83,5 @@ def neighbours(workspace: Workspace, table: head_scores.HeadScores) -> Iterator[
         except errors.UserError as error:
             warnings.warn(f"ignoring a probe that cannot be read: {errors.first_line(error)}", stacklevel=2)
             continue
-        if other.grid == table.grid:
+        if other.heads_per_layer == table.heads_per_layer:
             yield other

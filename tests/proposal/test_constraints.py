@@ -11,6 +11,7 @@ from helpers import make_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.coverage import coverage, domain_coverage
@@ -82,7 +83,7 @@ def test_the_optimum_is_that_of_brute_force(search: tuple[np.ndarray, Constraint
     shape = (density.shape[1], density.shape[2])
     masks, ones = all_masks(shape), np.ones(shape)
     allowed = meets(masks, constraints, ones if weights is None else weights, budget)
-    problem = Problem(shape, constraints.named, budget, weights)
+    problem = Problem((shape[1],) * shape[0], constraints.named, budget, weights)
     result = problem.optimum(density)
     if not allowed.any():
         assert result is None
@@ -118,7 +119,7 @@ def test_a_mask_breaks_no_option_exactly_if_it_is_allowed(
     density, constraints, *_ = search
     masks = all_masks(density.shape[1:])
     allowed = meets(masks, constraints, np.ones(density.shape[1:]), math.inf)
-    assert [not constraints.broken_by(mask) for mask in masks] == allowed.tolist()
+    assert [not constraints.broken_by(Layout.from_mask(mask, window=1)) for mask in masks] == allowed.tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -127,7 +128,7 @@ def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, ti
     generator = np.random.default_rng(seed)
     density = generator.choice([0.0, 0.2, 0.2, 1.0], (8, 3)) if tied else generator.random((8, 3))
     density[0, 0] += not density.any()
-    result = Problem((8, 3), {}, budget).optimum(density[None])
+    result = Problem((3,) * 8, {}, budget).optimum(density[None])
     assert result is not None
     np.testing.assert_array_equal(result.mask, densest(density, budget))
 
@@ -145,12 +146,12 @@ def test_excluding_the_best_gives_the_next(constraints: Constraints) -> None:
     expected = sorted((allowed * gain).sum((1, 2)), reverse=True)
     actual: list[Mask] = []
     for value in expected[:15]:
-        best = Problem((3, 3), constraints.named, 4, excluded=actual, at_least=3).optimum(gain[None])
+        best = Problem((3,) * 3, constraints.named, 4, excluded=actual, at_least=3).optimum(gain[None])
         assert best is not None
         assert gain[best.mask].sum() == value
         assert not any((best.mask == mask).all() for mask in actual)
         actual.append(best.mask)
-    everything = Problem((3, 3), constraints.named, 4, excluded=list(allowed), at_least=3)
+    everything = Problem((3,) * 3, constraints.named, 4, excluded=list(allowed), at_least=3)
     assert everything.optimum(gain[None]) is None
 
 
@@ -168,7 +169,9 @@ def test_further_solutions_are_those_of_brute_force(
     covered = ((masks[:, None] * density).sum((2, 3)) / density.sum((1, 2))).min(1)
     earlier: list[Mask] = []
     for _ in range(4):
-        problem = Problem(shape, constraints.named, budget, weights, excluded=earlier, at_least=1, apart=apart)
+        problem = Problem(
+            (shape[1],) * shape[0], constraints.named, budget, weights, excluded=earlier, at_least=1, apart=apart
+        )
         result = problem.optimum(density)
         if not allowed.any():
             assert result is None
@@ -197,7 +200,7 @@ def misjudged() -> tuple[Problem, np.ndarray]:
         ]
     )
     weights = np.array([[2.0, 1.5], [1.75, 0.5], [0.75, 0.75], [2.0, 0.5]])
-    return Problem((4, 2), Constraints(local_layers=(1,), uniform=True).named, 5, weights), density
+    return Problem((2,) * 4, Constraints(local_layers=(1,), uniform=True).named, 5, weights), density
 
 
 def test_presolve_does_not_decide(misjudged: tuple[Problem, np.ndarray]) -> None:
@@ -283,7 +286,7 @@ def test_constraints_without_conflict_are_not_named() -> None:
 def test_a_named_layer_is_exempt_from_other_constraints() -> None:
     """A named layer has no minimum number of heads, so only constraints that matter are blamed."""
     constraints = Constraints(min_per_layer=1, global_layers=(1,), local_layers=(2,))
-    assert Problem((3, 2), constraints.named, 2).conflict() == ["budget", "min_per_layer"]
+    assert Problem((2,) * 3, constraints.named, 2).conflict() == ["budget", "min_per_layer"]
     with pytest.raises(UserError, match=r"the budget of 2 and --constraint min-per-layer=1: .* at least 3"):
         solve(make_table(np.full((3, 2), 0.5)), 2, constraints)
 

@@ -74,7 +74,7 @@ def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.D
     (name, first), *remaining = tables.items()
     for label, table in remaining:
         remedy = "compare probes of models with the same number of layers and KV heads"
-        grid.check_grid(f"the probe '{label}'", table.grid, f"'{name}'", first.grid, remedy)
+        grid.check_grid(f"the probe '{label}'", table.heads_per_layer, f"'{name}'", first.heads_per_layer, remedy)
     for label, table in tables.items():
         if table.mean == 0.0:
             raise errors.UserError(f"every head density of '{label}' is 0 at tau = {table.tau:g}: choose a smaller tau")

@@ -64,9 +64,8 @@ class Search:
         self._name, self._reporter = name, reporter
         self._sampler = StudySampler(space, SAMPLERS[effort.sampler], effort.seed, list(self.starts.values()))
         # Check that space and evaluator match
-        grid = (evaluator.shape.num_layers, evaluator.shape.num_kv_heads)
-        density = f"the density table '{space.table.name}'"
-        check_grid(density, space.grid, "the recipe's model", grid, "give the recipe of that model")
+        density, remedy = f"the density table '{space.table.name}'", "give the recipe of that model"
+        check_grid(density, space.table.heads_per_layer, "the recipe's model", evaluator.shape.heads_per_layer, remedy)
         if evaluator.evaluation_tokens.sum() == 0:
             raise UserError(
                 "no held-out document is left to evaluate full retrainings on: lower --max-tokens, or give more text"

@@ -66,7 +66,7 @@ class Space:
         masks = [Layout(heads, self.window).global_mask for heads in tried]
         named = self.constraints.named
         for at_least in (self._least,) if named else (budget, self._least):
-            problem = Problem(self.grid, named, budget, excluded=masks, at_least=at_least)
+            problem = Problem(self.table.heads_per_layer, named, budget, excluded=masks, at_least=at_least)
             if (solution := problem.optimum(gain[None], gap=_GAP)) is not None:
                 return self._with(solution.mask)
         return best
@@ -74,25 +74,27 @@ class Space:
     def contains(self, layout: Layout) -> bool:
         """Return true if the layout has this grid, window and sinks, meets the constraints and fits the budgets."""
         is_other = layout.windows or (layout.window, layout.sinks) != (self.window, self.sinks)
-        if layout.global_mask.shape != self.grid or is_other:
+        if layout.heads_per_layer != self.table.heads_per_layer or is_other:
             return False
         if not self._least <= layout.num_global <= self.budgets[1]:
             return False
-        return not self.constraints.broken_by(layout.global_mask)
+        return not self.constraints.broken_by(layout)
 
     def _best(self, gain: Float, budget: int) -> Layout:
         """Return the layout of highest total gain with at most ``budget`` global heads under the constraints."""
         if self.constraints.named:
-            best = Problem(self.grid, self.constraints.named, budget).optimum(np.maximum(gain, 1e-6)[None])
+            problem = Problem(self.table.heads_per_layer, self.constraints.named, budget)
+            best = problem.optimum(np.maximum(gain, 1e-6)[None])
             assert best is not None  # ``check`` solved the smallest budget; larger ones allow more
             mask = best.mask
         else:
-            mask = densest(gain, budget)
+            mask = densest(np.where(self.table.is_head, gain, np.nan), budget)
         return self._with(mask)
 
     def _with(self, mask: Mask) -> Layout:
         """Return the layout of a mask [L, Hkv] with this window and these sinks."""
-        return Layout.from_mask(mask, window=self.window, sinks=self.sinks)
+        heads = self.table.heads_per_layer
+        return Layout.from_mask(mask, window=self.window, sinks=self.sinks, heads_per_layer=heads)
 
     @cached_property
     def _least(self) -> int:

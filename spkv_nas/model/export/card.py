@@ -160,11 +160,11 @@ def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
     """Yield the rows on the KV cache at several numbers of tokens, and which are beyond the model's positions."""
     layout, size = hybrid.layout, model_shape.model_size(hybrid.model)
     layers = config_layers(size.native_windows or [None] * layout.num_layers)
-    facts = cache_facts(layers, layout.num_kv_heads)
+    facts = cache_facts(layers, size.heads.heads_per_layer, size.heads.head_dims)
     # List the model's own context, too, if it is shorter than all of them
     most = size.positions or _CONTEXTS[-1]
     for context in (*([most] if most < _CONTEXTS[0] else []), *_CONTEXTS):
-        cost = CacheCost(context, 1, layout.window, size.heads.head_dim, dtype, layout.sinks, **facts)
+        cost = CacheCost(context, 1, layout.window, dtype=dtype, sinks=layout.sinks, **facts)
         used, full = cost.layout_bytes(layout, candidate_layers(layers)), cost.full(layout.num_heads)
         sizes = f"{units.format_bytes(full)} | {units.format_bytes(used)} | {100 * used / full:.1f} %"
         yield f"| {context:,}{' *' if context > most else ''} | {sizes} |"

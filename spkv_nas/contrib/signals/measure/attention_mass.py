@@ -39,7 +39,8 @@ def attention_mass(
     all ranks. Raises ``UserError`` if the model cannot be hooked.
     """
     with windows.full_attention(model) as states:
-        collected = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
+        heads = attention.heads_per_layer(states)
+        collected = HeadSums(blocks, len(states), max(heads), model.device)
 
         # Observe the attention of each layer during a forward pass
         def run(_start: int, tokens: Tensor) -> list[Tensor]:
@@ -65,6 +66,7 @@ def attention_mass(
         tokens=blocks.tokens.size,
         name=name,
         metadata=table_metadata,
+        heads_per_layer=heads,
     )
 
 

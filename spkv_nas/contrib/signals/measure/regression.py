@@ -20,7 +20,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import head_scores, kinds, local_layers
-from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.arrays import Float, Int
 from spkv_nas.base.errors import UserError
@@ -60,10 +59,10 @@ def regression(
     Raises ``UserError`` if there are too few layouts, and warns if the gains hardly explain the layouts' NLLs.
     """
     with full_attention(model) as states:
-        grid, layers = (len(states), states[0].num_kv_heads), local_layers.candidate_layers(states)
+        layers = local_layers.candidate_layers(states)
+        all_local = Layout(tuple("L" * state.num_kv_heads for state in states), window, sinks=sinks)
     # Draw layouts and score them
-    num_global = parse_budget(budget, len(layers) * grid[1])
-    all_local = Layout.from_mask(np.zeros(grid, dtype=np.bool_), window=window, sinks=sinks)
+    num_global = parse_budget(budget, int(all_local.is_head[layers].sum()))
     layouts = _layouts(all_local, layers, num_global, num_layouts, seed)
     work = Work()
     scoring: Any = {"batch_size": batch_size, "cache": cache, "reporter": Reporter.of(progress), "work": work}
@@ -75,18 +74,21 @@ def regression(
     table_metadata = {**(metadata or {}), "budget": num_global, "layouts": len(layouts)}
     table_metadata |= {"reused_scores": work.reused, "penalty": float(f"{fit.penalty:.4g}")}
     table_metadata |= {"explained": round(fit.explained, 4), "seed": seed}
-    gains, size = _gains(fit, totals, counts, blocks, grid, layers), blocks.tokens.size
+    gains, size = _gains(fit, totals, counts, blocks, all_local, layers), blocks.tokens.size
     facts: Any = {"passes": work.passes, "tokens": size, "name": name, "metadata": table_metadata}
+    facts["heads_per_layer"] = all_local.heads_per_layer
     return signal_table("regression", gains, window, kind=kinds.GAIN, unit=kinds.NATS, **facts)
 
 
 def _layouts(like: Layout, layers: list[int], num_global: int, number: int, seed: int) -> list[Layout]:
     """Draw distinct random layouts ``like`` one, with ``num_global`` of the heads of ``layers`` global."""
-    (num_layers, num_kv_heads), number_of_heads = like.grid, len(layers) * like.grid[1]
+    can_be_global = like.is_head & np.isin(np.arange(like.num_layers), layers)[:, None]
+    number_of_heads = int(can_be_global.sum())
     order = np.random.default_rng(seed).random((number, number_of_heads)).argsort(1)
-    masks = np.zeros((number, num_layers, num_kv_heads), dtype=np.bool_)
-    masks[:, layers] = (order < num_global).reshape(number, -1, num_kv_heads)
-    layouts = list(dict.fromkeys(Layout.from_mask(mask, window=like.window, sinks=like.sinks) for mask in masks))
+    masks = np.zeros((number, *like.grid), dtype=np.bool_)
+    masks[:, can_be_global] = order < num_global
+    facts: Any = {"window": like.window, "sinks": like.sinks, "heads_per_layer": like.heads_per_layer}
+    layouts = list(dict.fromkeys(Layout.from_mask(mask, **facts) for mask in masks))
     if len(layouts) < _MIN_LAYOUTS:
         raise UserError(
             f"a regression needs at least {_MIN_LAYOUTS} distinct layouts; found {len(layouts)} with {num_global} of "
@@ -108,13 +110,14 @@ def _fit(layouts: list[Layout], nll: Float) -> "Ridge":
 
 
 def _gains(
-    fit: "Ridge", totals: Float, counts: Int, blocks: TokenBlocks, grid: Grid, layers: list[int]
+    fit: "Ridge", totals: Float, counts: Int, blocks: TokenBlocks, like: Layout, layers: list[int]
 ) -> list[HeadMeans]:
     """Compute gains by domain, 0 outside ``layers``, from ``totals`` [layouts, documents] over ``counts`` tokens."""
+    grid, is_head = like.grid, like.is_head[layers]
     # Gains by document, shifted so that the least useful head has gain 0: [L, Hkv, documents]
     fitted = (-fit.operator @ totals).reshape(*grid, -1)[layers]
     sums = np.zeros((*grid, len(counts)))
-    sums[layers] = fitted - counts * (fitted.sum(-1) / counts.sum()).min()
+    sums[layers] = fitted - counts * (fitted[is_head].sum(-1) / counts.sum()).min()
     # Means by domain, adding the error of the fit
     domain_of = np.array([document.domain for document in blocks.documents])
     means = []

@@ -75,7 +75,8 @@ def retrieval(
     collected.add_up()
 
     # Build the table
-    sums = _best_of_group(collected.sums.cpu().numpy(), states[0].num_kv_heads)
+    heads = attention.heads_per_layer(states)
+    sums = _best_of_group(collected.sums.cpu().numpy(), heads)
     accuracy = _accuracy(num_correct, blocks.num_blocks * (needle_length - 1))
     options = {"needle_length": needle_length, "seed": seed, "copy_accuracy": round(accuracy, 4)}
     facts: Any = {
@@ -83,6 +84,7 @@ def retrieval(
         "tokens": blocks.tokens.size,
         "name": name,
         "metadata": {**(metadata or {}), **options},
+        "heads_per_layer": heads,
     }
     return signal_table("retrieval", collected.means(sums), window, unit=kinds.ATTENTION_UNIT, **facts)
 
@@ -172,8 +174,11 @@ def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor,
     return observe
 
 
-def _best_of_group(sums: arrays.Float, num_kv_heads: int) -> arrays.Float:
+def _best_of_group(sums: arrays.Float, heads_per_layer: Sequence[int]) -> arrays.Float:
     """Select the query head with the highest total in each group: [L, Hq, documents] -> [L, Hkv, documents]."""
-    grouped = sums.reshape(sums.shape[0], num_kv_heads, -1, sums.shape[2])
-    best = grouped.sum(-1).argmax(-1)[:, :, None, None]
-    return np.take_along_axis(grouped, best, axis=2)[:, :, 0]
+    selected = np.zeros((len(sums), max(heads_per_layer), sums.shape[2]))
+    for layer, number in enumerate(heads_per_layer):
+        grouped = sums[layer].reshape(number, -1, sums.shape[2])
+        best = grouped.sum(-1).argmax(-1)[:, None, None]
+        selected[layer, :number] = np.take_along_axis(grouped, best, axis=1)[:, 0]
+    return selected
