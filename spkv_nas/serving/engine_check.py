@@ -160,8 +160,10 @@ def native_layout(config: PreTrainedConfig) -> Layout | None:
     kinds, window = getattr(text, "layer_types", None) or [], getattr(text, "sliding_window", None)
     if "sliding_attention" not in kinds or not window:
         return None
-    heads = model_shape.config_shape(config).num_kv_heads
-    return Layout(tuple((LOCAL if kind == "sliding_attention" else GLOBAL) * heads for kind in kinds), int(window))
+    pairs = zip(kinds, model_shape.config_shape(config).heads_per_layer, strict=True)
+    return Layout(
+        tuple((LOCAL if kind == "sliding_attention" else GLOBAL) * heads for kind, heads in pairs), int(window)
+    )
 
 
 class _Reference:

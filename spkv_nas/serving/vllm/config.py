@@ -132,6 +132,8 @@ def _check_section(section: Mapping[str, Any]) -> None:
         raise UserError(
             "section 'spkv' of the config has no layout\nthe config is damaged: export the checkpoint again"
         )
+    if len({len(row) for row in layout["heads"]}) > 1:
+        raise UserError("vLLM was not tried with layers of different numbers of KV heads: serve it with spkv-nas")
     if layout.get("sinks", 0) > MAX_SINKS:
         raise UserError(
             f"the layout's local heads see the first {layout['sinks']} tokens besides their window, but vLLM serves at "
