@@ -3,11 +3,9 @@
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 ``SPKVLlamaForCausalLM`` is transformers' ``LlamaForCausalLM`` with another attention function; other classes alike.
-Section ``spkv`` of ``config.json`` says which KV heads are global, and how many recent keys the others see.
-
-The cache is transformers' ``DynamicCache`` with the keys of all tokens: generation is right, but saves no memory. Masks
-take [T, S] per window; heads with learned sinks take scores [T, S] in float32. To save memory, ``import spkv_nas``
-first, whose classes then take the place of these, or serve the folder with vLLM.
+Section ``spkv`` of ``config.json`` has the window of each KV head. The cache holds the keys of all tokens: generation
+is right, but saves no memory. Masks take [T, S] per window; heads with learned sinks take scores [T, S] in float32. To
+save memory, ``import spkv_nas`` first, whose classes replace these, or serve the folder with vLLM.
 """
 
 import json
@@ -19,26 +17,24 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import GenerationMixin
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 _ATTENTION = "spkv_heads"  # name of the attention function
-_PREFIX = "SPKV"  # of names of classes
 _LAYERS = "num_hidden_layers"
 _ALL_KEYS = 1 << 62
 
 
 def __getattr__(name: str) -> Any:
     """Make the class ``SPKV<Name>`` from transformers' config or model class ``<Name>``."""
-    base = getattr(transformers, name[len(_PREFIX) :], None) if name.startswith(_PREFIX) else None
+    base = getattr(transformers, name[len("SPKV") :], None) if name.startswith("SPKV") else None
     if base is None:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     if issubclass(base, PreTrainedConfig):
         made = type(name, (_Config, base), {"__module__": __name__})
     else:
-        config_class = getattr(sys.modules[__name__], f"{_PREFIX}{base.config_class.__name__}")
+        config_class = getattr(sys.modules[__name__], f"SPKV{base.config_class.__name__}")
         made = type(name, (_Hybrid, base, GenerationMixin), {"__module__": __name__, "config_class": config_class})
     globals()[name] = made
     return made
@@ -69,20 +65,22 @@ class _Hybrid:
     """Stock model whose attention layers apply the layout in the section of its config."""
 
     _keep_in_fp32_modules_strict = frozenset({"learned_sinks"})
+    is_custom_code = classmethod(lambda cls: False)  # buffers that are not saved are initialised, as in the stock model
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Build the stock model, then describe the heads to its attention layers, in their order."""
-        chosen = config._attn_implementation
-        if chosen not in (None, "sdpa", _ATTENTION):
-            raise ValueError(f"attn_implementation '{chosen}' would ignore the layout of this model: leave it out")
+        if config._attn_implementation not in (None, "sdpa", _ATTENTION):
+            raise ValueError(
+                f"attn_implementation {config._attn_implementation!r} would ignore the layout: leave it out"
+            )
         config._attn_implementation = _ATTENTION
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         saved, layout = config.spkv["layers"], config.spkv["layout"]
         modules: Any = self.named_modules()  # type: ignore[attr-defined]
         layers = [(module, saved[name], saved[name].get("reads", name)) for name, module in modules if name in saved]
         has_full_attention = any(layer["native_window"] is None for _, layer, _ in layers)
-        sources = dict.fromkeys(source for *_, source in layers)  # layers with keys of their own, which have rows
-        rows = dict(zip(sources, layout["heads"], strict=True))
+        # Layers with keys of their own have rows
+        rows = dict(zip(dict.fromkeys(source for *_, source in layers), layout["heads"], strict=True))
         for module, layer, source in layers:
             group = config.num_attention_heads // layer["num_kv_heads"]
             _set_heads(module, rows[source], layout, layer["native_window"], has_full_attention, group)
@@ -99,12 +97,9 @@ class _Hybrid:
 def _set_heads(
     module: Any, row: str, layout: dict[str, Any], native_window: int | None, has_full_attention: bool, group: int
 ) -> None:
-    """Set the attribute ``spkv_groups`` of an attention layer: window, sink tokens, KV heads, rows of learned sinks.
-
-    ``row`` has a letter per KV head. A native window beside layers of full attention stays, whatever the letters.
-    """
+    """Set ``spkv_groups`` of an attention layer by its row: window, sinks, KV heads, rows of learned sinks."""
     reach = native_window or _ALL_KEYS
-    is_fixed = native_window is not None and has_full_attention
+    is_fixed = native_window is not None and has_full_attention  # whatever the letters
     legend = {"G": reach, **(layout.get("windows") or {"L": layout["window"]})}
     windows = [reach if is_fixed else min(legend[letter], reach) for letter in row]
     local = [head for head, window in enumerate(windows) if window < reach]
@@ -142,12 +137,11 @@ def _mask(
     spare = kv_length - q_length - q_offset if isinstance(q_offset, int) else 1  # of a static cache
     if kv_offset != 0 or spare < 0:
         raise ValueError("this cache has dropped keys that the layout needs: use past_key_values=DynamicCache()")
-    is_packed = spare == 0 and not details.get("allow_is_causal_skip", True)
-    if is_packed and local_size is not None:
+    details["allow_is_causal_skip"] = spare == 0 and details.get("allow_is_causal_skip", True)
+    if local_size is not None and spare == 0 and not details["allow_is_causal_skip"]:
         raise ValueError("this model takes no documents packed into one row: give one document per row")
     if local_size is not None:  # ``_visible`` applies it
         details["mask_function"] = causal_mask_function
-    details["allow_is_causal_skip"] = spare == 0 and not is_packed
     mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **details)
     return mask
 
@@ -178,12 +172,12 @@ def _visible(mask: Tensor | None, length: int, num_keys: int, window: int, sinks
     """Narrow the result ``mask`` of ``_mask`` to a window and sink tokens, which count only keys that it allows."""
     if mask is not None and mask.dtype != torch.bool:
         mask = mask == 0  # an additive mask from the caller
-    if window >= num_keys:
+    if window >= num_keys and (mask is not None or length in (1, num_keys)):
         return mask
     if mask is None:
         mask = torch.ones(1, 1, length, num_keys, dtype=torch.bool, device=device).tril(num_keys - length)
     number = mask.cumsum(-1, dtype=torch.int32)
-    return mask & ((number > number[..., -1:] - window) | (number <= sinks))
+    return mask & ((number > number[..., -1:] - min(window, num_keys)) | (number <= sinks))
 
 
 def _attend(
@@ -197,8 +191,7 @@ def _attend(
         scores = scores.masked_fill(hidden.unsqueeze(-3), -math.inf)
         sinks = logits.float()[:, :, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        output: Tensor = dropout(weights, drop).to(v.dtype) @ v[:, :, None]
-        return output
+        return dropout(weights, drop).to(v.dtype) @ v[:, :, None]
     if length == 1:  # the query heads of a KV head share its keys as tokens do
         return scaled_dot_product_attention(q[:, :, :, 0], k, v, visible, drop, scale=scale).reshape(shape)
     q, k, v = q.flatten(1, 2), k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -78,6 +78,15 @@ class Case:
     learned_sinks: bool = False
 
 
+SHARED_KEYS: dict[str, Any] = {  # layers 4 and 5 read the keys of 2 and 3
+    "head_dim": 8, "global_head_dim": 8, "num_hidden_layers": 6, "sliding_window": 9, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 300,
+}  # fmt: skip
+STATE_SPACES: dict[str, Any] = {
+    "head_dim": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
 CASES = {
     **{family: Case(family) for family in FAMILIES},
     "windows": Case("llama", WINDOWS),
@@ -88,6 +97,8 @@ CASES = {
     "both-sinks": Case("qwen3", Layout(HEADS.heads, 4, sinks=1), learned_sinks=True),
     "mqa": Case("llama", Layout(("L", "G", "L", "L"), 5), {"num_key_value_heads": 1, "attention_bias": True}),
     "gpt-oss": Case("gpt_oss", HEADS),
+    "shared-keys": Case("gemma4_text", Layout(("GL",) * 4, 4, sinks=1), SHARED_KEYS),
+    "state-spaces": Case("falcon_h1", HEADS, STATE_SPACES),
 }
 
 
@@ -124,7 +135,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("learned", "gemma3-wide"), id="two"),
+        pytest.param(("learned", "shared-keys", "state-spaces"), id="three"),
         pytest.param(tuple(CASES), id="all", marks=pytest.mark.slow),
     ],
 )
