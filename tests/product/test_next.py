@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder with a user's text, and small steps."""
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path / "my project")
-    monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
+    monkeypatch.setattr("spkv_nas.training.first_recipe.STEP_TOKENS", {"cpu": 256})
     monkeypatch.setattr("spkv_nas.artifacts.defaults.FIRST_STEPS", 3)
     monkeypatch.setattr("spkv_nas.stages.probe.PRICED_STEPS", 3)
     monkeypatch.setattr("spkv_nas.evaluation.alarms._MAX_SHARE", 100.0)  # random models know no text

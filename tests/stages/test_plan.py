@@ -359,7 +359,7 @@ class TestInit:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Its recipe passes the checks, and ``match-budget`` works on what it trained."""
-        monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
+        monkeypatch.setattr("spkv_nas.training.first_recipe.STEP_TOKENS", {"cpu": 256})
         monkeypatch.chdir(tmp_path)
         save(tiny_model("gemma3_text", vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("model"))
         main(["init", "model", str(corpus_folder), "--name", "mine", "--steps", "6"])
