@@ -4,8 +4,8 @@
     python kernels/benchmarks/resources.py --arch 80 --size 128 --kernel bwd_dkdv --mode soft
     python kernels/benchmarks/resources.py --config 64,128,8,3 --kernel fwd --size 128    # a candidate instead
 
-Mode ``sinks`` is a window with sink tokens and learned sinks; ``--with sink_logits starts ends`` adds learned sinks and
-packed documents to other modes.
+Mode ``sinks`` is a window with sink tokens and learned sinks; ``--with sink_logits starts ends softcap`` adds learned
+sinks, packed documents and a cap of the scores to other modes.
 
 The report is that of the ``ptxas`` in the triton package: registers and bytes spilled per thread, bytes of shared
 memory per block. A spill is a value that found no register and goes through memory instead. Unguarded are the
@@ -74,12 +74,12 @@ _OTHER_TYPES = {
 }
 _FAR_KEYS = {"far_k", "far_v", "positions", "rank", "keep"}
 _SINKS = {"sinks", "part_dk", "part_dv"}
-_OPTIONAL = {"sink_logits", "starts", "ends"}
+_OPTIONAL = {"sink_logits", "starts", "ends", "softcap"}
 _ABSENT = {  # arguments that are None, by mode
     "none": _FAR_KEYS | _SINKS | {"gate", "far_dk", "far_dv"} | _OPTIONAL,
     "soft": _FAR_KEYS | _SINKS | {"far_dk", "far_dv"} | _OPTIONAL,
     "hard": _SINKS | {"gate"} | _OPTIONAL,
-    "sinks": _FAR_KEYS | {"gate", "starts", "ends"},
+    "sinks": _FAR_KEYS | {"gate"} | _OPTIONAL - {"sink_logits"},
 }
 
 
@@ -130,7 +130,7 @@ def compile_kernel(
     }
     constants = {name: value for name, value in constants.items() if name in fn.arg_names}
     # Describe the arguments by their names
-    absent = (_ABSENT[mode] if "MODE" in constants else {"sink_logits"}).difference(present)
+    absent = (_ABSENT[mode] if "MODE" in constants else {"sink_logits", "softcap"}).difference(present)
     signature, attributes = {}, {}
     for index, name in enumerate(fn.arg_names):
         role = name.removeprefix("p_")
@@ -141,7 +141,7 @@ def compile_kernel(
         elif name.startswith("p_"):
             signature[name] = "*fp32" if role in _FLOAT32 else _OTHER_TYPES.get(role, _POINTERS[dtype])
         else:
-            signature[name] = "fp32" if name == "scale" else "i32"
+            signature[name] = "fp32" if name in ("scale", "softcap") else "i32"
         if name.startswith(("p_", "stride_")) and signature[name] != "constexpr":
             attributes[(index,)] = [["tt.divisibility", 16]]
     # Compile, and parse the report of ptxas

@@ -1,12 +1,12 @@
 """Public operators: validate arguments, choose a backend, and call it.
 
-    s(t, s) = <q_t, k_s> * scale + bias(t, s)
+    s(t, s) = <q_t, k_s> * scale + bias(t, s),    or c tanh(<q_t, k_s> * scale / c) + bias(t, s) with a soft cap c
     bias(t, s) = 0 where 0 <= t - s < w_h or s - start_t < n_h, else log u_s | 0 or -inf
     p(t, s) = exp(s(t, s)) / (exp(sink) + sum_s exp(s(t, s))),    out_t = sum_s p(t, s) v_s    over start_t <= s <= t
 
 SP-KV paper, section "Self-Pruned KV Mechanism". The window ``w`` counts the query's own key. Sink tokens, the first
 ``n_h`` keys of the document, which starts at ``start_t``: StreamingLLM (arXiv 2309.17453). Learned sinks, a logit per
-query head: gpt-oss.
+query head: gpt-oss. Soft caps: Gemma 2.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def attention(
     keep: Tensor | None = None,
     starts: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Compute causal attention with a local window per KV head and a gate on the keys outside it.
@@ -63,6 +64,7 @@ def attention(
             is the first key that it sees. Padding counts as a document. None: each row is one document. Values are not
             checked on a GPU.
         scale: scale of the scores; None: 1 / sqrt(D).
+        softcap: positive cap of the scores before bias and learned sinks, or None.
         backend: "auto" (cpu for tensors on the CPU, triton for CUDA tensors), "reference" (any device), "cpu" or
             "triton" (not float64, D up to 256). A backend requested by name never falls back to another.
 
@@ -79,15 +81,13 @@ def attention(
     per_head = _per_head_tensor if name == "triton" else _per_head
     windows: tuple[int, ...] | Tensor = per_head("window", window, k.shape[1], q.shape[2], q.device)
     num_sinks = _sinks(sinks, windows, k.shape[1], q.shape[2], q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if scale == 0 or not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number other than 0; found {scale}")
+    scale, softcap = _scale(scale, q), _softcap(softcap)
     sink_logits = _sink_logits(sink_logits, q)
     if starts is not None:
         _check_starts(starts, q)
     # Call the backend
-    out: Tensor = _implementation(name)(q, k, v, windows, log_utility, keep, scale, num_sinks, sink_logits, starts)
-    return out
+    attend = _implementation(name)
+    return attend(q, k, v, windows, log_utility, keep, scale, num_sinks, sink_logits, starts, softcap)
 
 
 def decode_attention(
@@ -96,6 +96,7 @@ def decode_attention(
     *,
     sink_logits: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Compute attention of the newest token of every sequence over its cache. Not differentiable.
@@ -106,6 +107,7 @@ def decode_attention(
             added with ``keep``, like all others outside the window.
         sink_logits: [Hq], floating point, learned sinks as in ``attention``, or None.
         scale: scale of the scores; None: 1 / sqrt(D).
+        softcap: positive cap of the scores before bias and learned sinks, or None.
         backend: "auto" (triton for CUDA tensors, torch otherwise), "torch" (torch operations, any device), "triton"
             (not float64, D up to 256; never synchronises, so it can be captured in CUDA graphs, and returns zeros for
             an empty sequence) or "reference" (a loop over sequences and heads).
@@ -118,7 +120,7 @@ def decode_attention(
     """
     # Check the arguments
     _check_queries(q, (cache.batch_size, None, cache.head_dim), cache)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale, softcap = _scale(scale, q), _softcap(softcap)
     if backend == "auto":
         backend = "triton" if q.device.type == "cuda" else "torch"
     _check_name(backend, DECODE_BACKENDS)
@@ -128,16 +130,16 @@ def decode_attention(
         _check_triton(q.device, torch.promote_types(q.dtype, cache.pool_k.dtype), q.shape[-1])
         from spkv_kernels.triton import decode_kernels as kernels
 
-        return kernels.decode_attention(q, cache, scale, sink_logits)
+        return kernels.decode_attention(q, cache, scale, sink_logits, softcap)
     if not bool((cache.seq_lens > 0).all()):
         raise ValueError("cache: a sequence is empty; append a token to it first")
     if backend == "reference":
         from spkv_kernels import reference
 
-        return reference.decode_attention(q, cache, scale, sink_logits)
+        return reference.decode_attention(q, cache, scale, sink_logits, softcap)
     from spkv_kernels import decode
 
-    return decode.decode_attention(q, cache, scale, sink_logits)
+    return decode.decode_attention(q, cache, scale, sink_logits, softcap)
 
 
 def extend_attention(
@@ -149,6 +151,7 @@ def extend_attention(
     *,
     sink_logits: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute attention of T new tokens over the cache and each other, for chunked prompts and conversations.
 
@@ -163,6 +166,7 @@ def extend_attention(
         cache: cache of the layer.
         sink_logits: [Hq], floating point, learned sinks as in ``attention``, or None.
         scale: scale of the scores; None: 1 / sqrt(D).
+        softcap: positive cap of the scores before bias and learned sinks, or None.
 
     Returns:
         [B, Hq, T, D] in the dtype of ``q``.
@@ -177,8 +181,8 @@ def extend_attention(
         raise ValueError(f"k: expected {cache.num_kv_heads} heads, as in the cache; found {k.shape[1]}")
     from spkv_kernels import decode
 
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return decode.extend_attention(q, k, v, keep, cache, scale, _sink_logits(sink_logits, q))
+    sink_logits = _sink_logits(sink_logits, q)
+    return decode.extend_attention(q, k, v, keep, cache, _scale(scale, q), sink_logits, _softcap(softcap))
 
 
 def _check_queries(q: Tensor, shape: tuple[int | None, ...], cache: PagedKVCache) -> None:
@@ -279,6 +283,21 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor | None, keep: Te
     for name, optional in (("k", k), ("v", v), ("log_utility", log_utility), ("keep", keep)):
         if optional is not None and optional.device != q.device:
             raise ValueError(f"{name}: expected device {q.device}, that of q; found {optional.device}")
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    """Return the scale of the scores. Raises ``ValueError`` for 0, infinity and NaN."""
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale == 0 or not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number other than 0; found {scale}")
+    return scale
+
+
+def _softcap(softcap: float | None) -> float | None:
+    """Return the cap of the scores as a float, or None. Raises ``ValueError`` unless it is positive and finite."""
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number above 0, or None; found {softcap}")
+    return None if softcap is None else float(softcap)
 
 
 def _sink_logits(sink_logits: Tensor | None, q: Tensor) -> Tensor | None:

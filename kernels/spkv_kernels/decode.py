@@ -20,7 +20,9 @@ _CHUNK = 16384  # query rows per chunk of pages: 4,096 pages at G = 4
 _QUERIES = 256  # tokens per step of ``extend_attention``
 
 
-def decode_attention(q: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None) -> Tensor:
+def decode_attention(
+    q: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None, softcap: float | None
+) -> Tensor:
     """Compute ``spkv_kernels.decode_attention``."""
     batch, query_heads, size = q.shape
     # Attend over the ring
@@ -28,20 +30,27 @@ def decode_attention(q: Tensor, cache: PagedState, scale: float, sink_logits: Te
     slots = torch.arange(cache.window, device=q.device)
     filled = (slots < cache.seq_lens[:, None])[:, None, None]  # [B, 1, 1, w]
     ring_k, ring_v = (x.flatten(0, 1).to(rows.dtype) for x in (cache.ring_k, cache.ring_v))
-    scores = torch.bmm(rows * scale, ring_k.mT).view(batch, cache.num_kv_heads, -1, cache.window)
+    scores = _scores(rows * scale, ring_k, softcap).view(batch, cache.num_kv_heads, -1, cache.window)
     scores.masked_fill_(~filled, -torch.inf)
     state = _softmax_state(scores.flatten(0, 1), ring_v)
     # Add the pages
-    out = _finish(_add_pages(rows * scale, cache, *state), cache, sink_logits)
+    out = _finish(_add_pages(rows * scale, cache, softcap, *state), cache, sink_logits)
     return out.view(batch, query_heads, size).to(q.dtype)
 
 
 def extend_attention(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    cache: PagedState,
+    scale: float,
+    sink_logits: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """Compute ``spkv_kernels.extend_attention``, ``_QUERIES`` tokens at a time."""
     parts = [
-        _extend(q[:, :, start : start + _QUERIES], start, k, v, keep, cache, scale, sink_logits)
+        _extend(q[:, :, start : start + _QUERIES], start, k, v, keep, cache, scale, sink_logits, softcap)
         for start in range(0, q.shape[2], _QUERIES)
     ]
     return torch.cat(parts, 2)
@@ -56,6 +65,7 @@ def _extend(
     cache: PagedState,
     scale: float,
     sink_logits: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """Attend from new tokens at ``start`` over ring and new keys under a mask, then over pages."""
     batch, query_heads, num_tokens, size = q.shape
@@ -75,10 +85,10 @@ def _extend(
     exists = (key + cache.seq_lens[:, None] >= 0)[:, None, None]  # [B, 1, 1, w + stop]
     visible = (age >= 0) & exists & ((age < window) | kept[:, :, None])  # [B, Hkv, T, w + stop]
     # Attend over both, then add the pages
-    scores = torch.bmm(rows, keys.mT).view(batch, heads, -1, num_tokens, window + stop)
+    scores = _scores(rows, keys, softcap).view(batch, heads, -1, num_tokens, window + stop)
     scores.masked_fill_(~visible[:, :, None], -torch.inf)
     state = _softmax_state(scores.flatten(2, 3).flatten(0, 1), values)
-    out = _finish(_add_pages(rows, cache, *state), cache, sink_logits)
+    out = _finish(_add_pages(rows, cache, softcap, *state), cache, sink_logits)
     return out.view(batch, query_heads, num_tokens, size).to(q.dtype)
 
 
@@ -86,6 +96,12 @@ def _owners(q: Tensor, cache: PagedState) -> Tensor:
     """Reshape q [B, Hq, ..., D] to rows by owner [N, R, D], in float32 or wider."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.to(dtype).reshape(cache.batch_size * cache.num_kv_heads, -1, q.shape[-1])
+
+
+def _scores(rows: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
+    """Compute scores [N, R, n] of scaled queries [N, R, D] with keys [N, n, D], soft-capped if there is a cap."""
+    scores = torch.bmm(rows, keys.mT)
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
 def _softmax_state(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +112,7 @@ def _softmax_state(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _add_pages(
-    rows: Tensor, cache: PagedState, largest: Tensor, total: Tensor, acc: Tensor
+    rows: Tensor, cache: PagedState, softcap: float | None, largest: Tensor, total: Tensor, acc: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add every page of the pool to its owner's M, L and A."""
     num_pages = cache.num_pages
@@ -109,10 +125,9 @@ def _add_pages(
         chunk = slice(start, start + step)
         # Score a chunk of pages with the queries of their owners: [chunk, R, page_size]
         owner = cache.page_owner[chunk].clamp(min=0)
-        mask = torch.zeros(len(owner), 1, cache.page_size, dtype=rows.dtype, device=rows.device)
-        mask.masked_fill_((offsets >= filled[chunk, None])[:, None], -torch.inf)
         pool_k, pool_v = cache.pool_k[chunk].to(rows.dtype), cache.pool_v[chunk].to(rows.dtype)
-        scores = torch.baddbmm(mask.expand(-1, rows.shape[1], -1), rows[owner], pool_k.mT)
+        scores = _scores(rows[owner], pool_k, softcap)
+        scores.masked_fill_((offsets >= filled[chunk, None])[:, None], -torch.inf)
         # Update the running softmax by owner
         index = owner[:, None].expand(-1, rows.shape[1])
         new_largest = largest.scatter_reduce(0, index, scores.amax(-1), "amax")

@@ -22,15 +22,21 @@ def attention(
     sinks: tuple[int, ...] | None,
     sink_logits: Tensor | None,
     starts: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """Compute ``spkv_kernels.attention``; ``windows`` and ``sinks`` are one int per KV head, at most T."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     length, group = q.shape[2], q.shape[1] // k.shape[1]
     keys, values = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q.to(dtype) @ keys.mT * scale
+    scores = _capped(q.to(dtype) @ keys.mT * scale, softcap)
     first = torch.zeros(1, length, dtype=torch.int64, device=q.device) if starts is None else starts
     bias = _bias(windows, sinks, first, log_utility, keep, dtype).repeat_interleave(group, dim=1)
     return (_softmax(scores + bias, sink_logits) @ values).to(q.dtype)
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Limit scores softly to the range of -softcap to softcap."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
@@ -72,7 +78,9 @@ def _bias(
     return torch.where((age < 0) | (after_start < 0), outside, torch.where(visible, zero, gate))
 
 
-def decode_attention(q: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None) -> Tensor:
+def decode_attention(
+    q: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None, softcap: float | None
+) -> Tensor:
     """Compute ``spkv_kernels.decode_attention``, one sequence and head after the other."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q)
@@ -81,7 +89,7 @@ def decode_attention(q: Tensor, cache: PagedState, scale: float, sink_logits: Te
         for head in range(cache.num_kv_heads):
             k, v = (x.to(dtype) for x in cache.entries(sequence, head))
             rows = slice(head * group, (head + 1) * group)
-            scores = (q[sequence, rows].to(dtype) @ k.T * scale)[:, None]
+            scores = _capped(q[sequence, rows].to(dtype) @ k.T * scale, softcap)[:, None]
             p = _softmax(scores, None if sink_logits is None else sink_logits[rows])
             out[sequence, rows] = (p[:, 0] @ v).to(q.dtype)
     return out

@@ -16,7 +16,8 @@ k [N, T, D].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from spkv_kernels.cpu.compaction import compact_backward, compact_forward, compa
 from spkv_kernels.cpu.documents import attend_by_document
 from spkv_kernels.cpu.masked import causal_backward, masked_forward
 from spkv_kernels.cpu.rows import Rows, gate_bias
+from spkv_kernels.cpu.softcap import capped_backward, capped_forward
 
 _DELTA_ROWS = 512  # tokens per step of the gradient of learned sinks
 
@@ -44,6 +46,7 @@ def attention(
     sinks: tuple[int, ...] | None,
     sink_logits: Tensor | None,
     starts: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute ``spkv_kernels.attention``; ``windows`` and ``sinks`` are one int per KV head, at most T.
 
@@ -53,7 +56,7 @@ def attention(
 
         def attend(*document: Any) -> Tensor:
             q, k, v, log_utility, keep = document
-            return attention(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits)
+            return attention(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits, None, softcap)
 
         out: Tensor = attend_by_document(attend, starts, (q, k, v, log_utility, keep))
         return out
@@ -67,7 +70,7 @@ def attention(
     # Compute heads with the same window and sinks together; those that reach all keys are global
     kinds = [(w, n) if w + n < length else (length, 0) for w, n in zip(windows, sinks or (0,) * heads, strict=True)]
     if len(set(kinds)) == 1:
-        return _one_kind(inputs, gates, *kinds[0], scale).flatten(1, 2).to(q.dtype)
+        return _one_kind(inputs, gates, *kinds[0], scale, softcap).flatten(1, 2).to(q.dtype)
     by_head = [x.unbind(1) for x in inputs]
     gates_by_head = [x.unbind(1) if x is not None else None for x in gates]
     outs: dict[int, Tensor] = {}
@@ -75,12 +78,17 @@ def attention(
         members = [head for head in range(heads) if kinds[head] == kind]
         some = [torch.stack([x[head] for head in members], 1) for x in by_head]
         some_gates = [torch.stack([x[head] for head in members], 1) if x is not None else None for x in gates_by_head]
-        outs.update(zip(members, _one_kind(some, some_gates, *kind, scale).unbind(1), strict=True))
+        outs.update(zip(members, _one_kind(some, some_gates, *kind, scale, softcap).unbind(1), strict=True))
     return torch.stack([outs[head] for head in range(heads)], 1).flatten(1, 2).to(q.dtype)
 
 
 def _one_kind(
-    inputs: Sequence[Tensor], gates: Sequence[Tensor | None], window: int, sinks: int, scale: float
+    inputs: Sequence[Tensor],
+    gates: Sequence[Tensor | None],
+    window: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
     """Attend with one window and number of sink tokens: [B, H, G, T, D].
 
@@ -90,6 +98,7 @@ def _one_kind(
         window: w.
         sinks: number of sink tokens; w + sinks < T unless it is 0.
         scale: scale of the scores.
+        softcap: cap of the scores, or None.
     """
     q, k, v = (x.flatten(0, 1).contiguous() for x in inputs)
     gate, logits = (x.flatten(0, 1).contiguous() if x is not None else None for x in gates)
@@ -101,7 +110,7 @@ def _one_kind(
         else:
             gate = gate | is_sink if gate.dtype == torch.bool else gate.masked_fill(is_sink, 0.0)
         sinks = 0
-    out: Tensor = _Attention.apply(q, k, v, gate, logits, window, sinks, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(q, k, v, gate, logits, window, sinks, scale, softcap)  # type: ignore[no-untyped-call]
     return out.view(inputs[0].shape)
 
 
@@ -119,13 +128,16 @@ class _Attention(torch.autograd.Function):
         window: int,
         sinks: int,
         scale: float,
+        softcap: float | None,
     ) -> Tensor:
         """Compute [N, G, T, D] from q [N, G, T, D] and k, v [N, T, D].
 
         The gate is [N, T] (log u, or bool), and learned sinks are [N, G]. With a gate, ``sinks`` is 0.
         """
         length = q.shape[2]
-        if window >= length:
+        if softcap is not None:
+            out, lse = capped_forward(q, k, v, gate, window, sinks, scale, softcap)
+        elif window >= length:
             out, lse = masked_forward(q, k, v, None, 1, scale)
         elif gate is None:
             out, lse = window_forward(q, k, v, window, sinks, scale)
@@ -138,7 +150,7 @@ class _Attention(torch.autograd.Function):
             out.mul_(torch.exp(lse - total).unsqueeze(-1))
             lse = total
         ctx.save_for_backward(q, k, v, gate, logits, out, lse)
-        ctx.window, ctx.sinks, ctx.scale = window, sinks, scale
+        ctx.window, ctx.sinks, ctx.scale, ctx.softcap = window, sinks, scale, softcap
         return out
 
     @staticmethod
@@ -153,8 +165,12 @@ class _Attention(torch.autograd.Function):
             parts = zip(*(torch.split(x, _DELTA_ROWS, 2) for x in (rows.grad, out)), strict=True)
             delta = torch.cat([(x * y).sum(-1) for x, y in parts], 2)
             dlogits = -(torch.exp(logits[..., None] - lse) * delta).sum(-1)
-        gradients = _keys_backward(rows, k, v, gate, ctx.window, ctx.sinks, ctx.scale, ctx.needs_input_grad[3])
-        return *gradients, dlogits, None, None, None
+        backward: Callable[..., Any] = _keys_backward
+        options = (ctx.window, ctx.sinks, ctx.scale)
+        if ctx.softcap is not None:
+            backward = partial(capped_backward, softcap=ctx.softcap)
+        gradients = backward(rows, k, v, gate, *options, needs_dgate=ctx.needs_input_grad[3])
+        return *gradients, dlogits, None, None, None, None
 
 
 def _keys_backward(

@@ -27,6 +27,8 @@ from spkv_kernels.triton.common import (
     SOFT,
     STAIR,
     add_bias,
+    cap_scores,
+    cap_slope,
     kept_ranges,
     key_ranges,
     load_gate,
@@ -42,7 +44,7 @@ from spkv_kernels.triton.sinks import store_sink_gradients
 def _visit_keys(
     b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start,
     p_k, stride_k, p_v, stride_v, p_gate, p_positions,
-    low, high, jump, gap, stop, window, scale,
+    low, high, jump, gap, stop, window, scale, softcap,
     MODE: tl.constexpr, PHASE: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Accumulate dq over tiles of keys; the arguments are those of ``_visit`` in the forward kernel."""
@@ -54,6 +56,9 @@ def _visit_keys(
         b_k = load_rows(p_k, start, stride_k, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
         b_v = load_rows(p_v, start, stride_v, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        if softcap is not None:
+            scores = cap_scores(scores, softcap)
+            slope = cap_slope(scores, softcap)
         gate = load_gate(p_gate, o_s, stop, tile < jump, MODE, PHASE)
         position = load_positions(p_positions, o_s, stop, b_start, PHASE)
         scores = add_bias(
@@ -65,6 +70,8 @@ def _visit_keys(
         p = tl.exp2(scores - b_lse[:, None])
         dp = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")
         ds = p * (dp - b_delta[:, None])
+        if softcap is not None:
+            ds = ds * slope
         b_dq = tl.dot(ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
     return b_dq
 
@@ -75,7 +82,7 @@ def attention_bwd_dq_kernel(
     p_delta, p_dq, p_part_dk, p_part_dv,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt,
-    scale, length, heads,
+    scale, softcap, length, heads,
     GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +133,7 @@ def attention_bwd_dq_kernel(
     b_dq = _visit_keys(
         b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
         edge, last - (diagonal - inside), inside, diagonal - inside, length,
-        window, scale, MODE, MIXED, SIZE, BLOCK_N, BLOCK_D,
+        window, scale, softcap, MODE, MIXED, SIZE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if MODE == HARD:
         p_far_k += o_gate * SIZE
@@ -135,31 +142,31 @@ def attention_bwd_dq_kernel(
         low, stair, kept = kept_ranges(p_rank + o_gate, first, last, window, oldest, BLOCK_N)
         b_dq = _visit_keys(
             b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start, p_far_k, SIZE, p_far_v, SIZE, p_gate, p_positions,
-            low, stair, kept, 0, kept, window, scale, MODE, KEPT, SIZE, BLOCK_N, BLOCK_D,
+            low, stair, kept, 0, kept, window, scale, softcap, MODE, KEPT, SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         b_dq = _visit_keys(
             b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start, p_far_k, SIZE, p_far_v, SIZE, p_gate, p_positions,
-            stair, kept, kept, 0, kept, window, scale, MODE, STAIR, SIZE, BLOCK_N, BLOCK_D,
+            stair, kept, kept, 0, kept, window, scale, softcap, MODE, STAIR, SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     else:
         b_dq = _visit_keys(
             b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
             start if MODE == SOFT else edge, edge + (diagonal - inside), edge, inside - edge, length,
-            window, scale, MODE, PLAIN, SIZE, BLOCK_N, BLOCK_D,
+            window, scale, softcap, MODE, PLAIN, SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     if p_sinks is not None:
         sinks = tl.load(p_sinks + head)
         num_sinks = tl.minimum(sinks, last - window)
         b_dq = _visit_keys(
             b_dq, b_q, b_grad, b_lse, b_delta, o_t, b_start, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
-            0, num_sinks, num_sinks, 0, num_sinks, window, scale, MODE, STAIR, SIZE, SINKS, BLOCK_D,
+            0, num_sinks, num_sinks, 0, num_sinks, window, scale, softcap, MODE, STAIR, SIZE, SINKS, BLOCK_D,
         )  # fmt: skip
     store_rows(p_dq + o_out, first, width, length, b_dq * (scale / LOG2E), SIZE, BLOCK_M, BLOCK_D)
     if p_sinks is not None:  # after dq is stored, whose registers are then free
         o_part = (row.to(tl.int64) * blocks + first // BLOCK_M) * SINKS * SIZE
         store_sink_gradients(
             p_part_dk + o_part, p_part_dv + o_part, b_q, b_grad, b_lse, b_delta, o_t, last,
-            p_k, stride_kt, p_v, stride_vt, tl.minimum(sinks, length - window), window, scale, SIZE, BLOCK_D,
+            p_k, stride_kt, p_v, stride_vt, tl.minimum(sinks, length - window), window, scale, softcap, SIZE, BLOCK_D,
         )  # fmt: skip
 
 
@@ -167,7 +174,7 @@ def attention_bwd_dq_kernel(
 def _visit_queries(
     b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s, b_end,
     p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse, p_delta,
-    low, high, jump, gap, length, window, scale,
+    low, high, jump, gap, length, window, scale, softcap,
     GROUP: tl.constexpr, MODE: tl.constexpr, PHASE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -190,6 +197,9 @@ def _visit_queries(
         b_lse = load_values(p_lse + member * length + o_t, o_t < length, float("inf"), EVEN)
         # Transposed scores [BLOCK_N, BLOCK_M]
         scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * scale
+        if softcap is not None:
+            scores = cap_scores(scores, softcap)
+            slope = cap_slope(scores, softcap)
         gate = b_gate
         if PHASE == PLAIN:
             gate = tl.where(tile < jump, 0.0, b_gate)
@@ -203,7 +213,10 @@ def _visit_queries(
         b_delta = load_values(p_delta + member * length + o_t, o_t < length, 0.0, EVEN)
         dp = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
         ds = p * (dp - b_delta[None, :])
-        b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+        ds_capped = ds
+        if softcap is not None:
+            ds_capped = ds * slope
+        b_dk = tl.dot(ds_capped.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
         # d log u: dS of queries outside the window
         if MODE == SOFT:
             if PHASE == PLAIN:
@@ -219,7 +232,7 @@ def attention_bwd_dkdv_kernel(
     p_dk, p_dv, p_dgate,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt,
-    scale, length, heads,
+    scale, softcap, length, heads,
     GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +241,7 @@ def attention_bwd_dkdv_kernel(
     Grid: blocks of keys * B * Hkv. With hard gates it covers the keys inside the window, and adds the results of
     ``attention_bwd_far_dkdv_kernel`` for kept keys. With sink tokens (int32 [Hkv], without a gate only) it adds far_dk
     and far_dv [B * Hkv, SINKS, D] of the first SINKS keys; later ones never leave the window. ``ends`` int32 [B, T],
-    the position after each key's document, may be None.
+    the position after each key's document, may be None, and so may ``softcap``, in base 2.
     """
     # Locate and load the keys
     blocks = tl.cdiv(length, BLOCK_N)
@@ -293,14 +306,14 @@ def attention_bwd_dkdv_kernel(
     b_dk, b_dv, b_dgate = _visit_queries(
         b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s, b_end,
         p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
-        diagonal, far - (edge - inside), inside, edge - inside, length, reach, scale,
+        diagonal, far - (edge - inside), inside, edge - inside, length, reach, scale, softcap,
         GROUP, MODE, MIXED, SIZE, BLOCK_M, BLOCK_D, EVEN,
     )  # fmt: skip
     if MODE != HARD:
         b_dk, b_dv, b_dgate = _visit_queries(
             b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s, b_end,
             p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
-            inside, end - (far - edge) if MODE == SOFT else edge, edge, far - edge, length, reach, scale,
+            inside, end - (far - edge) if MODE == SOFT else edge, edge, far - edge, length, reach, scale, softcap,
             GROUP, MODE, PLAIN, SIZE, BLOCK_M, BLOCK_D, EVEN,
         )  # fmt: skip
     # Store the gradients
@@ -316,7 +329,7 @@ def attention_bwd_dkdv_kernel(
 def attention_bwd_far_dkdv_kernel(
     p_q, p_far_k, p_far_v, p_positions, p_rank, p_windows, p_ends, p_lse, p_grad, p_delta, p_far_dk, p_far_dv,
     stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
-    scale, length, heads,
+    scale, softcap, length, heads,
     GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -363,12 +376,12 @@ def attention_bwd_far_dkdv_kernel(
         b_dk, b_dv, b_dgate = _visit_queries(
             b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s, b_end,
             p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
-            stair, far, far, 0, length, window, scale, GROUP, MODE, STAIR, SIZE, BLOCK_M, BLOCK_D, EVEN,
+            stair, far, far, 0, length, window, scale, softcap, GROUP, MODE, STAIR, SIZE, BLOCK_M, BLOCK_D, EVEN,
         )  # fmt: skip
         b_dk, b_dv, b_dgate = _visit_queries(
             b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s, b_end,
             p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
-            far, end, end, 0, length, window, scale, GROUP, MODE, KEPT, SIZE, BLOCK_M, BLOCK_D, EVEN,
+            far, end, end, 0, length, window, scale, softcap, GROUP, MODE, KEPT, SIZE, BLOCK_M, BLOCK_D, EVEN,
         )  # fmt: skip
         # Store at the positions of the keys
         o_far = (o_gate + o_s)[:, None] * SIZE + tl.arange(0, BLOCK_D)[None, :]

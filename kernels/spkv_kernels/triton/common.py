@@ -46,6 +46,18 @@ def add_bias(scores, query, key, left, gate, MODE: tl.constexpr, PHASE: tl.const
 
 
 @triton.jit
+def cap_scores(scores, softcap):
+    """Compute softcap * tanh(scores / softcap); both are in base 2."""
+    return softcap - 2 * softcap / (tl.exp2(scores * (2 * LOG2E / softcap)) + 1)
+
+
+@triton.jit
+def cap_slope(capped, softcap):
+    """Compute the derivative of ``cap_scores`` from its result."""
+    return 1 - (capped / softcap) * (capped / softcap)
+
+
+@triton.jit
 def load_rows(
     base,
     start,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spkv_kernels.pages import PagedState
-from spkv_kernels.triton.common import LOG2E, load_rows, store_rows
+from spkv_kernels.triton.common import LOG2E, cap_scores, load_rows, store_rows
 from spkv_kernels.triton.config import default
 
 _LOG2E = math.log2(math.e)
@@ -127,7 +127,7 @@ def _share_of(tile, shares, tiles):
 
 @triton.jit
 def _visit(
-    acc, total, largest, b_q, p_k, p_v, p_table, low, high, stop, scale,
+    acc, total, largest, b_q, p_k, p_v, p_table, low, high, stop, scale, softcap,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over tiles ``low`` to ``high - 1`` of an owner's ``stop`` keys in its ring or in pages."""
@@ -146,6 +146,8 @@ def _visit(
         # Scores [BLOCK_M, BLOCK_N]
         b_k = tl.load(p_k + o_tile, mask=m_tile, other=0.0).to(b_q.dtype)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        if softcap is not None:
+            scores = cap_scores(scores, softcap)
         scores = tl.where(m_s[None, :], scores, -float("inf"))
         # Update the running softmax
         new_largest = tl.maximum(largest, tl.max(scores, 1))  # finite: every tile holds a key
@@ -162,14 +164,14 @@ def _visit(
 def decode_fwd_kernel(
     p_q, p_ring_k, p_ring_v, p_pool_k, p_pool_v, p_table, p_lengths, p_seq_lens, p_part, p_lse,
     stride_qb, stride_qh,
-    scale, owners, heads, window, width,
+    scale, softcap, owners, heads, window, width,
     GROUP: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute partial outputs [programs + owners, G, D] and their base-2 log-sum-exp [programs + owners, G], float32.
 
     Grid: any number of programs. Slots without a partial result stay unwritten. The G query heads of an owner are the
-    rows of a tile of BLOCK_M.
+    rows of a tile of BLOCK_M. ``softcap``, in base 2, may be None.
     """
     # Find the tiles of the share
     program = tl.program_id(0)
@@ -213,12 +215,12 @@ def decode_fwd_kernel(
             o_ring = o_owner * window * SIZE
             acc, total, largest = _visit(
                 acc, total, largest, b_q, p_ring_k + o_ring, p_ring_v + o_ring, p_table,
-                start_tile, tl.minimum(stop, ring_tiles), filled, scale, RING, SIZE, BLOCK_N, BLOCK_D, STAGES,
+                start_tile, tl.minimum(stop, ring_tiles), filled, scale, softcap, RING, SIZE, BLOCK_N, BLOCK_D, STAGES,
             )  # fmt: skip
             acc, total, largest = _visit(
                 acc, total, largest, b_q, p_pool_k, p_pool_v, p_table + o_owner * width,
                 tl.maximum(start_tile - ring_tiles, 0), stop - ring_tiles, length,
-                scale, PAGE, SIZE, BLOCK_N, BLOCK_D, STAGES,
+                scale, softcap, PAGE, SIZE, BLOCK_N, BLOCK_D, STAGES,
             )  # fmt: skip
             # Store the partial result
             row = (program + owner).to(tl.int64) * GROUP
@@ -287,7 +289,9 @@ def append(cache: PagedState, k: Tensor, v: Tensor, keep: Tensor) -> None:
     )  # fmt: skip
 
 
-def decode_attention(q: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None) -> Tensor:
+def decode_attention(
+    q: Tensor, cache: PagedState, scale: float, sink_logits: Tensor | None, softcap: float | None
+) -> Tensor:
     """Compute ``spkv_kernels.decode_attention``."""
     batch, query_heads, size = q.shape
     heads = cache.num_kv_heads
@@ -305,7 +309,8 @@ def decode_attention(q: Tensor, cache: PagedState, scale: float, sink_logits: Te
     decode_fwd_kernel[(programs,)](
         queries, cache.ring_k, cache.ring_v, cache.pool_k, cache.pool_v, cache.block_table,
         cache.lengths, cache.seq_lens, part, lse,
-        *queries.stride()[:2], scale * _LOG2E, owners, heads, cache.window, cache.block_table.shape[2],
+        *queries.stride()[:2], scale * _LOG2E, None if softcap is None else softcap * _LOG2E,
+        owners, heads, cache.window, cache.block_table.shape[2],
         GROUP=group, PAGE=cache.page_size, SIZE=size,
         **{**config.options(), "BLOCK_M": block_m}, BLOCK_D=block_d, STAGES=config.num_stages,
     )  # fmt: skip

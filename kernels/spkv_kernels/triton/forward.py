@@ -28,6 +28,7 @@ from spkv_kernels.triton.common import (
     SOFT,
     STAIR,
     add_bias,
+    cap_scores,
     kept_ranges,
     key_ranges,
     load_gate,
@@ -58,6 +59,7 @@ def _visit(
     stop,
     window,
     scale,
+    softcap,
     MODE: tl.constexpr,
     PHASE: tl.constexpr,
     SIZE: tl.constexpr,
@@ -75,6 +77,8 @@ def _visit(
         # Scores [BLOCK_M, BLOCK_N]
         b_k = load_rows(p_k, start, stride_k, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        if softcap is not None:
+            scores = cap_scores(scores, softcap)
         gate = load_gate(p_gate, o_s, stop, tile < jump, MODE, PHASE)
         position = load_positions(p_positions, o_s, stop, b_start, PHASE)
         scores = add_bias(
@@ -122,6 +126,7 @@ def attention_fwd_kernel(
     stride_vh,
     stride_vt,
     scale,
+    softcap,
     length,
     heads,
     GROUP: tl.constexpr,
@@ -136,7 +141,7 @@ def attention_fwd_kernel(
     Grid: blocks of queries * B * Hq. gate, rank and positions [B * Hkv, T], far_k and far_v [B * Hkv, T, D] are
     contiguous, and out has the memory layout [B, T, Hq, D]; of q, k and v only D must be contiguous. ``rank`` counts
     the kept keys up to and including each position. ``sinks`` int32 [Hkv] (without a gate only) and ``sink_logits``
-    float32 [Hq] may be None, and so may ``starts`` int32 [B, T], without sink tokens only.
+    float32 [Hq] may be None, and so may ``starts`` int32 [B, T], without sink tokens only, and ``softcap``, in base 2.
     """
     # Locate the queries and their KV head
     blocks = tl.cdiv(length, BLOCK_M)
@@ -194,6 +199,7 @@ def attention_fwd_kernel(
         length,
         window,
         scale,
+        softcap,
         MODE,
         MIXED,
         SIZE,
@@ -225,6 +231,7 @@ def attention_fwd_kernel(
             kept,
             window,
             scale,
+            softcap,
             MODE,
             KEPT,
             SIZE,
@@ -251,6 +258,7 @@ def attention_fwd_kernel(
             kept,
             window,
             scale,
+            softcap,
             MODE,
             STAIR,
             SIZE,
@@ -278,6 +286,7 @@ def attention_fwd_kernel(
             length,
             window,
             scale,
+            softcap,
             MODE,
             PLAIN,
             SIZE,
@@ -306,6 +315,7 @@ def attention_fwd_kernel(
             num_sinks,
             window,
             scale,
+            softcap,
             MODE,
             STAIR,
             SIZE,

@@ -40,6 +40,7 @@ def _forward(
     sinks: Tensor | None = None,
     sink_logits: Tensor | None = None,
     starts: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the output, shaped as q, and the base-2 log-sum-exp [B, Hq, T] in float32.
 
@@ -48,7 +49,7 @@ def _forward(
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     out = _tokens_first(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    shape = _Shape(q, k, log_utility, keep)
+    shape = _Shape(q, k, log_utility, keep, softcap)
     # Triton launches on the current device, which autograd sets in a backward pass
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         far = compact(k, v, keep) if keep is not None else _NO_KEPT
@@ -86,6 +87,7 @@ def _(
     sinks: Tensor | None = None,
     sink_logits: Tensor | None = None,
     starts: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _tokens_first(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -105,6 +107,7 @@ def _backward(
     sinks: Tensor | None,
     sink_logits: Tensor | None,
     starts: Tensor | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute dq, dk, dv, d log u [B, Hkv, T] and d sink_logits [Hq].
 
@@ -117,7 +120,7 @@ def _backward(
     dgate = lse.new_empty(log_utility.shape if log_utility is not None else 0)
     gate = _contiguous(log_utility)
     far = compact(k, v, keep) if keep is not None else None
-    shape = _Shape(q, k, log_utility, keep)
+    shape = _Shape(q, k, log_utility, keep, softcap)
     strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
     far_dk, far_dv, part_dk, part_dv = _sink_buffers(q, k, sinks)
     # dq, and delta = <dout, out>
@@ -228,6 +231,7 @@ def _(
     sinks: Tensor | None,
     sink_logits: Tensor | None,
     starts: Tensor | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (_tokens_first(x) for x in (q, k, v))
     dgate = lse.new_empty(log_utility.shape if log_utility is not None else 0)
@@ -236,7 +240,7 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the tensors that the backward pass needs."""
-    *tensors, ctx.scale, sinks, sink_logits, starts = inputs
+    *tensors, ctx.scale, sinks, sink_logits, starts, ctx.softcap = inputs
     ctx.save_for_backward(*tensors, sinks, sink_logits, starts, *output)
 
 
@@ -244,10 +248,10 @@ def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     """Compute the gradients of all inputs."""
     q, k, v, windows, log_utility, keep, sinks, sink_logits, starts, out, lse = ctx.saved_tensors
     dq, dk, dv, dgate, dsink = _backward(
-        grad, q, k, v, windows, log_utility, keep, out, lse, ctx.scale, sinks, sink_logits, starts
+        grad, q, k, v, windows, log_utility, keep, out, lse, ctx.scale, sinks, sink_logits, starts, ctx.softcap
     )
     gate_grad = dgate.to(log_utility.dtype) if log_utility is not None else None
-    return dq, dk, dv, None, gate_grad, None, None, None, dsink if sink_logits is not None else None, None
+    return dq, dk, dv, None, gate_grad, None, None, None, dsink if sink_logits is not None else None, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -256,12 +260,15 @@ _forward.register_autograd(_autograd, setup_context=_setup_context)
 class _Shape:
     """Arguments that all launches of one call share."""
 
-    def __init__(self, q: Tensor, k: Tensor, log_utility: Tensor | None, keep: Tensor | None) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, log_utility: Tensor | None, keep: Tensor | None, softcap: float | None
+    ) -> None:
         self.size = q.shape[3]
         self.length = q.shape[2]
         mode = SOFT if log_utility is not None else HARD if keep is not None else NONE
         self.even = self.length % LARGEST_BLOCK == 0
         self.arguments: dict[str, Any] = {
+            "softcap": None if softcap is None else softcap * _LOG2E,
             "length": self.length,
             "heads": k.shape[1],
             "GROUP": q.shape[1] // k.shape[1],
@@ -320,6 +327,7 @@ def attention(
     sinks: Tensor | None,
     sink_logits: Tensor | None,
     starts: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute ``spkv_kernels.attention``; ``windows`` and ``sinks`` are int32 [Hkv] on the device of ``q``.
 
@@ -337,5 +345,5 @@ def attention(
         else:
             keep = is_sink.expand(len(q), -1, -1) if keep is None else keep | is_sink
         sinks = None
-    out: Tensor = _forward(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits, starts)[0]
+    out: Tensor = _forward(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits, starts, softcap)[0]
     return out

@@ -11,13 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spkv_kernels.triton.common import SINKS
+from spkv_kernels.triton.common import SINKS, cap_scores, cap_slope
 
 
 @triton.jit
 def store_sink_gradients(
     p_part_dk, p_part_dv, b_q, b_grad, b_lse, b_delta, o_t, last, p_k, stride_k, p_v, stride_v,
-    num_keys, window, scale,
+    num_keys, window, scale, softcap,
     SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Store dk (without its scale) and dv [SINKS, D], float32, of the first ``num_keys`` keys, from a tile of queries.
@@ -34,12 +34,17 @@ def store_sink_gradients(
         b_v = tl.load(p_v + o_s[:, None] * stride_v + o_d[None, :], mask=m_row, other=0.0)
         # Transposed scores of queries outside the window [SINKS, BLOCK_M]
         scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * scale
+        if softcap is not None:
+            scores = cap_scores(scores, softcap)
+            slope = cap_slope(scores, softcap)
         scores = tl.where(o_t[None, :] >= (o_s + window)[:, None], scores, -float("inf"))
         p = tl.exp2(scores - b_lse[None, :])
         # dv, dS and dk
         b_dv = tl.dot(p.to(b_grad.dtype), b_grad, input_precision="ieee")
         dp = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
         ds = p * (dp - b_delta[None, :])
+        if softcap is not None:
+            ds = ds * slope
         b_dk = tl.dot(ds.to(b_q.dtype), b_q, input_precision="ieee")
         o_part = o_s[:, None] * SIZE + o_d[None, :]
         tl.store(p_part_dk + o_part, b_dk, mask=m_row)
