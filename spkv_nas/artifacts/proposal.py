@@ -171,13 +171,16 @@ def warn_of_windows(windows: Mapping[str, int | None], sinks: Mapping[str, int |
 
 def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
     """Warn if members of a comparison, of which ``records`` are the records, have different separators of documents."""
-    separators = {name: record.get("separator") for name, record in records.items()}
-    members = _members({name: str(each.get("best")) for name, each in separators.items() if isinstance(each, Mapping)})
+    separators = {}
+    for name, record in records.items():
+        if isinstance(report := record.get("separator"), Mapping):
+            separators[name] = " ".join(str(report[key]) for key in ("best", "documents") if key in report)
+    members = _members(separators)
     if len(members) > 1:
         listed = "; ".join(f"'{separator}': {', '.join(names)}" for separator, names in members.items())
         warnings.warn(
             f"results on text with different separators of documents are compared ({listed}), which change what heads "
-            "attend to: measure all with the same --separator",
+            "attend to: measure all with the same --separator and --documents",
             stacklevel=3,
         )
 

@@ -34,15 +34,16 @@ class BlockCache:
         block_size: int,
         separator: str,
         bos: config.Bos,
+        documents: str = config.JOINED,
     ) -> None:
         """Describe the text: its sources, relative to ``base``, and all else that determines its blocks.
 
-        ``settings`` is everything that no other argument names. ``tokenizer.boundaries`` describes ``separator`` and
-        ``bos``.
+        ``settings`` is everything that no other argument names. ``tokenizer.boundaries`` describes ``separator``,
+        ``bos`` and ``documents``.
         """
         self.root, self.tokenizer, self.block_size = root, tokenizer, block_size
         # tokens that every block begins with, and those after each document
-        self.boundaries = boundaries(tokenizer, separator, bos, block_size)
+        self.boundaries = boundaries(tokenizer, separator, bos, block_size, documents)
         self._sources, self._base = list(sources), base
         self._decided = (_FORMAT, fingerprint(tokenizer), f"{block_size} {settings} {self.boundaries}")
 

@@ -17,7 +17,8 @@ from pydantic import Field
 from spkv_nas.base import arrays, files, manifest, replace, schema
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.data import sources, tokenizer
-from spkv_nas.data.blocks import REMEDY, DocumentInfo, TokenBlocks, aligned, check_enough
+from spkv_nas.data.blocks import REMEDY, DocumentInfo, TokenBlocks, aligned, check_enough, uncut
+from spkv_nas.data.config import JOINED, SEPARATE
 
 _TOKENS, _OWNER, _DOCUMENTS, _RECORD = "tokens.bin", "document.bin", "documents.jsonl", "blocks.json"
 _WHAT = "record of token blocks"
@@ -38,6 +39,7 @@ class _Record(_Notes):
     num_documents: int = Field(ge=1)
     largest_token: int = Field(ge=0)
     boundaries: dict[Literal["opening", "separator"], list[int]]
+    documents: Literal["joined", "separate"] = JOINED
 
 
 def write_blocks(
@@ -68,7 +70,8 @@ def write_blocks(
                     num_documents = number + 1
                     yield ids, number
 
-            for tokens, document in aligned(pieces(), size, boundaries.separator):
+            is_separate = isinstance(boundaries, tokenizer.SeparateDocuments)
+            for tokens, document in (uncut if is_separate else aligned)(pieces(), size, boundaries.separator):
                 # Insert the opening tokens at the start of each block that begins in this part
                 starts = np.arange(-num_tokens % size, len(tokens), size)
                 num_tokens += len(tokens)
@@ -83,6 +86,7 @@ def write_blocks(
         "num_documents": num_documents,
         "largest_token": int(np.memmap(partial / _TOKENS, _INT32, "r", shape=shape).max()),
         "boundaries": asdict(boundaries),
+        "documents": SEPARATE if is_separate else JOINED,
     }
 
 
@@ -147,7 +151,8 @@ def map_blocks(folder: Path) -> TokenBlocks:
     if not 0 <= owner[-1, -1] < record.num_documents:  # the last document has the largest index
         raise UserError(f"token blocks {folder} are damaged: their documents do not match their tokens\n{REMEDY}")
     documents = _Documents(folder / _DOCUMENTS, record.num_documents)
-    limits = tokenizer.Boundaries(**{name: tuple(tokens) for name, tokens in record.boundaries.items()})
+    kind = tokenizer.SeparateDocuments if record.documents == SEPARATE else tokenizer.Boundaries
+    limits = kind(**{name: tuple(tokens) for name, tokens in record.boundaries.items()})
     return TokenBlocks(tokens, owner, documents, record.largest_token, limits)
 
 

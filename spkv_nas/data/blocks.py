@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.base import errors, files
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.data import config, sources
-from spkv_nas.data.tokenizer import PLAIN, Boundaries, boundaries
+from spkv_nas.data.tokenizer import PLAIN, Boundaries, SeparateDocuments, boundaries
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Digest
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 REMEDY = "remove it: the text is then tokenised again"
 _INT32 = 2**31 - 1  # largest token or index
+_OPEN_BLOCKS = 64  # that wait for short documents to fill them
 _GOLDEN_RATIO = (1 + 5**0.5) / 2
 _ARRAYS = (
     Array("tokens", "whole", "N T", high=_INT32),
@@ -217,6 +218,7 @@ def build_blocks(
     max_tokens: int | None = None,
     bos: config.Bos = config.AUTO,
     separator: str = config.AUTO,
+    documents: str = config.JOINED,
 ) -> TokenBlocks:
     """Tokenise texts and pack them into blocks, with a separator after each text.
 
@@ -232,10 +234,12 @@ def build_blocks(
         bos: whether every block begins with a BOS token, see ``tokenizer.boundaries``.
         separator: "none", "eos", "bos", "eos+bos" or another token of the vocabulary. "auto" is a convention
             (``tokenizer.default_separator``): ``measure_separator`` finds the one that a model was trained with.
+        documents: "joined", or "separate": tokens see only their own document, in which positions start again. One
+            that is shorter than a block is not cut; one that continues from the block before starts anew in its block.
 
     Raises ``UserError``: if there is no document, or fewer tokens than one block.
     """
-    limits = boundaries(tokenizer, separator, bos, block_size)
+    limits = boundaries(tokenizer, separator, bos, block_size, documents)
     pieces: list[tuple[NDArray[np.int32], int]] = []
     infos: list[DocumentInfo] = []
     num_tokens = 0
@@ -263,7 +267,10 @@ def packed(
     ``stretch`` tokens of text of one piece stay together, a multiple of a block's; by default, as many as a block has.
     """
     opening = boundaries.opening
-    parts = list(aligned(pieces, stretch or block_size - len(opening), boundaries.separator))
+    if isinstance(boundaries, SeparateDocuments):
+        parts = list(uncut(pieces, block_size - len(opening), boundaries.separator))
+    else:
+        parts = list(aligned(pieces, stretch or block_size - len(opening), boundaries.separator))
     sizes = [len(part) for part, _ in parts]
     check_enough(len(infos), len(opening) + sum(sizes), block_size, what)
     tokens = np.concatenate([part for part, _ in parts])
@@ -297,6 +304,44 @@ def aligned(
                 yield from waiting
                 waiting, num_waiting = [], 0
     yield from waiting
+
+
+def uncut(
+    pieces: Iterable[tuple[NDArray[np.int32], int]], size: int, separator: tuple[int, ...]
+) -> Iterator[tuple[NDArray[np.int32], int]]:
+    """Yield pieces of separate documents in an order in which blocks of ``size`` tokens cut none that is shorter.
+
+    What is left of a piece beyond whole blocks goes to the fullest open block that has room. Closed blocks are filled
+    with the last token of the separator, which is not predicted; one that is less than half full comes last, unfilled.
+    """
+    blocks: list[list[tuple[NDArray[np.int32], int]]] = []
+    rooms: list[int] = []  # number of free tokens in each open block
+
+    def filled(index: int) -> list[tuple[NDArray[np.int32], int]]:
+        block, room = blocks.pop(index), rooms.pop(index)
+        return [*block, (np.full(room, separator[-1], dtype=np.int32), block[-1][1])]
+
+    for tokens, owner in pieces:
+        # Yield whole blocks at once
+        if whole := len(tokens) // size * size:
+            yield tokens[:whole], owner
+        rest = tokens[whole:]
+        if len(rest) <= len(separator):
+            continue
+        # Put the rest where it leaves the least room
+        fitting = [index for index, room in enumerate(rooms) if room >= len(rest)]
+        if not fitting:
+            if len(blocks) == _OPEN_BLOCKS:
+                yield from filled(int(np.argmin(rooms)))
+            fitting = [len(blocks)]
+            blocks.append([])
+            rooms.append(size)
+        best = min(fitting, key=rooms.__getitem__)
+        blocks[best].append((rest, owner))
+        rooms[best] -= len(rest)
+    while blocks and min(rooms) <= size // 2:
+        yield from filled(int(np.argmin(rooms)))
+    yield from chain(*blocks)
 
 
 def _in_blocks(

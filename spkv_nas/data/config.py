@@ -10,6 +10,8 @@ from spkv_nas.base import limits, schema
 ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
 AUTO: Literal["auto"] = "auto"
 NO_SEPARATOR, EOS, BOS, EOS_BOS = SEPARATORS = ("none", "eos", "bos", "eos+bos")  # what stands after a document
+JOINED: Literal["joined"] = "joined"  # tokens see earlier documents of their block
+SEPARATE: Literal["separate"] = "separate"  # tokens see only their own document, in which positions start again
 
 Bos = Literal["auto"] | bool
 
@@ -89,6 +91,12 @@ class DataConfig(schema.Section):
         description="what stands after a document: none, eos, bos, eos+bos or another token; auto: what the dense "
         "model knows best, measured; eos for a new model",
         exclude_if=lambda separator: separator == AUTO,
+    )
+    documents: Literal["joined", "separate"] = Field(
+        JOINED,
+        description="whether tokens see earlier documents of their block (joined), or only their own, in which "
+        "positions start again (separate)",
+        exclude_if=lambda documents: documents == JOINED,
     )
     mix: MixConfig | None = Field(None, description="synthetic samples to mix into the training text")
 

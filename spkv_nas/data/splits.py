@@ -18,7 +18,7 @@ from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
 from spkv_nas.data.block_cache import BlockCache, ContentKey
 from spkv_nas.data.block_files import is_written, map_blocks, publish, read_notes, write_blocks
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.config import AUTO, Bos, DataConfig, SourceConfig
+from spkv_nas.data.config import AUTO, JOINED, Bos, DataConfig, SourceConfig
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout, tokenised
 from spkv_nas.data.spread import SpreadSample
 from spkv_nas.data.tokenizer import TRAINING_PIECE, Tokenizer, piece_size, pieces, train_bpe
@@ -148,6 +148,7 @@ def load_text(
     max_tokens: int | None = None,
     bos: Bos = AUTO,
     separator: str = AUTO,
+    documents: str = JOINED,
     reporter: Reporter = SILENT,
 ) -> TokenBlocks:
     """Return the blocks of a text that is not split, cached under ``cache``.
@@ -155,10 +156,11 @@ def load_text(
     With ``max_tokens``, take at least this many tokens (all of a shorter text), spread over the documents: one block of
     each before a second of any. Documents are chosen by hash from the beginning of the text, which has ``_REACH`` times
     as many characters (at least ``_MIN_REACH``). Relative paths start from ``base``; ``tokenizer.boundaries`` describes
-    ``bos`` and ``separator``. Raises ``UserError`` if the text is missing or too short, or its blocks are damaged.
+    ``bos``, ``separator`` and ``documents``. Raises ``UserError`` if the text is missing or too short, or its blocks
+    are damaged.
     """
     settings = f"{max_tokens} {'whole' if max_tokens is None else f'sample-{RULE}'}"
-    block_cache = BlockCache(cache, sources, base, tokenizer, settings, block_size, separator, bos)
+    block_cache = BlockCache(cache, sources, base, tokenizer, settings, block_size, separator, bos, documents)
     if max_tokens is None:
 
         def has_text(folder: Path) -> bool:
@@ -222,9 +224,9 @@ class _Split:
     @cached_property
     def cache(self) -> BlockCache:
         """Return the cache folders of the text."""
-        size, separator, bos = self.config.block_size, self.config.separator, self.config.bos
-        settings = f"{self.config.heldout}"
-        return BlockCache(self.root, self.config.sources, self.base, self.tokenizer, settings, size, separator, bos)
+        config = self.config
+        limits = config.block_size, config.separator, config.bos, config.documents
+        return BlockCache(self.root, config.sources, self.base, self.tokenizer, f"{config.heldout}", *limits)
 
     def has_heldout(self, folder: Path) -> bool:
         return _heldout_file(folder, self.config, self.stretch).is_file()

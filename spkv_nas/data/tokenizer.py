@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from spkv_nas.base import errors, special_tokens
-from spkv_nas.data.config import AUTO, BOS, EOS, EOS_BOS, NO_SEPARATOR, Bos
+from spkv_nas.data.config import AUTO, BOS, EOS, EOS_BOS, JOINED, NO_SEPARATOR, SEPARATE, Bos
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     Tokenizer: TypeAlias = PreTrainedTokenizerBase
@@ -102,6 +104,40 @@ class Boundaries:
         begins[..., 0] = False
         return begins
 
+    def inputs(self, tokens: "Tensor") -> "dict[str, Tensor]":
+        """Return the keyword arguments of a model's pass over tokens [..., T]."""
+        return {"input_ids": tokens}
+
+
+class SeparateDocuments(Boundaries):
+    """Special tokens of packed text whose documents do not see each other.
+
+    Every document begins with the opening tokens. One that continues from the block before starts anew in its block.
+    """
+
+    def begins_text(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Return which tokens [..., T] after the first of a block begin a text, or are the first of a document."""
+        begins = super().begins_text(tokens) | self._starts(tokens)
+        begins[..., 0] = False
+        return begins
+
+    def inputs(self, tokens: "Tensor") -> "dict[str, Tensor]":
+        """Return the keyword arguments of a pass over tokens [..., T]: positions tell the model the documents."""
+        is_start = self._starts(tokens.cpu().numpy())
+        position = np.arange(tokens.shape[-1])
+        starts = np.maximum.accumulate(np.where(is_start, position, 0), -1)
+        return {"input_ids": tokens, "position_ids": tokens.new_tensor(position - starts)}
+
+    def _starts(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Return which tokens [..., T] are the first of a document in their block: those after a separator's end."""
+        starts = np.zeros(tokens.shape, dtype=np.bool_)
+        is_separator = (sliding_window_view(tokens, len(self.separator), -1) == self.separator).all(-1)
+        first = len(self.separator) - len(self.opening)  # from the separator to the document that it begins
+        is_separator = is_separator[..., : tokens.shape[-1] - first]
+        starts[..., first : first + is_separator.shape[-1]] = is_separator
+        starts[..., 0] = True
+        return starts
+
 
 PLAIN = Boundaries()  # text without special tokens
 
@@ -113,7 +149,7 @@ def default_separator(tokenizer: Tokenizer, bos: Bos = AUTO) -> str:
     return NO_SEPARATOR if tokenizer.eos_token_id is None else EOS
 
 
-def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int) -> Boundaries:
+def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int, documents: str = JOINED) -> Boundaries:
     """Return the tokens that every block of text begins with, and those after every document.
 
     Models that were trained with a BOS token put much of their attention on it, so that blocks without one show
@@ -126,7 +162,10 @@ def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int) 
         bos: "auto" for the special tokens that the tokenizer puts before a text by itself, none for many; True for
             these or else its BOS token; False for none.
         block_size: tokens per block; ``UserError`` if one has no room for text, or the tokenizer lacks a token.
+        documents: "joined", or "separate" if they do not see each other; all of these begin as a block does.
     """
+    if documents not in (JOINED, SEPARATE):
+        raise errors.UserError(f"unknown documents '{documents}'; expected {JOINED} or {SEPARATE}")
     separator = default_separator(tokenizer, bos) if separator == AUTO else separator
     begins = separator in (BOS, EOS_BOS)
     if begins and bos is False:
@@ -147,7 +186,11 @@ def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int) 
         end = (_special(tokenizer.eos_token_id, "EOS", separator),)
     else:
         end = (_special(tokenizer.get_vocab().get(separator), repr(separator), separator),)
-    return Boundaries(opening, (*end, *opening) if begins else end)
+    if documents == JOINED:
+        return Boundaries(opening, (*end, *opening) if begins else end)
+    if not (*end, *opening):
+        raise errors.UserError("separate documents need a token between them: give a separator (data.separator)")
+    return SeparateDocuments(opening, (*end, *opening))
 
 
 def _special(token: int | None, name: str, asked_for: str) -> int:

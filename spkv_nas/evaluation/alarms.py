@@ -96,7 +96,7 @@ def about_packing(separator: SeparatorReport) -> str:
     """Return a clause on what packing documents into blocks costs the model."""
     return (
         f"packing documents into blocks costs the model {separator.packing_cost:.1f} % of NLL, as it was trained on "
-        "documents that do not see each other: use documents of at least a block"
+        "documents that do not see each other: use --documents separate (data.documents)"
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from spkv_nas.base import errors, progress
 from spkv_nas.base.distributed import gathered
 from spkv_nas.base.memory import require
 from spkv_nas.cost.formulas import ROOM, PassMemory, largest_fit, logit_bytes
+from spkv_nas.data.tokenizer import SeparateDocuments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from spkv_nas.data.blocks import TokenBlocks
 
 BATCH_SIZE = 8  # micro-batch size in blocks, where memory allows
+_WITH_STATE = {"linear_attention", "conv", "mamba"}  # layers that carry a state from one document to the next
 
 
 def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
@@ -31,6 +34,13 @@ def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
     if blocks.num_blocks == 0:
         raise errors.UserError("there is no text to measure the model on: the blocks are empty")
     check_tokens(model, blocks.largest_token)
+    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+    if isinstance(blocks.boundaries, SeparateDocuments) and (
+        kinds & _WITH_STATE or "position_ids" not in signature(type(model).forward).parameters
+    ):
+        raise errors.UserError(
+            f"{type(model).__name__} cannot keep documents of a block separate: use --documents joined (data.documents)"
+        )
     check_positions(model, blocks.block_size, "block size")
 
 

@@ -64,7 +64,7 @@ def document_nll(
 
     def run(_start: int, tokens: torch.Tensor) -> torch.Tensor:
         with nullcontext() if watch is None else watch.whole_pass():
-            return loss.token_nll(model, tokens)
+            return loss.token_nll(model, **blocks.boundaries.inputs(tokens))
 
     with modes.evaluation_mode(model):  # all ranks join in each pass of a sharded model
         run_own_batches(run, sums.add, blocks, batch_size, pass_device(model), progress, divides=not is_sharded(model))

@@ -40,24 +40,31 @@ class SeparatorReport:
 
     ``best`` is the tokenizer's convention, unless another is better by two standard errors and 0.2 %; then the shortest
     that is not that much worse than the separator of the lowest NLL. ``nll`` is empty if the user chose ``best``;
-    ``alone`` is that of each document alone, after what begins a text.
+    ``alone`` is that of each document alone, after what begins a text. ``documents`` are "joined" or "separate" in the
+    text that is measured on, as the user chose.
     """
 
     best: str
     nll: Mapping[str, float] = field(default_factory=dict)
     alone: float = math.nan
+    documents: str = config.JOINED
 
     @property
     def packing_cost(self) -> float:
         """Return how much higher the NLL is with the best separator than of each document alone, in percent, or NaN."""
+        if self.documents == config.SEPARATE:
+            return 0.0
         return 100.0 * (self.nll.get(self.best, math.nan) / self.alone - 1.0)
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for a record."""
-        if not self.nll:
-            return {"best": self.best}
-        rounded = {name: round(value, 4) for name, value in self.nll.items()}
-        return {"best": self.best, "nll": rounded, "alone": round(self.alone, 4)}
+        record: dict[str, Any] = {"best": self.best}
+        if self.documents != config.JOINED:
+            record["documents"] = self.documents
+        if self.nll:
+            rounded = {name: round(value, 4) for name, value in self.nll.items()}
+            record |= {"nll": rounded, "alone": round(self.alone, 4)}
+        return record
 
     @classmethod
     def parse(cls, content: Any) -> "SeparatorReport | None":

@@ -28,6 +28,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.data.batches import block_tokens, num_own_blocks, run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation import micro_batch, paired
 from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.model import checkpoint, config_section, loss
@@ -216,7 +217,7 @@ def score_windows(
     where they have to be run again. ``sinks`` are the first tokens that local heads see. Must be called on all ranks.
     """
     sums = [DocumentSums(blocks) for _ in ordered]
-    with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
+    with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device), blocks.boundaries) as decoder:
         starts = [0, *(decoder.shared(*pair) for pair in pairwise(ordered))]
 
         def run(_first: int, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -257,8 +258,8 @@ class _Resumable:
     layers, or a resumed pass gives another NLL (layers that share more than hidden states), every pass is complete.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, boundaries: Boundaries) -> None:
+        self._model, self._boundaries = model, boundaries
         paths = [name.rsplit(".", 2) for name in attention_layers(model)]  # list of layers, index, attention module
         stack = model.get_submodule(paths[0][0]) if len({tuple(path[:-2]) for path in paths}) == 1 else None
         self._layers = list(stack) if isinstance(stack, torch.nn.ModuleList) else []
@@ -269,9 +270,9 @@ class _Resumable:
 
     @classmethod
     @contextmanager
-    def of(cls, model: PreTrainedModel, tokens: torch.Tensor) -> "Iterator[_Resumable]":
+    def of(cls, model: PreTrainedModel, tokens: torch.Tensor, boundaries: Boundaries) -> "Iterator[_Resumable]":
         """Replace ``forward`` of the layers while open; ``tokens`` [1, T] test whether resuming is exact."""
-        decoder = cls(model)
+        decoder = cls(model, boundaries)
         originals = [vars(layer).get("forward") for layer in decoder._layers]
         # Replace the layers' methods, and test that resuming is exact
         try:
@@ -302,7 +303,7 @@ class _Resumable:
         Hidden states at ``resume_depths`` are kept for later passes; those below ``first`` already are.
         """
         self._first, self._resume_depths = first, resume_depths
-        losses = loss.token_nll(self._model, tokens)
+        losses = loss.token_nll(self._model, **self._boundaries.inputs(tokens))
         self._kept = {depth: hidden for depth, hidden in self._kept.items() if depth in resume_depths}
         return losses
 

@@ -28,7 +28,10 @@ GLOBAL_WINDOW = 1 << 30  # longer than any sequence
 
 
 class Observer(Protocol):
-    """Function of a layer's queries, keys and values that observes its attention, or replaces it."""
+    """Function of a layer's queries, keys and values that observes its attention, or replaces it.
+
+    One with the attribute ``knows_documents`` also takes ``starts`` of packed documents, as ``spkv_kernels.attention``.
+    """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, /) -> Tensor | None:
         """Return the attention output [B, Hq, T, D] of a pass, or None to leave it to the model.
@@ -341,11 +344,10 @@ def _attend(
         raise UserError("this model's layers get their attention mask by position, so gates cannot tell documents")
     # Let an observer replace attention. One that only measures takes the layer with the keys alone
     if state.observer is not None and (not is_reader or getattr(state.observer, "replaces", False)):
-        if starts is not None:
-            raise UserError(
-                "attention is being measured, which packed and padded documents do not support: give blocks"
-            )
-        if (observed := state.observer(q, k, v, scale, sink_logits)) is not None:
+        packed = {} if starts is None else {"starts": starts}
+        if packed and not getattr(state.observer, "knows_documents", False):
+            raise UserError("this measurement of attention does not support separate documents: give joined ones")
+        if (observed := state.observer(q, k, v, scale, sink_logits, **packed)) is not None:
             return observed
     # Attend within the sequence
     if gate is not None:

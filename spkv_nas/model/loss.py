@@ -24,44 +24,53 @@ from spkv_nas.model.model_shape import vocabulary_size
 NO_TARGET = -100  # label to ignore
 
 
-def token_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Compute the NLL, float32 [B, T - 1], of tokens [B, T]; warns if all logits were computed at once."""
-    if (decoder_pass := _large_pass(model, tokens)) is not None:
-        return decoder_pass.losses(tokens[:, 1:], model)
-    logits = model(input_ids=tokens, use_cache=False).logits
+def token_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
+    """Compute the NLL, float32 [B, T - 1], of tokens [B, T]; warns if all logits were computed at once.
+
+    ``positions`` are empty, or ``position_ids`` [B, T] (``Boundaries.inputs``).
+    """
+    if (decoder_pass := _large_pass(model, input_ids, DecoderPass, **positions)) is not None:
+        return decoder_pass.losses(input_ids[:, 1:], model)
+    logits = model(input_ids=input_ids, use_cache=False, **positions).logits
     return torch.stack(  # block by block, so that the float32 copy stays in the CPU cache
         [
             F.cross_entropy(block[:-1].float(), ids[1:], reduction="none")
-            for block, ids in zip(logits, tokens, strict=True)
+            for block, ids in zip(logits, input_ids, strict=True)
         ]
     )
 
 
-def mean_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Compute the mean of ``token_nll``, with gradients. Warns as it does."""
-    if (decoder_pass := _large_pass(model, tokens)) is not None:
-        return decoder_pass.total(tokens[:, 1:], model) / tokens[:, 1:].numel()
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+def mean_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
+    """Compute the mean of ``token_nll``, with gradients, without the first token of a document. Warns as it does."""
+    targets = input_ids[:, 1:]
+    for each in positions.values():
+        targets = targets.masked_fill(each[:, 1:] == 0, NO_TARGET)
+    if (decoder_pass := _large_pass(model, input_ids, DecoderPass, **positions)) is not None:
+        return decoder_pass.total(targets, model) / (targets != NO_TARGET).sum()
+    logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NO_TARGET)
 
 
 def mean_divergence(
-    model: PreTrainedModel, tokens: Tensor, reference: Callable[[], AbstractContextManager[object]]
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    reference: Callable[[], AbstractContextManager[object]],
+    **positions: Tensor,
 ) -> Tensor:
     """Compute the KL divergence of next-token distributions from a reference's, in nats per token, with gradients.
 
-    It is the mean over all ``tokens`` [B, T] but the first of each block, as ``mean_nll``. ``reference`` returns a
-    context in which the model's passes are the reference's. Warns as ``token_nll``.
+    It is the mean over all tokens ``input_ids`` [B, T] but the last of each block. ``reference`` returns a context in
+    which the model's passes are the reference's. Other arguments and warnings are those of ``token_nll``.
     """
-    decoder_pass, decoder = _large_pass(model, tokens, _DivergencePass), model.get_decoder()
+    decoder_pass, decoder = _large_pass(model, input_ids, _DivergencePass, **positions), model.get_decoder()
     if decoder_pass is None:
-        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1]
         with torch.no_grad(), reference():
-            reference_logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+            reference_logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1]
         return _divergence(logits, reference_logits).mean()
     with torch.no_grad(), reference():
-        hidden = decoder(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
-    return decoder_pass.total(hidden, model) / tokens[:, 1:].numel()
+        hidden = decoder(input_ids=input_ids, use_cache=False, **positions).last_hidden_state[:, :-1]
+    return decoder_pass.total(hidden, model) / input_ids[:, 1:].numel()
 
 
 def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
@@ -264,13 +273,13 @@ class _Loss(torch.autograd.Function):
 
 
 def _large_pass(
-    model: PreTrainedModel, tokens: Tensor, begin_pass: Callable[[PreTrainedModel], DecoderPass] = DecoderPass
+    model: PreTrainedModel, tokens: Tensor, begin_pass: Callable[[PreTrainedModel], DecoderPass], **positions: Tensor
 ) -> DecoderPass | None:
     """Run the model over ``tokens`` [B, T] and return the decoder pass; None if chunks are not needed or possible."""
     if not _is_large(model, tokens) or not _keeps_some(model):
         return None
     decoder_pass = begin_pass(model)
-    last = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits
+    last = model(input_ids=tokens, use_cache=False, logits_to_keep=1, **positions).logits
     return decoder_pass if decoder_pass.makes(last, model) else None
 
 

@@ -70,7 +70,7 @@ def probe(
 
         def run(_start: int, tokens: torch.Tensor) -> int:
             counter.begin()
-            body(input_ids=tokens, use_cache=False)
+            body(**blocks.boundaries.inputs(tokens), use_cache=False)
             return len(tokens)
 
         with attention.watch_logits(model, counter.see):

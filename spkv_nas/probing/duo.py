@@ -36,6 +36,7 @@ from spkv_nas.base import distributed, memory
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.model import attention, windows
 from spkv_nas.probing.frozen import check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
 from spkv_nas.probing.mixture import Mixture
@@ -54,14 +55,16 @@ class AlphaMixture(Mixture):
         self.records = False  # True during the forward pass of the unchanged model, whose output is stored
         self._recorded: Tensor | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+    ) -> Tensor:
         """Record global attention or mix it with local attention; shapes as in ``Mixture``."""
         if self.records:
-            self._recorded = self.attend(-1, q, k, v, scale, sink_logits)
+            self._recorded = self.attend(-1, q, k, v, scale, sink_logits, starts)
             return self._recorded
         assert self._recorded is not None
         self.shares = torch.stack([1.0 - self.share, self.share], -1)
-        return self.mix([self.attend(0, q, k, v, scale, sink_logits), self._recorded])
+        return self.mix([self.attend(0, q, k, v, scale, sink_logits, starts), self._recorded])
 
 
 def duo(
@@ -123,7 +126,7 @@ def _learn(
     for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
         # Gradients on this rank's blocks
         tokens = rank_tokens(blocks, block_indices, model.device)
-        loss = _add_gradients(model, mixtures, tokens, regularisation, micro_batch)
+        loss = _add_gradients(model, mixtures, tokens, blocks.boundaries, regularisation, micro_batch)
         # Update and clamp alpha
         optimizer.step()
         scheduler.step()
@@ -140,6 +143,7 @@ def _add_gradients(
     model: PreTrainedModel,
     mixtures: list[AlphaMixture],
     step_tokens: Tensor,
+    boundaries: Boundaries,
     regularisation: float,
     micro_batch: memory.AdaptiveBatchSize,
 ) -> float:
@@ -151,7 +155,7 @@ def _add_gradients(
             alpha.grad = None
         sums = torch.zeros(2, dtype=torch.float64)
         for tokens in parts:
-            error, full = sums_of_squares(model, mixtures, tokens)
+            error, full = sums_of_squares(model, mixtures, **boundaries.inputs(tokens))
             torch.autograd.backward(error)
             sums += torch.stack([error.detach(), full]).cpu()
         return sums
@@ -167,17 +171,20 @@ def _add_gradients(
     return distance
 
 
-def sums_of_squares(model: PreTrainedModel, mixtures: list[AlphaMixture], tokens: Tensor) -> tuple[Tensor, Tensor]:
+def sums_of_squares(
+    model: PreTrainedModel, mixtures: list[AlphaMixture], input_ids: Tensor, **positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute the summed squared error of the mixture's last hidden states, and the summed square of the full model's.
 
     Both sum over the same number of values, so the distillation loss is their ratio. The error is differentiable in the
-    alphas of the ``mixtures``, one per layer, which are attached to the model; ``tokens`` are int64 [B, T].
+    alphas of the ``mixtures``, one per layer, which are attached to the model; other arguments as in ``token_nll``.
     """
+    decoder = model.get_decoder()
     for mixture in mixtures:
         mixture.records = True
     with torch.no_grad():
-        target = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.float()
+        target = decoder(input_ids=input_ids, use_cache=False, **positions).last_hidden_state.float()
     for mixture in mixtures:
         mixture.records = False
-    hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.float()
+    hidden = decoder(input_ids=input_ids, use_cache=False, **positions).last_hidden_state.float()
     return F.mse_loss(hidden, target, reduction="sum"), target.square().sum()

@@ -124,7 +124,8 @@ def _slope(
         sums = torch.zeros(1 + gates.numel(), device=model.device)
         for tokens in parts:
             share = len(tokens) / len(block_indices)
-            loss = mean_divergence(model, tokens, partial(unobserved, states)) * share
+            inputs = blocks.boundaries.inputs(tokens)
+            loss = mean_divergence(model, reference=partial(unobserved, states), **inputs) * share
             (gradient,) = torch.autograd.grad(loss, gates)
             sums += torch.cat([loss.detach()[None], gradient.flatten()]).float()
         return sums

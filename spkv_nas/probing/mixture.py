@@ -19,6 +19,7 @@ class Mixture:
     """Attention observer of one layer."""
 
     replaces = True  # attention, also in layers that read the keys of this one
+    knows_documents = True  # takes ``starts``
 
     def __init__(self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int) -> None:
         """Mix what local heads of a layout see in a layer with each of ``windows`` and ``sinks``, and a global head."""
@@ -32,18 +33,22 @@ class Mixture:
         """Mix local attention with one window with a ``share`` [Hkv] of global attention."""
         return cls(state, torch.stack([1.0 - share, share], -1), [window], sinks)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+    ) -> Tensor:
         """Compute the attention output [B, Hq, T, D], in the wider dtype of the shares and the queries.
 
-        q is [B, Hq, T, D], k and v are [B, Hkv, T, D], and ``sink_logits`` are the model's learned sinks [Hq].
+        q is [B, Hq, T, D], k and v are [B, Hkv, T, D], ``sink_logits`` are the model's learned sinks [Hq], and
+        ``starts`` the position at which each token's document starts, int [B, T].
         """
         q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for all kinds
-        return self.mix(self.attend(kind, q, k, v, scale, sink_logits) for kind in range(len(self._kinds)))
+        return self.mix(self.attend(kind, q, k, v, scale, sink_logits, starts) for kind in range(len(self._kinds)))
 
-    def attend(self, kind: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:
-        """Compute one kind of attention; -1 is global. Shapes as in ``__call__``."""
+    def attend(self, kind: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *options: Tensor | None) -> Tensor:
+        """Compute one kind of attention; -1 is global. Shapes and ``options`` as in ``__call__``."""
         window, sinks = self._kinds[kind]
-        return attention(q, k, v, window=window, sinks=sinks, sink_logits=sink_logits, scale=scale)
+        sink_logits, starts = options
+        return attention(q, k, v, window=window, sinks=sinks, sink_logits=sink_logits, starts=starts, scale=scale)
 
     def mix(self, outputs: Iterable[Tensor]) -> Tensor:
         """Mix the attention outputs of all kinds, each [B, Hq, T, D], by the shares of each query head's KV head."""

@@ -34,6 +34,7 @@ from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.model import attach, density_tracker, device_map, gates, model_shape, modes
 from spkv_nas.model.loss import mean_nll
@@ -101,7 +102,7 @@ def learn_gates(
     size = frozen.blocks_per_step(blocks, step_tokens)
     attach.attach_gates(model, config, seed=seed)
     rate = learning_rate or predictor_learning_rate(model_shape.model_size(model).without_embeddings)
-    learning = _Learning(model, config, rate, steps)
+    learning = _Learning(model, config, blocks.boundaries, rate, steps)
     predictors = gates.predictor_parameters(model)
     with (
         modes.evaluation_mode(model),
@@ -124,9 +125,11 @@ def learn_gates(
 class _Learning:
     """Training loop state of the predictors, advanced one ``step`` at a time."""
 
-    def __init__(self, model: PreTrainedModel, config: GateConfig, learning_rate: float, steps: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: GateConfig, boundaries: Boundaries, learning_rate: float, steps: int
+    ) -> None:
         """Create the optimizer, the learning-rate schedule and the price controller."""
-        self._model, self._config = model, config
+        self._model, self._config, self._boundaries = model, config, boundaries
         named = dict(model.named_parameters())
         predictors = gates.predictor_parameters(model)
         self._parameters = {name: parameter for name, parameter in named.items() if parameter in predictors}
@@ -182,7 +185,7 @@ class _Learning:
                 # Weight loss and price by the share of this micro-batch
                 share = len(tokens) / num_blocks  # the last micro-batch may be smaller
                 modes.set_price(self._model, self.last_price * share)
-                loss = mean_nll(self._model, tokens) * share
+                loss = mean_nll(self._model, **self._boundaries.inputs(tokens)) * share
                 total += loss.detach()
                 torch.autograd.backward(loss)
         finally:

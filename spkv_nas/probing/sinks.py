@@ -150,7 +150,8 @@ def measure_sinks(
 
     Memory is that of a forward pass plus a chunk of attention weights (``heads.attention_weights``). ``blocks`` begin
     as the tokenizer begins a text, of which ``tokens``, at least a block, are measured on, beyond ``window`` or
-    ``default_window``. Raises ``UserError``: the model cannot be hooked, or its attention is not finite.
+    ``default_window``; separate documents are read as joined. Raises ``UserError``: the model cannot be hooked, or its
+    attention is not finite.
     """
     # Choose the blocks and the queries that count
     blocks = blocks.spread(max(1, tokens // blocks.block_size))

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from spkv_nas.base import device, limits
 from spkv_nas.base.flag import Flag
+from spkv_nas.data import config
 from spkv_nas.engines.registry import planned_engines
 from spkv_nas.probing.signal import BUDGET, SEED, SINKS, STEPS
 from spkv_nas.probing.signals import SIGNALS
@@ -57,6 +58,10 @@ Data = Annotated[list[str] | None, Flag("Text to measure on: one or more files o
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
 Separator = Annotated[
     str | None, Flag("What stands between documents: none, eos, bos, eos+bos, another token, or auto.", metavar="TOKEN")
+]
+Documents = Annotated[
+    str | None,
+    Flag("Whether tokens see other documents of their block.", values=(config.JOINED, config.SEPARATE)),
 ]
 MaxTokens = Annotated[int, _MAX_TOKENS]
 OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]

@@ -46,6 +46,7 @@ def init(options: InitOptions, reporter: progress.Reporter = progress.SILENT) ->
     )
     # Fit it to memory and time
     draft = replace(draft, steps=options.steps or defaults.FIRST_STEPS, separator=options.separator or config.AUTO)
+    draft = replace(draft, documents=options.documents or config.JOINED)
     planner, draft = _fit_memory(draft, options, reporter)
     if options.minutes is not None:
         draft = replace(draft, steps=_steps_in_time(planner, 60 * options.minutes))

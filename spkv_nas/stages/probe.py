@@ -249,7 +249,7 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
         else:
             checkpoint = reference_run.train_dense(options.recipe, **trained)
         subject = Subject.of_recipe(options, options.recipe, checkpoint)
-    subject = replace(subject, given_separator=options.separator)
+    subject = replace(subject, given_separator=options.separator).with_documents(options.documents)
     # Name the probe after its signal, unless that is density
     if options.name is None and options.signal != signals.DENSITY.name:
         suffix = f"{options.signal}-layer" if options.granularity == LAYER else options.signal

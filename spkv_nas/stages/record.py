@@ -103,5 +103,10 @@ def first_recipe(recorded: probe.ProbeOptions) -> init.InitOptions:
         out = Path(f"recipe-{number}.yaml")
     sources = recorded.data or []
     return init.InitOptions(
-        model=str(recorded.model), data=sources, out=out, separator=recorded.separator, workspace=recorded.workspace
+        model=str(recorded.model),
+        data=sources,
+        out=out,
+        separator=recorded.separator,
+        documents=recorded.documents,
+        workspace=recorded.workspace,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,13 @@ class Subject:
         recipe = Recipe.read(file)
         return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
 
+    def with_documents(self, documents: str | None) -> Subject:
+        """Return the subject on text whose documents are "joined" or "separate"; None: as the recipe says."""
+        if documents is None:
+            return self
+        data = self.recipe.data.model_copy(update={"documents": documents})
+        return replace(self, recipe=self.recipe.model_copy(update={"data": data}))
+
     def check(self, *, in_blocks: bool = True) -> None:
         """Check without torch that model and text exist, and if ``in_blocks`` that ``max_tokens`` covers a block."""
         check_checkpoint(self.source)
@@ -153,7 +160,7 @@ class Subject:
             reporter.announce(
                 f"text in blocks of {length:,} tokens: the model's context, up to {defaults.CONTEXT:,} (--block-size)"
             )
-        separator = self.separator(model, tokenizer, reporter)
+        separator = replace(self.separator(model, tokenizer, reporter), documents=recipe.data.documents)
         learns = learns and config_section.gate_config(model) is None
         train, whole = self.read(tokenizer, separator.best, reporter, learns=learns)
         text: Any = options.data or recipe.data.model_dump(mode="json")
@@ -217,7 +224,8 @@ class Subject:
             return None, self._held_out(tokenizer, max_blocks, separator, reporter)
         cache = options.folders.run_dir(self.name) / "blocks"
         read = partial(load_text, options.data, tokenizer, cache, Path(), block_size=length)
-        return None, after_main(partial(read, max_tokens=options.max_tokens, separator=separator, reporter=reporter))
+        limits = {"separator": separator, "documents": self.recipe.data.documents}
+        return None, after_main(partial(read, max_tokens=options.max_tokens, reporter=reporter, **limits))
 
     def _held_out(
         self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, separator: str, reporter: Reporter
@@ -244,7 +252,9 @@ class Subject:
         data, base, name, stretch = self.recipe.data, self.base, self.recipe.name, self.recipe.heldout_stretch
         data = data.model_copy(update={"separator": separator})
         if self.options.data:
-            data = config.DataConfig(sources=[*self.options.data], block_size=length, separator=separator)
+            data = config.DataConfig(
+                sources=[*self.options.data], block_size=length, separator=separator, documents=data.documents
+            )
             base, name = Path(), self.name
             stretch = length
         cache = self.options.folders.run_dir(name) / "blocks"

@@ -1,5 +1,6 @@
 """Loading of a recipe's text as token blocks, and connection of the torchrun ranks that train on it."""
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -91,6 +92,7 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
             tokenizer = checkpoint.load_tokenizer(source)
             # Choose the separator, and tokenize the text unless it is cached
             separator = recipe_separator(recipe, tokenizer, base, folder, reporter)
+            separator = dataclasses.replace(separator, documents=recipe.data.documents)
             data = recipe.data.model_copy(update={"separator": separator.best})
             split = splits.cache_split(data, tokenizer, folder / "blocks", base, reporter, stretch=stretch)
             return source, data, separator, split

@@ -21,7 +21,7 @@ from spkv_nas.training.recipe import DenseConfig, Recipe
 
 _MIN_SAMPLES = 2  # minimum number of held-out RULER blocks, so that a domain has a standard error
 
-Item = dict[str, torch.Tensor]  # "input_ids" and "labels", both int64 [T]
+Item = dict[str, torch.Tensor]  # "input_ids", "labels", and "position_ids" of separate documents, all int64 [T]
 
 
 class BlockDataset(Dataset[Item]):
@@ -39,7 +39,7 @@ class BlockDataset(Dataset[Item]):
         """Return block ``index``, with all tokens as labels but those that begin a text."""
         tokens = self._tokens[index].astype(np.int64)
         labels = np.where(self._boundaries.begins_text(tokens), NO_TARGET, tokens)
-        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        return {**self._boundaries.inputs(torch.from_numpy(tokens)), "labels": torch.from_numpy(labels)}
 
 
 class OrderedDataset(Dataset[Item]):
@@ -65,7 +65,7 @@ class OrderedDataset(Dataset[Item]):
             return self._text[self._order.at(number)]
         assert self._samples is not None
         tokens, learned = map(torch.from_numpy, self._samples.block(number))
-        return {"input_ids": tokens, "labels": tokens.where(learned, NO_TARGET)}
+        return {**self._samples.boundaries.inputs(tokens), "labels": tokens.where(learned, NO_TARGET)}
 
 
 class ExtendedDataset(Dataset[Item]):

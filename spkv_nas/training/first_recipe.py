@@ -18,7 +18,7 @@ from spkv_nas.artifacts import defaults, gate_config
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base import errors, files
 from spkv_nas.cost.ladder import peak_learning_rate, predictor_learning_rate
-from spkv_nas.data.config import AUTO
+from spkv_nas.data.config import AUTO, JOINED
 from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.training.harm import WARMUP_SHARE
 from spkv_nas.training.recipe import Recipe
@@ -76,6 +76,7 @@ class Draft:
     micro_batch_size: int | None = None  # blocks per forward and backward pass; None for whole batches
     recomputes: bool = False  # True to recompute activations in the backward pass
     separator: str = AUTO  # what stands after a document (data.separator)
+    documents: str = JOINED  # whether they see each other (data.documents)
 
     @classmethod
     def of(cls, name: str, model: str, sources: tuple[str, ...], size: ModelSize, text: TextSize, device: str) -> Draft:
@@ -130,6 +131,8 @@ class Draft:
         memory, separator = "", ""
         if self.separator != AUTO:
             separator = f"  separator: {files.yaml_line(self.separator)}            # what stands after a document\n"
+        if self.documents != JOINED:
+            separator += f"  documents: {self.documents}         # tokens see only their own document\n"
         if self.micro_batch_size is not None:
             memory += f"micro_batch_size: {self.micro_batch_size}   # blocks at once\n"
         if self.recomputes:

@@ -150,10 +150,12 @@ class TestMixedWindows:
     def test_compare_warns_of_separators(self, tmp_path: Path) -> None:
         """Except of those made by hand, which do not have them."""
         table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
-        for name, separator in {"one": {"best": "eos"}, "other": {"best": "bos"}, "older": None}.items():
+        for name, separator in {
+            "one": {"best": "eos"}, "other": {"best": "eos", "documents": "separate"}, "older": None,
+        }.items():  # fmt: skip
             metadata = {} if separator is None else {"separator": separator}
             replace(table, name=name, window=8, metadata=metadata).write(Workspace(tmp_path).probe_dir(name))
-        with pytest.warns(UserWarning, match=r"different separators .*\('eos': one; 'bos': other\)"):
+        with pytest.warns(UserWarning, match=r"different separators .*\('eos': one; 'eos separate': other\)"):
             compare(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
         compare(CompareOptions(probes=["one", "older"], budget="2", workspace=tmp_path))
 

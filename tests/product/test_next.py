@@ -126,15 +126,17 @@ class TestProbe:
 
     def test_the_separator_is_kept(self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Scores and recipes follow the probe."""
-        _suggested(capsys, "probe", *subject, "--steps", 2, "--separator", "none")
+        _suggested(capsys, "probe", *subject, "--steps", 2, "--separator", "eos", "--documents", "separate")
         (scored,) = _suggested(capsys, "propose")
         assert scored.split()[1] == "score"
         (drafted,) = run(capsys, scored)
         assert drafted.split()[1] == "init"
-        assert read_yaml(Path("reports/mine-head-gates/zero-shot.yaml"), "scores")["separator"]["best"] == "none"
-        assert "--separator none" in drafted
+        scores = read_yaml(Path("reports/mine-head-gates/zero-shot.yaml"), "scores")
+        assert scores["separator"] == {"best": "eos", "documents": "separate"}
+        assert "--separator eos --documents separate" in drafted
         main(shlex.split(drafted)[1:])
-        assert Recipe.read(Path("recipe.yaml")).data.separator == "none"
+        data = Recipe.read(Path("recipe.yaml")).data
+        assert (data.separator, data.documents) == ("eos", "separate")
 
     def test_head_gates_of_other_sink_tokens_do_not_count(
         self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]

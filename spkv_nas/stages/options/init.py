@@ -37,6 +37,7 @@ class InitOptions(InWorkspace, OnDevice):
     steps: flags.Steps = default(None, str(defaults.FIRST_STEPS), note="Applies to each model.")
     minutes: Minutes = default(None, note="Replaces --steps.")
     separator: flags.Separator = default(None, "measured on the model")
+    documents: flags.Documents = default(None, "joined")
     force: Force = False
 
 

@@ -39,6 +39,7 @@ class ProbeOptions(SubjectOptions, Trains):
         "20%:context=32k.",
     )
     separator: flags.Separator = flag.default(None, "measured on the model")
+    documents: flags.Documents = flag.default(None, "joined, or the recipe's")
     # Options of signals that the stage reads too
     tau: float | None = None
     ablation_tokens: int | None = None

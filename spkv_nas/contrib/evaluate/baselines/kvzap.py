@@ -178,7 +178,7 @@ class KVzap:
         for start in range(0, blocks.num_blocks, batch_size):
             reader.begin(start)
             tokens = block_tokens(blocks, start, batch_size, model.device)
-            model.get_decoder()(input_ids=tokens, use_cache=False)
+            model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
             num_kept += sum(int(num_pairs) for num_pairs in reader.kept)
         outside = int(protocol.num_outside(blocks.block_size).sum()) * reader.num_heads * blocks.num_blocks
         return torch.cat(all_scores), num_kept / outside

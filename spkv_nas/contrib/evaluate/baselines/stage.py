@@ -206,7 +206,7 @@ def pruned_nll(
 
         def run(start: int, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
             reader.begin(start)
-            losses = loss.token_nll(model, tokens)
+            losses = loss.token_nll(model, **blocks.boundaries.inputs(tokens))
             return losses, sum(int(num_pairs) for num_pairs in reader.kept)
 
         def add(start: int, result: tuple[torch.Tensor, int]) -> None:

@@ -47,7 +47,7 @@ def attention_mass(
             masses: list[Tensor] = []  # [B, Hkv, T - w] by layer
             for state in states:
                 state.observer = _observer(masses, state, window, sinks)
-            model.get_decoder()(input_ids=tokens, use_cache=False)
+            model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
             return masses
 
         # Add the masses to the sums of their documents

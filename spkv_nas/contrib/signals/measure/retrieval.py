@@ -65,7 +65,7 @@ def retrieval(
 
         def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
             tokens, depth = (torch.from_numpy(x).to(model.device) for x in hidden.rows(start, len(text)))
-            return _read(model, states, tokens, depth, queries)
+            return _read(model, states, blocks.boundaries.inputs(tokens), depth, queries)
 
         def add(start: int, result: tuple[list[Tensor], int]) -> None:
             collected.add(start, result[0], queries)
@@ -90,13 +90,18 @@ def retrieval(
 
 
 def _read(
-    model: PreTrainedModel, states: Sequence[attention.LayerState], tokens: Tensor, depth: Tensor, queries: slice
+    model: PreTrainedModel,
+    states: Sequence[attention.LayerState],
+    inputs: dict[str, Tensor],
+    depth: Tensor,
+    queries: slice,
 ) -> tuple[list[Tensor], int]:
-    """Return (scores [B, Hq, m - 1] by layer, number of needle tokens predicted) of blocks ``tokens`` [B, T]."""
+    """Return (scores [B, Hq, m - 1] by layer, number of needle tokens predicted) of blocks, ``Boundaries.inputs``."""
     scores: list[Tensor] = []
     for state in states:
         state.observer = _observer(scores, state, depth, queries)
-    last = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state[:, queries]
+    tokens = inputs["input_ids"]
+    last = model.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, queries]
     predicted = model.get_output_embeddings()(last).argmax(-1).to(tokens.device)
     return scores, int((predicted == tokens[:, queries.start + 1 :]).sum())
 

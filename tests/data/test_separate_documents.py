@@ -1,0 +1,148 @@
+"""Test blocks of separate documents: each is measured and trained as if it were alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import sharpen_attention, tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
+
+import spkv_nas
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import TokenBlocks, build_blocks
+from spkv_nas.data.splits import load_text
+from spkv_nas.data.tokenizer import train_bpe
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.zero_shot import zero_shot
+from spkv_nas.model import loss
+from spkv_nas.probing.duo import duo
+from spkv_nas.probing.head_gates import head_gates
+from spkv_nas.probing.window_costs import window_costs
+from spkv_nas.training.dataset import BlockDataset
+
+SIZE, WINDOW = 32, 4
+WORDS = ["alpha", "beta", "gamma", "delta"]
+TEXTS = [" ".join(np.resize(WORDS, 1 + i * 7 % 12)) + f" {i}" for i in range(40)]  # of 5 to 30 tokens
+LAYOUT = Layout(("GL", "LG", "LL", "GL"), WINDOW, sinks=1)
+SEPARATE: dict[str, Any] = {"documents": "separate"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_bpe(TEXTS, 300, bos=True)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return sharpen_attention(tiny_model(vocab_size=300), 4.0)
+
+
+@pytest.fixture(params=["bos", "eos", "eos+bos", "eos without bos"])
+def blocks(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -> TokenBlocks:
+    separator, _, plain = request.param.partition(" ")
+    return build_blocks(TEXTS, tokenizer, SIZE, separator=separator, bos=False if plain else "auto", **SEPARATE)
+
+
+def inputs(blocks: TokenBlocks) -> dict[str, torch.Tensor]:
+    return blocks.boundaries.inputs(torch.from_numpy(blocks.tokens.astype(np.int64)))
+
+
+def parts(blocks: TokenBlocks) -> list[np.ndarray]:
+    """Return the documents in the blocks, with opening tokens and separators, and without filling."""
+    starts = [np.flatnonzero(row == 0)[1:] for row in inputs(blocks)["position_ids"].numpy()]
+    documents = [part for row, start in zip(blocks.tokens, starts, strict=True) for part in np.split(row, start)]
+    return [part for part in documents if len(set(part.tolist())) > 2]
+
+
+def alone(model: PreTrainedModel, blocks: TokenBlocks) -> tuple[float, int]:
+    """Return the NLL of all documents, each in a pass of its own, and the number of their targets."""
+    opening, total, count = blocks.opening, 0.0, 0
+    for part in parts(blocks):
+        losses = loss.token_nll(model, torch.from_numpy(part.astype(np.int64))[None])[0]
+        scored = ~np.isin(part[1:], opening)
+        total, count = total + float(losses[scored].sum()), count + int(scored.sum())
+    return total, count
+
+
+def test_documents_are_whole(tokenizer: PreTrainedTokenizerBase, blocks: TokenBlocks) -> None:
+    found = [[t for t in part.tolist() if t not in tokenizer.all_special_ids] for part in parts(blocks)]
+    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    assert len(found) > 35  # without those of a last block that is not half full
+    assert all(tokens in expected for tokens in found)
+    assert all(tuple(part[: len(blocks.opening)]) == blocks.opening for part in parts(blocks))
+
+
+@torch.inference_mode()
+def test_nll_is_that_of_documents_alone(model: PreTrainedModel, blocks: TokenBlocks) -> None:
+    """The first tokens of documents are no targets."""
+    full, local = zero_shot(model, [None, LAYOUT], blocks)
+    for nll in (full, document_nll(model, blocks)):
+        assert (nll.total.sum(), nll.num_tokens.sum()) == pytest.approx(alone(model, blocks), rel=1e-5)
+    with spkv_nas.layout_applied(model, LAYOUT):
+        assert (local.total.sum(), local.num_tokens.sum()) == pytest.approx(alone(model, blocks), rel=1e-5)
+    joined = zero_shot(model, [None], TokenBlocks(blocks.tokens, blocks.document, blocks.documents))[0]
+    assert abs(joined.mean - full.mean) > 1e-3
+
+
+@torch.inference_mode()
+def test_training_counts_the_same_targets(model: PreTrainedModel, blocks: TokenBlocks) -> None:
+    batch = default_data_collator([*BlockDataset(blocks)])
+    total, count = alone(model, blocks)
+    assert int((batch["labels"][:, 1:] != loss.NO_TARGET).sum()) == count
+    assert model(**batch, use_cache=False).loss.item() == pytest.approx(total / count, rel=1e-5)
+
+
+def test_gates_learn_on_the_same_targets(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    blocks = build_blocks(TEXTS, tokenizer, SIZE, **SEPARATE)
+    with torch.inference_mode():
+        total, count = alone(model, blocks)
+        assert loss.mean_nll(model, **inputs(blocks)).item() == pytest.approx(total / count, rel=1e-5)
+    spkv_nas.learn_gates(model, blocks, spkv_nas.GateConfig(window=WINDOW, price=0.1), steps=1)
+    assert spkv_nas.probe(model, blocks).values.shape == (4, 2)
+
+
+def test_signals_see_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Windows as long as the longest document cost nothing."""
+    texts = [" ".join(text.split()[:3]) for text in TEXTS]
+    separate, joined = (build_blocks(texts, tokenizer, SIZE, documents=each) for each in ("separate", "joined"))
+    longest = max(map(len, parts(separate)))
+    for blocks, is_free in ((separate, True), (joined, False)):
+        gates = head_gates(model, blocks, longest, sinks=0, steps=2)
+        alphas = duo(model, blocks, longest, sinks=0, steps=2)
+        costs = window_costs(model, blocks, longest, windows=())
+        assert (gates.metadata["divergence"] < 1e-6) is is_free
+        assert (alphas.metadata["distillation_loss"] < 1e-6) is is_free
+        assert (float(np.abs(costs.values).max()) < 1e-6) is is_free
+    with pytest.raises(UserError, match="does not support separate documents"):
+        spkv_nas.probe(model, separate, signal="attention-mass", window=WINDOW)
+
+
+def test_are_the_same_from_files(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / f"text/{number:02}.txt").write_text(text)
+    build: Any = {"block_size": SIZE, "separator": "eos"}
+    for documents in ("separate", "joined"):
+        expected = build_blocks(TEXTS, tokenizer, documents=documents, **build)
+        for _ in range(2):  # from the text, and from the cache
+            found = load_text(
+                [str(tmp_path / "text")], tokenizer, tmp_path / "cache", Path(), documents=documents, **build
+            )
+            assert np.array_equal(found.tokens, expected.tokens)
+            assert found.boundaries == expected.boundaries
+
+
+def test_refusals(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match="unknown documents 'apart'"):
+        build_blocks(TEXTS, tokenizer, SIZE, documents="apart")
+    with pytest.raises(UserError, match="need a token between them"):
+        build_blocks(TEXTS, tokenizer, SIZE, separator="none", bos=False, **SEPARATE)
+    blocks = build_blocks(TEXTS, tokenizer, SIZE, **SEPARATE)
+    model = tiny_model("lfm2", vocab_size=300, layer_types=["conv", "full_attention"] * 2)
+    with pytest.raises(UserError, match="cannot keep documents of a block separate"):
+        document_nll(model, blocks)
