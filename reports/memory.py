@@ -163,11 +163,10 @@ def predicted(stage: str, folder: Path, size: str, length: int) -> float:
     from spkv_nas.stages.options.plan import PlanOptions
     from spkv_nas.stages.plan import plan
 
-    options = PlanOptions(
-        model=str(folder / size / "dense"), block_size=length, heldout_tokens=BATCH * length, context="1"
-    )
+    data = [str(folder / "text.txt")]  # as many tokens as are measured, or more
+    options = PlanOptions(model=str(folder / size / "dense"), data=data, block_size=length, context="1")
     if stage in TRAINING:
-        options = PlanOptions(recipe=recipe(stage, folder, size, length), heldout_tokens=length, context="1")
+        options = PlanOptions(recipe=recipe(stage, folder, size, length), context="1")
         stage = "train the SP-KV reference"
     forecast = plan(options).forecast
     return next(planned.memory.total for planned in forecast.stages if planned.name == stage)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 Prompt = Annotated[str | None, flag.Flag("Text to continue.", argument=True)]
 PromptFile = Annotated[Path | None, flag.Flag("Read the prompt from a file; - reads standard input.", ("--file", "-f"))]
 MaxNewTokens = Annotated[int, flag.Flag("Maximum number of new tokens.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
-TopP = Annotated[float, flag.Flag("Nucleus sampling: cumulative probability cut-off.", low=0.0, high=1.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,6 @@ class GenerateOptions(InDtype):
     tau: flags.Tau = flag.default(None, "the checkpoint's")
     max_new_tokens: MaxNewTokens = 200
     temperature: flags.Temperature = 0.0
-    top_p: TopP = 1.0
     seed: flags.Seed = 0
 
 
@@ -73,7 +71,6 @@ def generate(options: GenerateOptions, reporter: progress.Reporter) -> None:
         max_new_tokens=options.max_new_tokens,
         tau=options.tau,
         temperature=options.temperature,
-        top_p=options.top_p,
         seed=options.seed,
         stream=console.out.write,
     )

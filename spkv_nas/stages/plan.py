@@ -24,6 +24,7 @@ from spkv_nas.training.text_size import TextSize, count_text
 
 _ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest blocks and batches that init chooses
 _BRANCHES = (("train the SP-KV reference", True), ("retrain a hybrid", False))  # and whether they have gates
+_UTILISATION = 0.4  # assumed share of a GPU's peak FLOP/s
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def plan(options: PlanOptions, reporter: progress.Reporter = progress.SILENT) ->
     name, stages, tokens, workflow, remarks = of(options, reporter)
     size = stages.size
     context = sized_model.choose_context(options.context, size.positions, reporter)
-    text = f"text: {tokens:,} held-out tokens (--heldout-tokens); everything but training runs on one device"
+    text = f"text: {tokens:,} held-out tokens; everything but training runs on one device"
     costs = (*workflow, *_generated(stages, options, context))
     result = forecast.Forecast.of(name, stages, costs, text, *remarks, _about_time(options))
     # Plan the cache in an engine
@@ -69,11 +70,11 @@ def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) ->
     stages = Stages(size, config, site, length, BATCH_SIZE, forecast.item_bytes(source, site, options.dtype))
     # Count the text
     data = DataConfig(sources=[*(options.data or ("stdlib",))])
-    tokens, text = options.heldout_tokens or data.max_heldout_tokens, _ENOUGH
+    tokens, text = data.max_heldout_tokens, _ENOUGH
     if options.data:
         reporter.announce("counting the tokens of the text")
         text = count_text(options.data, Path(), checkpoint.load_tokenizer(source))
-        tokens = options.heldout_tokens or text.heldout(data)
+        tokens = text.heldout(data)
     # Draft the recipe
     draft = first_recipe.Draft.of("plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda")
     draft = replace(draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size)
@@ -105,7 +106,7 @@ def _of_recipe(file: Path, options: PlanOptions, reporter: progress.Reporter) ->
         stages.train(name, _training(recipe, phase, size, site, gated=gated), gated=gated)
         for name, phase, gated in phases
     ]
-    tokens = options.heldout_tokens or planner.text.heldout(recipe.data)
+    tokens = planner.text.heldout(recipe.data)
     return recipe.name, stages, tokens, [*trained, *forecast.measuring_stages(stages, tokens)], ()
 
 
@@ -126,7 +127,7 @@ def _site(options: PlanOptions) -> Site:
         device = choose_device(options.device)
         return Site(device, memory.available_bytes(device), devices=options.devices, is_cpu=device == "cpu")
     hardware = find_hardware(options.hardware)
-    speed = options.utilisation * hardware.peak
+    speed = _UTILISATION * hardware.peak
     return Site(hardware.name, hardware.memory, speed, hardware.bandwidth, options.devices)
 
 
@@ -145,7 +146,7 @@ def _about_time(options: PlanOptions) -> str:
         return "time: unknown for this machine; choose a GPU with --hardware, or time training steps (init, --dry-run)"
     peak = find_hardware(options.hardware).peak / 1e12
     return (
-        f"time: assumes {options.utilisation:.0%} of the {peak:,.0f} TFLOP/s peak in bfloat16 (--utilisation), which "
+        f"time: assumes {_UTILISATION:.0%} of the {peak:,.0f} TFLOP/s peak in bfloat16, which "
         "small models do not reach; for a generated token, the least time that reading weights and cache takes"
     )
 

@@ -244,7 +244,7 @@ def llama(tmp_path: Path) -> Path:
 
 class TestCommand:
     def test_of_a_model(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        main(["plan", "--model", str(llama), "--hardware", "h100", "--heldout-tokens", "100000"])
+        main(["plan", "--model", str(llama), "--hardware", "h100"])
         output = capsys.readouterr()
         for words in (
             "8,030,261,248 parameters",
@@ -252,7 +252,7 @@ class TestCommand:
             "train gates, frozen model",
             "80 GB",
             "40% of the 989 TFLOP/s",
-            "100,000 held-out tokens",
+            "500,000 held-out tokens",
         ):
             assert words in output.out
         assert "does not fit: train the SP-KV reference\n" in output.err
@@ -262,13 +262,8 @@ class TestCommand:
 
     def test_for_programs(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
         line = ["plan", "--model", str(llama), "--hardware", "a100", "--budget", "64", "--context", "32k", "--json"]
-        main([*line, "--utilisation", "0.2"])
-        slow = json.loads(capsys.readouterr().out)
         main(line)
         stages = {stage["name"]: stage for stage in json.loads(capsys.readouterr().out)["stages"]}
-        for stage in slow["stages"]:
-            if stage["seconds"] and not stage["name"].startswith("generate"):
-                assert stage["seconds"] == pytest.approx(2 * stages[stage["name"]]["seconds"])
         added = stages["signal add-one-head"]
         assert added["tokens"] == 12_288 * (1 + 33 / 2 * 8)
         assert added["seconds"] == pytest.approx(added["flops"] / (0.4 * 312e12))
@@ -343,7 +338,7 @@ class TestDryRunOfAProbe:
         assert stages["train gates, frozen model"]["tokens"] == 3 * 2048
         assert all(stage["fits"] and stage["seconds"] for stage in stages.values())
         assert list(self.run(capsys, tmp_path, *size, "--signal", "leave-one-out")) == ["signal leave-one-out"]
-        regression = self.run(capsys, tmp_path, *size, "--signal", "regression", "--num-layouts", "9")
+        regression = self.run(capsys, tmp_path, *size, "--signal", "regression")
         assert list(regression) == ["signal regression, at most"]
         gates = self.run(capsys, tmp_path, *size, "--signal", "head-gates", "--steps", "3")
         assert gates["signal head-gates"]["tokens"] == 3 * 2048

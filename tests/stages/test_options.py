@@ -26,10 +26,8 @@ from spkv_nas.cli.options import command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.contrib.reproduce.palindrome.run import PalindromeSettings
-from spkv_nas.contrib.signals.measure.regression import regression
 from spkv_nas.cost.ladder import ladder
 from spkv_nas.cost.stage_costs import HARDWARE
-from spkv_nas.data.config import DataConfig
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
@@ -198,13 +196,10 @@ def default_of(function: Callable[..., object], name: str) -> str:
 
 def test_help_states_the_defaults_of_functions() -> None:
     palindrome, draft = PalindromeSettings(), {field.name: field.default for field in fields(Draft)}
-    data = {name: str(field.default) for name, field in DataConfig.model_fields.items()}
     shown = {
         (ProbeOptions, "steps"): [default_of(one, "steps") for one in (learn_gates, head_gates, duo)],
-        (ProbeOptions, "num_layouts"): [default_of(regression, "num_layouts")],
         (InitOptions, "steps"): [str(draft["steps"])],
         (PlanOptions, "steps"): [default_of(learn_gates, "steps"), str(draft["steps"])],
-        (PlanOptions, "heldout_tokens"): [f"{int(data['max_heldout_tokens']):,}"],
         (PlanOptions, "block_size"): [f"{defaults.CONTEXT:,}"],
         (options.SubjectOptions, "block_size"): [f"{defaults.CONTEXT:,}"],
         (PalindromeOptions, "steps"): [str(palindrome.steps)],

@@ -6,7 +6,6 @@ from typing import Annotated
 from spkv_nas.artifacts import defaults
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.limits import MAX_WHOLE
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, EngineOptions, InDtype, InWorkspace
@@ -14,8 +13,6 @@ from spkv_nas.stages.options import LONGEST, EngineOptions, InDtype, InWorkspace
 Devices = Annotated[
     int, Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=1024)
 ]
-Utilisation = Annotated[float, Flag("Assumed share of a GPU's peak FLOP/s, for estimating times.", low=0.001, high=1.0)]
-HeldoutTokens = Annotated[int | None, Flag("Number of held-out tokens to evaluate on.", low=1, high=MAX_WHOLE)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +29,6 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
     recipe: flags.OptionalRecipeFile = None
     model: flags.OptionalModel = default(None, note="A config file is enough.")
     data: flags.Data = None
-    heldout_tokens: HeldoutTokens = default(
-        None, f"all of --data or the recipe's text, else {defaults.HELDOUT_TOKENS:,}"
-    )
     block_size: flags.BlockSize = default(
         None, f"the recipe's, or the model's context, up to {defaults.CONTEXT:,}", note="Also used without --data."
     )
@@ -46,7 +40,6 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
     hardware: flags.Hardware = default(None, "this machine, no times", note="It sets memory and speed.")
     devices: Devices = 1
     kv_bytes: flags.KvBytes = default(None, note="Applies to --engine.")
-    utilisation: Utilisation = default(0.4)
 
 
 def check(options: PlanOptions) -> None:
@@ -69,4 +62,4 @@ def check(options: PlanOptions) -> None:
     elif options.data or options.block_size is not None or options.steps is not None:
         raise UserError("the recipe sets the text, block size and steps: remove --data, --block-size and --steps")
     else:
-        checks.check_recipe(options.recipe, needs_text=options.heldout_tokens is None)
+        checks.check_recipe(options.recipe)

@@ -92,7 +92,7 @@ def _layouts(like: Layout, layers: list[int], num_global: int, number: int, seed
     if len(layouts) < _MIN_LAYOUTS:
         raise UserError(
             f"a regression needs at least {_MIN_LAYOUTS} distinct layouts; found {len(layouts)} with {num_global} of "
-            f"{number_of_heads} heads global: give another --budget or a larger --num-layouts"
+            f"{number_of_heads} heads global: give another --budget, or more layouts in Python (num_layouts)"
         )
     return layouts
 
