@@ -44,3 +44,11 @@ def first_line(error: BaseException) -> str:
         end = next((number for number, line in enumerate(lines) if number >= end and not line), len(lines))
     message = " ".join(lines[:end])
     return message if " " in message else f"{type(error).__name__}: {message}".rstrip(": ")
+
+
+def not_finite(what: str, wrong: int, heads: int, first: tuple[int, ...]) -> str:
+    """Build the error message for a value that is NaN for ``wrong`` of ``heads`` KV heads, one of them ``first``."""
+    return (
+        f"{what} is not a number for {wrong} of {heads} KV heads, the first in layer {first[0]}, head {first[1]}\n"
+        "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in float32"
+    )

@@ -3,8 +3,8 @@
 A forward pre-hook on each attention layer computes the layer's gate from the layer's (normalised) input and passes it
 to the attention function as a keyword argument, which keeps ``torch.compile`` and activation checkpointing working.
 
-Inputs for which the result would be silently wrong raise ``UserError`` (``attention_calls.py``), such as soft-capping,
-dropout, attention masks other than those of padding and packed documents, and a cache other than ``SPKVCache``.
+Inputs for which the result would be silently wrong raise ``UserError`` (``attention_calls.py``), such as dropout,
+attention masks other than those of padding and packed documents, and a cache other than ``SPKVCache``.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Observer(Protocol):
             q: [B, Hq, T, D].
             k: [B, Hkv, T, D].
             v: [B, Hkv, T, D].
-            scale: scale of the scores.
+            scale: scale of the scores, which ``LayerState.softcap`` caps.
             sink_logits: learned sinks [Hq] of the model, or None; ``refuse_learned_sinks`` where they are not computed.
         """
 
@@ -73,6 +73,7 @@ class LayerState:
     learned_sinks: bool = False
     observer: Observer | None = None  # called with each pass's queries, keys and values
     num_readers: int = 0  # later layers without keys of their own, which read this layer's keys and share this state
+    softcap: float | None = None  # cap of the scores in the pass that ``observer`` sees
     is_always_local: bool = False  # whether all heads keep the native window in every layout (local_layers.py)
     head_dim: int = 0  # channels of a head, the most of its keys and values; 0 before a dry run
     _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -218,14 +219,6 @@ def _hook(layer: int, see: Callable[[int, Tensor], None]) -> Callable[[nn.Module
     return hook
 
 
-def not_finite(what: str, wrong: int, heads: int, first: tuple[int, ...]) -> str:
-    """Build the error message for a value that is NaN for ``wrong`` of ``heads`` KV heads, one of them ``first``."""
-    return (
-        f"{what} is not a number for {wrong} of {heads} KV heads, the first in layer {first[0]}, head {first[1]}\n"
-        "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in float32"
-    )
-
-
 def install(layer: nn.Module, state: LayerState, source: nn.Module | None = None) -> None:
     """Attach the hook and its state to one attention layer; ``source``: the layer whose keys and state it shares."""
     layer.spkv = state  # type: ignore[assignment]  # a plain attribute, not a submodule
@@ -322,7 +315,8 @@ def _attend(
     state: LayerState, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute the output [B, Hq, T, D] of a checked call, over the cache or by an observer if there is one."""
-    gate, cache, is_reader = kwargs.get("spkv_gate"), kwargs.get("spkv_cache"), bool(kwargs.get("spkv_reads"))
+    gate, cache, softcap = (kwargs.get(name) for name in ("spkv_gate", "spkv_cache", "softcap"))
+    is_reader = bool(kwargs.get("spkv_reads"))
     sink_logits = chosen_sink_logits(kwargs.get("s_aux"), kwargs.get("spkv_sink_logits"))
     # Attend over the cache
     if cache is not None:
@@ -335,7 +329,7 @@ def _attend(
             state.check_gate_reach(cache.get_seq_length() + q.shape[2])
         keep = gate.keep if gate else None
         cached: Tensor = cache.attend(
-            q.to(v.dtype), k.to(v.dtype), v, keep, mask, scale, sink_logits, is_reader=is_reader
+            q.to(v.dtype), k.to(v.dtype), v, keep, mask, scale, sink_logits, softcap, is_reader=is_reader
         )
         return cached
     # Find the documents of each row, which the pre-hook passed to the gates
@@ -344,6 +338,8 @@ def _attend(
         raise UserError("this model's layers get their attention mask by position, so gates cannot tell documents")
     # Let an observer replace attention. One that only measures takes the layer with the keys alone
     if state.observer is not None and (not is_reader or getattr(state.observer, "replaces", False)):
+        if softcap is not None:
+            state.softcap = softcap
         packed = {} if starts is None else {"starts": starts}
         if packed and not getattr(state.observer, "knows_documents", False):
             raise UserError("this measurement of attention does not support separate documents: give joined ones")
@@ -365,6 +361,7 @@ def _attend(
         keep=gate.keep if gate else None,
         starts=starts,
         scale=scale,
+        softcap=softcap,
     )
 
 
@@ -390,15 +387,6 @@ def refuse_readers(states: Sequence[LayerState], what: str) -> None:
     """Raise ``UserError`` if layers read the keys of others, for ``what`` that would leave them unchanged."""
     if any(state.num_readers for state in states):
         raise UserError(f"layers of this model read the keys of others, which {what} does not compute: choose another")
-
-
-def refuse_learned_sinks(sink_logits: Tensor | None) -> None:
-    """Raise ``UserError`` for learned sinks, in an observer that would ignore them."""
-    if sink_logits is not None:
-        raise UserError(
-            "this model has learned sinks ('s_aux'), which this measurement of attention weights does not compute: "
-            "choose another signal, such as add-one-head"
-        )
 
 
 AttentionInterface.register("spkv", _attention_function)

@@ -14,14 +14,13 @@ from spkv_nas.base.errors import UserError
 # Keyword arguments of an attention call, besides its tensors. Any other one that is not None is refused
 _USED = {
     "sliding_window", "s_aux", "is_causal", "cu_seq_lens_q", "seq_idx",
-    "spkv_state", "spkv_cache", "spkv_gate", "spkv_sink_logits", "spkv_starts", "spkv_reads",
+    "softcap", "spkv_state", "spkv_cache", "spkv_gate", "spkv_sink_logits", "spkv_starts", "spkv_reads",
 }  # fmt: skip
 _WITHOUT_EFFECT = {  # on attention: positions are in q and k already, and the rest is about outputs and losses
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch",
     "shift_labels", "token_type_ids", "mm_token_type_ids", "cu_seq_lens_k", "max_length_q", "max_length_k",
 }  # fmt: skip
 _FEATURES = {
-    "softcap": "soft-capping of attention scores",
     "sinks": "sink logits per token",
     "position_bias": "a position bias",
     "output_attentions": "attention weights as output",

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from spkv_nas.base.distributed import sum_over_processes
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import UserError, not_finite
 from spkv_nas.model import attention, gates, modes
 
 
@@ -93,7 +93,7 @@ class DensityTracker:
             return None
         if wrong.any():
             first = tuple(np.argwhere(wrong)[0].tolist())
-            raise UserError(attention.not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first))
+            raise UserError(not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first))
         return np.where(tokens > 0, kept / np.maximum(tokens, 1), np.nan)
 
 

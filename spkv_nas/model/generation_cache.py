@@ -104,6 +104,7 @@ class SPKVCacheLayer(CacheLayerMixin):
         mask: Tensor | None,
         scale: float | None,
         sink_logits: Tensor | None = None,
+        softcap: float | None = None,
         *,
         is_reader: bool = False,
     ) -> Tensor:
@@ -120,6 +121,7 @@ class SPKVCacheLayer(CacheLayerMixin):
             mask: bool [B, cached + T], False for padding; None: no padding.
             scale: scale of the scores; None: 1 / sqrt(D).
             sink_logits: learned sinks, [Hq]; None: the model has none.
+            softcap: cap of the scores, or None.
             is_reader: whether another layer attends to the keys of this one, which are those of its last call.
 
         Returns:
@@ -134,8 +136,9 @@ class SPKVCacheLayer(CacheLayerMixin):
         k, v, keep, order, lengths = self._new
         q = q if order is None else _reorder(q, order)
         # Attend, and store the keys and values
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
         if len(self.paged) == 1:
-            out = self._attend(self.paged[0], q, k, v, keep, lengths, scale, sink_logits, is_reader)
+            out = self._attend(self.paged[0], q, k, v, keep, lengths, is_reader, sink_logits=sink_logits, **options)
         else:
             out = torch.empty_like(q)
             shape = (len(k), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
@@ -143,7 +146,7 @@ class SPKVCacheLayer(CacheLayerMixin):
                 queries = q.view(shape)[:, heads].flatten(1, 2)
                 logits = None if sink_logits is None else sink_logits.view(k.shape[1], -1)[heads].flatten()
                 new = k[:, heads], v[:, heads], keep[:, heads]
-                some = self._attend(paged, queries, *new, lengths, scale, logits, is_reader)
+                some = self._attend(paged, queries, *new, lengths, is_reader, sink_logits=logits, **options)
                 out.view(shape)[:, heads] = some.reshape(len(k), len(heads), -1, *q.shape[2:])
         # Restore the order
         if self._num_unread == 0:
@@ -179,21 +182,20 @@ class SPKVCacheLayer(CacheLayerMixin):
         v: Tensor,
         keep: Tensor,
         lengths: Tensor | None,
-        scale: float | None,
-        sink_logits: Tensor | None,
         is_reader: bool,
+        **options: Any,
     ) -> Tensor:
-        """Compute ``attend`` for the heads of one ring size; ``lengths`` [B] are the new tokens that are no padding."""
+        """Compute ``attend`` for the heads of one ring size, with ``lengths`` [B] new tokens that are no padding."""
         # Decode a single token
         if q.shape[2] == 1 and lengths is None:
             if not is_reader:
                 paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
-            return decode_attention(q[:, :, 0], paged, scale=scale, sink_logits=sink_logits)[:, :, None]
+            return decode_attention(q[:, :, 0], paged, **options)[:, :, None]
         # Attend before the keys are stored
         if self.tokens == 0:
-            out = attention(q, k, v, window=paged.window, keep=keep.contiguous(), scale=scale, sink_logits=sink_logits)
+            out = attention(q, k, v, window=paged.window, keep=keep.contiguous(), **options)
         else:
-            out = extend_attention(q, k, v, keep, paged, scale=scale, sink_logits=sink_logits)
+            out = extend_attention(q, k, v, keep, paged, **options)
         if self._num_unread == 0:
             paged.prefill(k, v, keep, lengths)
         return out

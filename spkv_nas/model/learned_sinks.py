@@ -72,3 +72,12 @@ def native_sinks_error() -> UserError:
     return UserError(
         "this model has learned sinks of its own ('s_aux'), which training adapts: leave out branch.sinks: learned"
     )
+
+
+def refuse_learned_sinks(sink_logits: Tensor | None) -> None:
+    """Raise ``UserError`` for learned sinks, in an observer that would ignore them."""
+    if sink_logits is not None:
+        raise UserError(
+            "this model has learned sinks ('s_aux'), which this measurement of attention weights does not compute: "
+            "choose another signal, such as add-one-head"
+        )

@@ -20,9 +20,9 @@ from torch.nn.functional import pad
 from spkv_nas.artifacts.grid import Grid, head_cells
 from spkv_nas.artifacts.histogram import group_documents
 from spkv_nas.base.distributed import gathered, sum_over_processes
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import UserError, not_finite
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model import attention, gates
+from spkv_nas.model import gates
 
 NUM_POSITION_BUCKETS = 16
 _FIRST_BUCKET = 128  # maximum tokens in the first position bucket; in longer blocks, widths grow geometrically
@@ -212,7 +212,7 @@ class GateCounter:
         self.counts = self.counts.of_all_processes()
         wrong = self.counts.wrong.nonzero().tolist()
         if wrong:
-            raise UserError(attention.not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0])))
+            raise UserError(not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0])))
         # Merge the documents at the boundaries between ranks
         last: _Part | None = None  # last document of the ranks so far
         for first, *others in filter(None, gathered(outer)):

@@ -18,7 +18,6 @@ from spkv_nas.artifacts import head_scores, head_tables, kinds
 from spkv_nas.artifacts.grid import head_cells
 from spkv_nas.base import arrays, distributed, errors, statistics
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.attention import not_finite
 
 _CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # attention weights per chunk: about the CPU cache size; minimum query rows
 
@@ -35,7 +34,14 @@ def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
 
 
 def attention_weights(
-    q: Tensor, k: Tensor, scale: float, *, window: int, start: int = 0, sink_logits: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    *,
+    window: int,
+    start: int = 0,
+    sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield causal softmax attention weights in float32, in chunks of queries so that memory is O(T).
 
@@ -46,6 +52,7 @@ def attention_weights(
         window: number of recent keys visible to a query, including its own; T or more means all keys.
         start: position of the first query to return.
         sink_logits: learned sinks [Hq], which are in the denominator; None: none.
+        softcap: cap of the scores, or None.
 
     Yields:
         (positions of the chunk's queries, int64 [c]; weights [B, Hkv, G, c, n] on keys 0 to n - 1, G = Hq / Hkv).
@@ -61,6 +68,8 @@ def attention_weights(
         query, key = torch.arange(first, stop, device=q.device), torch.arange(stop, device=q.device)
         rows = groups[:, :, :, first:stop].reshape(batch, k.shape[1], -1, size)
         scores = (rows @ keys[..., :stop] * scale).view(*groups.shape[:3], stop - first, stop)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         # Causal window mask, then softmax
         age = query[:, None] - key[None, :]
         scores.masked_fill_((age < 0) | (age >= window), -torch.inf)
@@ -151,7 +160,9 @@ def signal_table(
     for part in means:
         wrong = np.argwhere(~np.isfinite(part.values))
         if len(wrong):
-            raise errors.UserError(not_finite(f"the score '{signal}'", len(wrong), part.values.size, tuple(wrong[0])))
+            raise errors.UserError(
+                errors.not_finite(f"the score '{signal}'", len(wrong), part.values.size, tuple(wrong[0]))
+            )
     # One row per layer, KV head and domain
     parts = []
     for part in means:

@@ -6,6 +6,7 @@ With shares of 0 and 1 this is the attention of a layout.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from spkv_kernels import attention
@@ -23,6 +24,7 @@ class Mixture:
 
     def __init__(self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int) -> None:
         """Mix what local heads of a layout see in a layer with each of ``windows`` and ``sinks``, and a global head."""
+        self._state = state
         reaches = [layout_window(state, window, is_global=False) for window in windows]
         self._kinds = [(reach, sinks if takes_sinks(state, reach) else 0) for reach in reaches]
         self._kinds.append((state.checkpoint_window, 0))
@@ -47,8 +49,8 @@ class Mixture:
     def attend(self, kind: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *options: Tensor | None) -> Tensor:
         """Compute one kind of attention; -1 is global. Shapes and ``options`` as in ``__call__``."""
         window, sinks = self._kinds[kind]
-        sink_logits, starts = options
-        return attention(q, k, v, window=window, sinks=sinks, sink_logits=sink_logits, starts=starts, scale=scale)
+        shown: dict[str, Any] = dict(zip(("sink_logits", "starts"), options, strict=True))
+        return attention(q, k, v, window=window, sinks=sinks, scale=scale, softcap=self._state.softcap, **shown)
 
     def mix(self, outputs: Iterable[Tensor]) -> Tensor:
         """Mix the attention outputs of all kinds, each [B, Hq, T, D], by the shares of each query head's KV head."""

@@ -164,7 +164,7 @@ def measure_sinks(
         stop = max(start, min(blocks.block_size, *(states[layer].checkpoint_window for layer in candidates)))
         sums = {layer: torch.zeros(0) for layer in candidates}  # [Hq, positions], summed over queries and blocks
         for layer in candidates:
-            states[layer].observer = _observer(sums, layer, slice(start, stop), num_positions)
+            states[layer].observer = _observer(sums, layer, states[layer], slice(start, stop), num_positions)
         for block in range(blocks.num_blocks):  # one by one, to bound memory
             model.get_decoder()(input_ids=block_tokens(blocks, block, 1, model.device), use_cache=False)
         num_kv_heads = max(states[layer].num_kv_heads for layer in candidates)
@@ -180,14 +180,16 @@ def measure_sinks(
     return SinkReport(mass, num_kv_heads, average, tuple(activations.values()))
 
 
-def _observer(sums: dict[int, Tensor], layer: int, queries: slice, num_positions: int) -> Callable[..., None]:
+def _observer(
+    sums: dict[int, Tensor], layer: int, state: attention.LayerState, queries: slice, num_positions: int
+) -> Callable[..., None]:
     """Return an attention observer that adds one layer's weights on the first keys to ``sums``."""
 
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         total = torch.zeros(q.shape[1], num_positions, device=q.device)
         q, k = q[:, :, : queries.stop], k[:, :, : queries.stop]
-        parts = attention_weights(q, k, scale, window=queries.stop, start=queries.start, sink_logits=sink_logits)
-        for _, weights in parts:
+        options: Any = {"sink_logits": sink_logits, "softcap": state.softcap}
+        for _, weights in attention_weights(q, k, scale, window=queries.stop, start=queries.start, **options):
             total += weights[..., :num_positions].sum((0, -2)).flatten(0, 1)  # [Hq, positions]
         sums[layer] = sums[layer] + total if len(sums[layer]) else total
 

@@ -14,6 +14,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import attach, checkpoint, learned_sinks, model_shape, modes, rope, windows
+from spkv_nas.model.attention import LayerState
 from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.gates import predictors
 from spkv_nas.training import branch_config, lora, run_files
@@ -217,25 +218,28 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
         sums = [torch.zeros(num_heads, dtype=torch.float64) for _ in states]
         for state, total in zip(states, sums, strict=True):
             if takes_sinks(state, layout.window):
-                state.observer = _adder(total, layout, state.checkpoint_window)
+                state.observer = _adder(total, layout, state)
         for index in range(part.num_blocks):
             model.get_decoder()(input_ids=block_tokens(part, index, 1, model.device), use_cache=False)
     return [(total / part.num_blocks).float() for total in sums]
 
 
-def _adder(total: torch.Tensor, layout: Layout, native: int) -> Callable[..., None]:
+def _adder(total: torch.Tensor, layout: Layout, state: LayerState) -> Callable[..., None]:
     """Return an observer that adds the mean score of a block's first hidden token to ``total`` [Hq].
 
-    The mean is over the queries from which the layout hides it, but not the window ``native`` of the checkpoint.
+    The mean is over the queries from which the layout hides it, but not the window of the checkpoint.
     """
     hidden = layout.sinks
-    queries = slice(hidden + layout.window, hidden + native)
+    queries = slice(hidden + layout.window, hidden + state.checkpoint_window)
 
     def add(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink_logits: torch.Tensor | None) -> None:
         if sink_logits is not None:
             raise learned_sinks.native_sinks_error()
-        query = q[0, :, queries].cpu().double().mean(1)  # [Hq, D]; the mean of scores is the score of the mean
+        query = q[0, :, queries].cpu().double()  # [Hq, queries, D]
         key = k[0, :, hidden].cpu().double().repeat_interleave(len(query) // k.shape[1], 0)
-        total.add_((query * key).sum(-1), alpha=scale)
+        scores = (query @ key[..., None])[..., 0] * scale
+        if state.softcap is not None:
+            scores = state.softcap * torch.tanh(scores / state.softcap)
+        total.add_(scores.mean(1))
 
     return add

@@ -270,10 +270,6 @@ class TestRefusals:
         model = tiny_model("phimoe", sliding_window=128, **options)  # as long as the context
         attach_gates(model, CONFIG)
 
-    def test_soft_capping(self) -> None:
-        with pytest.raises(UserError, match=r"soft-capping of attention scores \('softcap'\)"):
-            attach_gates(tiny_model("gemma2", head_dim=8), CONFIG)
-
     def test_a_class_without_the_attention_interface(self) -> None:
         config = AutoConfig.for_model("bloom", vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
         with pytest.raises(UserError, match="Bloom"):

@@ -15,9 +15,10 @@ import spkv_nas
 from spkv_nas import GateConfig, Layout, UserError, apply_layout, attach_gates, detach, set_gate_mode
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.model.attention import layer_states, refuse_learned_sinks
+from spkv_nas.model.attention import layer_states
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.export.export import export
+from spkv_nas.model.learned_sinks import refuse_learned_sinks
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.mixture import Mixture
 

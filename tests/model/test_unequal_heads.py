@@ -1,4 +1,4 @@
-"""Test models whose heads differ in number by layer, or whose values differ in size from their keys."""
+"""Test models whose heads differ in number by layer, whose values differ in size from keys, or with capped scores."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from spkv_nas.model.export.export import export
 from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.windows import apply_layout, full_attention
 from spkv_nas.probing.measure import measure_signal
+from spkv_nas.probing.mixture import Mixture
 from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.requirements import Requirements
@@ -29,6 +30,9 @@ from spkv_nas.proposal.requirements import Requirements
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 6,
+}  # fmt: skip
+_CAPPED: dict[str, Any] = {
+    "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "sliding_window": 9,
 }  # fmt: skip
 _MIXTURE: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
 _SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
@@ -40,6 +44,8 @@ UNEQUAL: dict[str, dict[str, Any]] = {  # options of models; the experts can be 
     "mimo_v2_flash": {
         **_SLIDING, **_MIXTURE, "head_dim": 12, "v_head_dim": 8, "topk_group": 1, "mlp_layer_types": ["dense"] * 4,
     },
+    "gemma2": _CAPPED,
+    "vaultgemma": _CAPPED,
     "youtu": _LATENT,
     "minicpm3": _LATENT,
     "deepseek_v3": {**_LATENT, **_MIXTURE, "topk_group": 1, "experts_implementation": "eager"},
@@ -96,6 +102,30 @@ def test_layouts_equal_an_explicit_mask(model: PreTrainedModel, layout: Layout, 
     all_local = Layout(tuple("L" * len(row) for row in layout.heads), 5)
     apply_layout(model, all_local)
     assert not torch.allclose(logits(model, tokens), expected, rtol=1e-3)
+
+
+def test_training_equals_an_explicit_mask(model: PreTrainedModel, layout: Layout, tokens: Tensor) -> None:
+    dense = copy.deepcopy(model).double()
+    apply_layout(model.double(), layout)
+    masked_logits(dense, layout, tuple(state.native_window for state in layer_states(model)), tokens)
+    for trained in (model, dense):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.005)
+        for _ in range(3):
+            optimizer.zero_grad()
+            trained(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+    actual, expected = logits(model, tokens), logits(dense, tokens)
+    assert torch.allclose(actual, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_mixtures_of_a_probe_equal_the_layout(model: PreTrainedModel, layout: Layout, tokens: Tensor) -> None:
+    with full_attention(model.double()) as states:
+        for state, row in zip(states, layout.heads, strict=True):
+            is_global = torch.tensor([float(letter == "G") for letter in row])
+            state.observer = Mixture.of_global(state, is_global, layout.window, layout.sinks)
+        actual = logits(model, tokens)
+    apply_layout(model, layout)
+    assert torch.allclose(actual, logits(model, tokens), atol=1e-6 * float(actual.abs().max()))
 
 
 def test_generation_equals_whole_passes(model: PreTrainedModel, layout: Layout) -> None:

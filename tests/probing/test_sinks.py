@@ -124,14 +124,16 @@ class TestMeasurement:
             masses.append(measure_sinks(model, blocks, 2).mass.mean())
         assert masses[0] > 0.01 > 1e-6 > masses[1]
 
-    def test_with_learned_sinks_weights_are_those_of_the_operator(self) -> None:
+    @pytest.mark.parametrize("softcap", [None, 1.5])
+    def test_with_learned_sinks_weights_are_those_of_the_operator(self, softcap: float | None) -> None:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(2, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
         sink_logits = torch.randn(4, generator=generator)
-        parts = [w for _, w in attention_weights(q, k, 0.3, window=20, sink_logits=sink_logits)]
+        options: Any = {"window": 20, "sink_logits": sink_logits, "softcap": softcap}
+        parts = [w for _, w in attention_weights(q, k, 0.9, **options)]
         weights = torch.cat([torch.nn.functional.pad(part, (0, 20 - part.shape[-1])) for part in parts], -2)
         out = (weights @ v[:, :, None]).flatten(1, 2)
-        assert torch.allclose(out, attention(q, k, v, window=20, scale=0.3, sink_logits=sink_logits), atol=1e-5)
+        assert torch.allclose(out, attention(q, k, v, scale=0.9, **options), atol=1e-5)
 
     def test_refuses_a_broken_model(self, blocks: TokenBlocks) -> None:
         model = planted_tiny()

@@ -4,8 +4,8 @@
 
 ``SPKVLlamaForCausalLM`` is transformers' ``LlamaForCausalLM`` with another attention function; other classes alike.
 Section ``spkv`` of ``config.json`` has the window of each KV head. The cache holds the keys of all tokens: generation
-is right, but saves no memory. Masks take [T, S] per window; heads with learned sinks take scores [T, S] in float32. To
-save memory, ``import spkv_nas`` first, whose classes replace these, or serve the folder with vLLM.
+is right, but saves no memory. Masks take [T, S] per window; learned sinks and soft caps take scores [T, S] in float32.
+To save memory, ``import spkv_nas`` first, whose classes replace these, or serve the folder with vLLM.
 """
 
 import json
@@ -159,8 +159,7 @@ def _attention(
             logits = logits.view(-1, query.shape[2])[heads if rows is None else rows]
         visible = _visible(attention_mask, query.shape[3], key.shape[2], window, sinks, key.device)
         q, k, v = (x if len(heads) == x.shape[1] else x[:, heads] for x in (query, key, value))
-        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        outputs.append(_attend(q, k, v, visible, scale, kwargs.get("dropout", 0.0), logits))
+        outputs.append(_attend(q, k, v, visible, logits, **kwargs))
         order += heads
     output = torch.cat(outputs, 1)
     if order != sorted(order):
@@ -180,16 +179,17 @@ def _visible(mask: Tensor | None, length: int, num_keys: int, window: int, sinks
     return mask & ((number > number[..., -1:] - min(window, num_keys)) | (number <= sinks))
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, drop: float, logits: Tensor | None
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, logits: Tensor | None, **kwargs: Any) -> Tensor:
     """Attend from q [B, H, G, T, D] to k and v [B, H, S, D], with learned sinks [H, G] or None."""
+    scale, drop, cap = kwargs.get("scaling") or q.shape[-1] ** -0.5, kwargs.get("dropout", 0.0), kwargs.get("softcap")
     shape, group, length = (*q.shape[:-1], v.shape[-1]), q.shape[2], q.shape[3]
-    if logits is not None:
+    if logits is not None or cap is not None:
         scores = (q @ k[:, :, None].transpose(-1, -2)).float() * scale  # [B, H, G, T, S]
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
         hidden = scores.new_ones(scores.shape[-2:]).triu(k.shape[2] - length + 1) > 0 if visible is None else ~visible
-        scores = scores.masked_fill(hidden.unsqueeze(-3), -math.inf)
-        sinks = logits.float()[:, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = scores.masked_fill(hidden.unsqueeze(-3), torch.finfo(scores.dtype).min)  # padding may see no key
+        logits = scores.new_tensor(-math.inf).expand(q.shape[1:3]) if logits is None else logits.float()
+        sinks = logits[:, :, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
         return dropout(weights, drop).to(v.dtype) @ v[:, :, None]
     if length == 1:  # the query heads of a KV head share its keys as tokens do

@@ -29,7 +29,8 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.baselines.choices import EXACT, PROTOCOLS
-from spkv_nas.model.attention import attention_layers, layer_state, refuse_learned_sinks, refuse_readers
+from spkv_nas.model.attention import LayerState, attention_layers, layer_state, refuse_readers
+from spkv_nas.model.learned_sinks import refuse_learned_sinks
 from spkv_nas.model.windows import full_attention
 
 
@@ -171,10 +172,13 @@ class Reading:
         self._hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
     def attend(
-        self, layer: int, native: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None
+        self, layer: int, state: LayerState, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None
     ) -> Tensor | None:
-        """Apply the rule to a layer in place of its attention, whose window in the checkpoint is ``native``."""
+        """Apply the rule to a layer in place of its attention."""
         refuse_learned_sinks(sink_logits)
+        if state.softcap is not None:
+            raise UserError("this model caps its attention scores ('softcap'), which these rules do not compute")
+        native = state.checkpoint_window
         if k.shape[2] > native:
             raise UserError(
                 f"blocks of {k.shape[2]} tokens are longer than the model's own sliding window of {native} keys, which "
@@ -197,7 +201,7 @@ def reading(model: PreTrainedModel) -> Iterator[Reading]:
         for index, layer in enumerate(layers):
             state = layer_state(layer)
             hooks.callback(layer.register_forward_pre_hook(reader.see_hidden, with_kwargs=True).remove)
-            state.observer = partial(reader.attend, index, state.checkpoint_window)
+            state.observer = partial(reader.attend, index, state)
         yield reader
 
 

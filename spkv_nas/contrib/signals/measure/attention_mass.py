@@ -77,7 +77,7 @@ def _observer(masses: list[Tensor], state: attention.LayerState, window: int, si
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         parts = []
         shown: Any = {"window": state.checkpoint_window, "start": window, "sink_logits": sink_logits}
-        for query, weights in attention_weights(q, k, scale, **shown):
+        for query, weights in attention_weights(q, k, scale, softcap=state.softcap, **shown):
             # Sum the weights of keys outside the window, sinks left out
             key = torch.arange(weights.shape[-1], device=q.device)
             far = (query[:, None] - key >= local_window) & (key >= sinks)

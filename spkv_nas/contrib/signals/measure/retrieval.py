@@ -167,7 +167,7 @@ def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor,
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
         # Compute the attention of the queries in the copy
         shown: Any = {"window": state.checkpoint_window, "start": query_positions.start, "sink_logits": sink_logits}
-        parts = [weights for _, weights in attention_weights(q, k, scale, **shown)]
+        parts = [weights for _, weights in attention_weights(q, k, scale, softcap=state.softcap, **shown)]
         rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)
         rows = rows.flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
         # Attention weight on the token after the current one's first occurrence
