@@ -169,9 +169,9 @@ class TestLayouts:
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile itself
 @pytest.mark.slow  # tests/product/test_python_objects.py compiles one quickly
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2"])
 def test_a_compiled_hybrid_computes_the_same(family: str, tokens: Tensor) -> None:
-    model = tiny_model(family)
+    model = tiny_model(family, head_dim=8)
     apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6, sinks=2))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)  # in one piece without packed documents
