@@ -74,7 +74,7 @@ def native_sinks_error() -> UserError:
     )
 
 
-def refuse_learned_sinks(sink_logits: Tensor | None) -> None:
+def refuse_learned_sinks(sink_logits: torch.Tensor | None) -> None:
     """Raise ``UserError`` for learned sinks, in an observer that would ignore them."""
     if sink_logits is not None:
         raise UserError(
