@@ -142,8 +142,7 @@ def _mask(
         raise ValueError("this model takes no documents packed into one row: give one document per row")
     if local_size is not None:  # ``_visible`` applies it
         details["mask_function"] = causal_mask_function
-    mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **details)
-    return mask
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **details)  # type: ignore[no-any-return]
 
 
 def _attention(
@@ -155,8 +154,7 @@ def _attention(
     outputs, order = [], []
     for window, sinks, heads, rows in module.spkv_groups:
         logits = kwargs.get("s_aux") if rows is None else module.learned_sinks["logits"]
-        if logits is not None:
-            logits = logits.view(-1, query.shape[2])[heads if rows is None else rows]
+        logits = None if logits is None else logits.view(-1, query.shape[2])[heads if rows is None else rows]
         visible = _visible(attention_mask, query.shape[3], key.shape[2], window, sinks, key.device)
         q, k, v = (x if len(heads) == x.shape[1] else x[:, heads] for x in (query, key, value))
         outputs.append(_attend(q, k, v, visible, logits, **kwargs))

@@ -28,8 +28,8 @@ Retrain = Annotated[
     str | None,
     Flag(
         "Also retrain up to three hybrids of smaller memories for this long together, or for a number of steps each, "
-        "on the half of the documents that selects. The others judge them, at half of the risk; a smaller hybrid that "
-        "passes is exported.",
+        "on the half of the documents that selects. They are tested on the other half, at half of the risk; a smaller "
+        "hybrid that passes is exported.",
         metavar="TIME|STEPS",
     ),
 ]
