@@ -162,7 +162,7 @@ def test_command(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys
     options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--block-size", 64]
     options += ["--workspace", tmp_path / "w", "--max-tokens", 256]
     command = ["probe", *map(str, options), "--signal", "regression", "--window", "8"]
-    main([*command, "--budget", "3", "--num-layouts", "12", "--seed", "5"])
+    main([*command, "--budget", "3", "--seed", "5"])
     table = HeadScores.read(tmp_path / "w" / "probes" / "mine-regression")
     assert (table.metadata["tokens"], table.metadata["reused_scores"]) == (256, 0)
     assert {key: table.metadata[key] for key in ("budget", "seed", "signal")} == {
