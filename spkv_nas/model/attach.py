@@ -255,8 +255,9 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     num_cached = 0 if cache is None else cache.get_seq_length()
     mask = kwargs.get("attention_mask")
     if not torch.compiler.is_compiling():
-        _check_positions(kwargs.get("position_ids"), mask, num_cached)
-        if cache is None and not uses_cache:
+        stores = cache is not None or bool(uses_cache)
+        _check_positions(kwargs.get("position_ids"), mask, num_cached, stores)
+        if not stores:
             attention_calls.check_documents(mask, kwargs)
     if cache is None and uses_cache:
         kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
@@ -282,15 +283,15 @@ def _with_all_queries(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
     return {**kwargs, "logits_to_keep": torch.arange(tokens.shape[1], device=tokens.device)[-num_kept:]}
 
 
-def _check_positions(position_ids: torch.Tensor | None, attention_mask: Any, num_cached: int) -> None:
-    """Raise ``UserError`` for position ids that start again beside a padding mask or cached tokens.
+def _check_positions(position_ids: torch.Tensor | None, attention_mask: Any, num_cached: int, stores: bool) -> None:
+    """Raise ``UserError`` for position ids that start again beside a padding mask, or where a cache ``stores`` tokens.
 
     Otherwise the i-th token of a row, without padding and with cached tokens, has position i or a later one. Without
     either, they tell packed documents (``attention_calls.padding_mask``).
     """
     if position_ids is None or position_ids.ndim != 2 or position_ids.is_meta:  # more dimensions have images
         return
-    if attention_mask is None and not num_cached:
+    if attention_mask is None and not stores:
         return
     # Compare every position with the number of tokens before it
     length = num_cached + position_ids.shape[1]
@@ -302,6 +303,8 @@ def _check_positions(position_ids: torch.Tensor | None, attention_mask: Any, num
     if bool(((position_ids < order) & is_token[:, num_cached:].to(position_ids.device)).any()):
         if num_cached:
             raise UserError(f"position_ids start again, but the cache holds {num_cached} tokens: continue from there")
+        if stores:
+            raise UserError("position_ids start again: a cache holds no packed documents, so give use_cache=False")
         raise UserError(
             "position_ids start again, as those of packed documents do, beside an attention_mask, with which "
             "transformers lets documents attend to each other: leave attention_mask out"

@@ -295,8 +295,8 @@ def _attention_function(
     """Compute attention under the gates and windows of the calling layer; registered as ``spkv``.
 
     From q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] and what ``padding_mask`` made of the batch's mask,
-    returns [B, T, Hq, Dv]. Where values have another size, as in
-    multi-head latent attention, the smaller heads get zero channels up to the larger size, also in the cache.
+    returns [B, T, Hq, Dv]. Where values have another size, as in multi-head latent attention, the smaller heads get
+    zero channels up to the larger size, also in the cache.
     """
     # Record and check the call
     attention_calls.record_call(module, key, value, attention_calls.requested_window(kwargs))
@@ -320,6 +320,8 @@ def _attend(
     sink_logits = chosen_sink_logits(kwargs.get("s_aux"), kwargs.get("spkv_sink_logits"))
     # Attend over the cache
     if cache is not None:
+        if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+            raise UserError("a cache holds no packed documents (cu_seq_lens_q, seq_idx): give use_cache=False")
         if gate is not None and gate.log_utility is not None:
             raise UserError(
                 'soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a cache, or the model '

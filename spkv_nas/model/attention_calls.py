@@ -65,7 +65,7 @@ class Recording:
 
 @dataclass
 class Call:
-    """What compiled code must know of the call of a hooked model (``attach``)."""
+    """Hold what compiled code must know of the call of a hooked model (``attach``)."""
 
     has_positions: bool = False  # whether the caller gave position_ids, which may tell packed documents
 

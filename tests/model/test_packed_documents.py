@@ -147,6 +147,12 @@ class TestRefusals:
         with pytest.raises(UserError, match="leave attention_mask out"):
             model_with("layout")(**batch, attention_mask=torch.ones_like(batch["input_ids"]), use_cache=False)
 
+    @pytest.mark.parametrize("batch", ["position_ids", "flash", "cu_seq_lens"])
+    def test_a_cache(self, batch: str) -> None:
+        """It made documents see each other."""
+        with torch.no_grad(), pytest.raises(UserError, match="a cache holds no packed documents"):
+            model_with("layout").eval()(**BATCHES[batch](), use_cache=True)
+
     @pytest.mark.slow
     def test_compiled_masks_without_positions(self) -> None:
         """Transformers' gpt-oss does not pass positions to its masks."""
