@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 
-def pairwise(first: Sequence[Any], second: Sequence[Any], third: Sequence[Any]) -> list[Any]:
-    """Combine three lists of parameters so that every pair of values of two lists occurs, the longest lists first.
+def pairwise(*lists: Sequence[Any]) -> list[Any]:
+    """Combine lists of parameters in few rows, such that every pair of values of two lists occurs in one.
 
-    Each value of the first list comes with each of the second, and with one of the third.
+    Parameters of independent axes need no more: what goes wrong at all nearly always takes one or two of them.
     """
-    rows = [
-        [value if hasattr(value, "marks") else pytest.param(value, id=str(value)) for value in row]
-        for row in (first, second, third)
+    columns = [
+        [value if hasattr(value, "marks") else pytest.param(value, id=str(value)) for value in values]
+        for values in lists
     ]
-    combined = [
-        (one, two, rows[2][(i + j) % len(third)]) for i, one in enumerate(rows[0]) for j, two in enumerate(rows[1])
-    ]
+    # Choose the row with the most pairs that are missing, the first of several, until none is
+    rows = {row: set(combinations(enumerate(row), 2)) for row in product(*(range(len(values)) for values in lists))}
+    missing, chosen = set().union(*rows.values()), []
+    while missing:
+        row = max(rows, key=lambda row: len(rows[row] & missing))
+        missing -= rows[row]
+        chosen.append([columns[axis][index] for axis, index in enumerate(row)])
     return [
         pytest.param(*(v for part in parts for v in part.values), id="-".join(str(part.id) for part in parts))
-        for parts in combined
+        for parts in chosen
     ]
 
 

@@ -29,6 +29,7 @@ SHAPES = [
     pytest.param((1, 4, 4, 512, 16), 300, id="G1-block<w"),
 ]
 GATES = ["none", "soft", "tiny", "hard", "all", "nothing"]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def inputs(shape: tuple[int, int, int, int, int], gate: str, seed: int = 0) -> dict[str, Tensor | None]:

@@ -21,15 +21,6 @@ def test_cpu_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], windo
     check(inputs(shape, gate), window)
 
 
-@pytest.mark.parametrize("gate", ["hard", "all", "nothing"])
-@pytest.mark.parametrize(("shape", "window"), SHAPES)
-def test_compacted_hard_gates_agree(
-    shape: tuple[int, int, int, int, int], window: int, gate: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compaction, "_COMPACT_FROM", 1)
-    check(inputs(shape, gate), window)
-
-
 @pytest.mark.parametrize("compact_from", [1, 1 << 30], ids=["compacted", "masked"])
 def test_dead_full_and_single_key_heads_side_by_side(compact_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "_COMPACT_FROM", compact_from)

@@ -45,7 +45,9 @@ def check(rows: list[list[int]], windows: list[int], sinks: int, gate: str, back
 
 
 @pytest.mark.parametrize(("rows", "windows", "sinks", "gate"), pairwise(ROWS, KINDS, GATES))
-def test_oracle_computes_each_document_alone(rows: list[list[int]], windows: list[int], sinks: int, gate: str) -> None:
+def test_documents_are_computed_alone(
+    rows: list[list[int]], windows: list[int], sinks: int, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = with_sink_logits(inputs((len(rows), 4, 2, sum(rows[0]), 8), gate))
     call = partial(attention, window=tuple(windows), sinks=sinks, backend="reference")
     found = call(**tensors, starts=starts_of(rows))  # type: ignore[arg-type]
@@ -57,12 +59,6 @@ def test_oracle_computes_each_document_alone(rows: list[list[int]], windows: lis
                 for name, x in tensors.items()
             }
             assert torch.allclose(found[row : row + 1, :, document], call(**alone), rtol=1e-12, atol=1e-12)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("rows", "windows", "sinks", "gate"), pairwise(ROWS, KINDS, GATES))
-def test_cpu_agrees_with_the_oracle(
-    rows: list[list[int]], windows: list[int], sinks: int, gate: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(compaction, "_COMPACT_FROM", 256)
     check(rows, windows, sinks, gate, "cpu")
 

@@ -55,8 +55,7 @@ def test_oracle_caps_scores_before_the_gate() -> None:
     assert torch.allclose(actual, expected)
 
 
-@pytest.mark.parametrize("first", STARTS)
-@pytest.mark.parametrize(("length", "gate", "kind"), pairwise(LENGTHS, GATES, KINDS))
+@pytest.mark.parametrize(("length", "gate", "kind", "first"), pairwise(LENGTHS, GATES, KINDS, STARTS))
 def test_cpu_agrees_with_the_oracle(length: int, gate: str, kind: Any, first: Any) -> None:
     check(length, gate, kind, first, "cpu", "cpu")
 

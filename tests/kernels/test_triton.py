@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from marks import slow
-from operator_cases import GATES, check, compiled_kernels, eager, inputs, relative_error, rounded, run, unwritten_is_nan
+from marks import pairwise, slow
+from operator_cases import (
+    DTYPES,
+    GATES,
+    check,
+    compiled_kernels,
+    eager,
+    inputs,
+    relative_error,
+    rounded,
+    run,
+    unwritten_is_nan,
+)
 from paths import ROOT
 from spkv_kernels import attention
 from torch import Tensor
@@ -228,9 +239,9 @@ class TestAheadOfTime:
 class TestOnGPU:
     """Compiled kernels at real sizes; 16-bit errors are at most twice those of the eager formula in the same dtype."""
 
-    @pytest.mark.parametrize("gate", ["none", "soft", "hard", "all", "nothing"])
-    @pytest.mark.parametrize("size", [64, 80, 128, 256])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize(
+        ("dtype", "size", "gate"), pairwise(DTYPES, [64, 80, 128, 256], ["none", "soft", "hard", "all", "nothing"])
+    )
     def test_real_sizes(self, dtype: torch.dtype, size: int, gate: str) -> None:
         for length in (1000, 2048):
             tensors = rounded(inputs((1, 4, 2, length, size), gate), dtype)

@@ -36,7 +36,7 @@ BUDGETS: dict[str, float] = {
     "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
     "tracked files": 856,
     "lines of tests": 41_690,
-    "quick test items": 4_205,
+    "quick test items": 3_888,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 

@@ -233,11 +233,15 @@ def targets(page: Path) -> Iterator[str]:
             yield target.partition("#")[0]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
-def test_links_lead_to_files(page: Path) -> None:
-    generated = {"reference/cli.md", "reference/recipe.md"}
-    missing = [target for target in targets(page) if not (page.parent / target).exists()]
-    assert [target for target in missing if not target.endswith(tuple(generated))] == []
+def test_links_lead_to_files() -> None:
+    generated = ("reference/cli.md", "reference/recipe.md")
+    missing = [
+        (name_of(page), target)
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+        for target in targets(page)
+        if not (page.parent / target).exists() and not target.endswith(generated)
+    ]
+    assert missing == []
 
 
 def test_the_readme_is_short() -> None:

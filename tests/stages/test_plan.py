@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import fails, make_table, tiny_model, write_project
+from marks import pairwise
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.gate_config import GateConfig
@@ -199,14 +200,20 @@ def size_of(layers: int, width: int, positions: int | None = 4096) -> ModelSize:
 
 
 class TestFirstRecipe:
-    @pytest.mark.parametrize("steps", [20, 3000])
-    @pytest.mark.parametrize("tokens", [3000, 150_000, 10**9])
-    @pytest.mark.parametrize(("layers", "width"), [(2, 64), (21, 96), (24, 1024), (32, 4096)])
-    @pytest.mark.parametrize(("device", "positions"), [("cpu", 128), ("cuda", None), ("cpu", 131072)])
+    @pytest.mark.parametrize(
+        ("shape", "place", "tokens", "steps"),
+        pairwise(
+            [(2, 64), (21, 96), (24, 1024), (32, 4096)],  # layers, width
+            [("cpu", 128), ("cuda", None), ("cpu", 131072)],  # device, positions of the model
+            [3000, 150_000, 10**9],
+            [20, 3000],
+        ),
+    )
     def test_is_a_recipe_without_a_warning(
-        self, device: str, positions: int | None, layers: int, width: int, tokens: int, steps: int, tmp_path: Path
+        self, shape: tuple[int, int], place: tuple[str, int | None], tokens: int, steps: int, tmp_path: Path
     ) -> None:
-        size = size_of(layers, width, positions)
+        device, positions = place
+        size = size_of(*shape, positions)
         draft = Draft.of("mine", "a: 'model'", ("text #1",), size, TextSize(40, tokens), device)
         recipe = Draft(**{**vars(draft), "steps": steps, "micro_batch_size": 1}).recipe(tmp_path)
         assert recipe.warnings() == []
