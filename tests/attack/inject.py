@@ -16,13 +16,13 @@ KINDS = ("loss", "gradient", "weight", "moment", "update", "learning-rate", "pre
 
 def shrink_palindrome() -> None:
     """Reduce held-out sequences, which dominate a short comparison's time, and write checkpoints in its few steps."""
-    from spkv_nas.contrib.reproduce.palindrome import run
+    from spkv_nas.contrib.reproduce.palindrome import stage
 
-    names, initialise = list(run.PalindromeSettings.__dataclass_fields__), run.PalindromeSettings.__init__
+    names, initialise = list(stage.PalindromeSettings.__dataclass_fields__), stage.PalindromeSettings.__init__
     index = names.index("num_heldout")
     values = initialise.__defaults__ or ()
     initialise.__defaults__ = (*values[:index], 16, *values[index + 1 :])
-    run.SAVE_STEPS = 2
+    stage.SAVE_STEPS = 2
 
 
 def _callback(make: Any) -> None:

@@ -24,9 +24,9 @@ from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
-from spkv_nas.contrib.compare.agreement import agreement, short_labels, write_agreement
+from spkv_nas.contrib.compare.stage import agreement, short_labels, write_agreement
 from spkv_nas.contrib.reproduce.ablate.ablation_plan import Ablations
-from spkv_nas.contrib.reproduce.scaling.scaling_law import describe_laws, fit_runs, read_runs
+from spkv_nas.contrib.reproduce.scaling.stage import describe_laws, fit_runs, read_runs
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.sources import documents

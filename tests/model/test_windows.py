@@ -21,7 +21,7 @@ from spkv_nas.base.records import read_record
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.contrib.compare.options import CompareOptions
-from spkv_nas.contrib.compare.stage import compare
+from spkv_nas.contrib.compare.stage import run
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
@@ -131,7 +131,7 @@ class TestMixedWindows:
         workspace = Workspace(tmp_path)
         self.probes(workspace, one=8, other=16)
         with pytest.warns(UserWarning, match=r"8 keys: one; 16 keys: other.*\n.*with the same --window"):
-            compare(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
+            run(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
         record = read_record(tmp_path / "reports/one/agreement.yaml", "agreement")
         assert record["windows"] == {"one": 8, "other": 16}
 
@@ -144,8 +144,8 @@ class TestMixedWindows:
         }.items():  # fmt: skip
             replace(table, name=name, window=8, metadata=metadata).write(Workspace(tmp_path).probe_dir(name))
         with pytest.warns(UserWarning, match=r"\(sinks 0: none; sinks 1: gates\)\n.*with the same --sinks"):
-            compare(CompareOptions(probes=["gates", "none"], budget="2", workspace=tmp_path))
-        compare(CompareOptions(probes=["gates", "densities"], budget="2", workspace=tmp_path))
+            run(CompareOptions(probes=["gates", "none"], budget="2", workspace=tmp_path))
+        run(CompareOptions(probes=["gates", "densities"], budget="2", workspace=tmp_path))
 
     def test_compare_warns_of_separators(self, tmp_path: Path) -> None:
         """Except of those made by hand, which do not have them."""
@@ -156,8 +156,8 @@ class TestMixedWindows:
             metadata = {} if separator is None else {"separator": separator}
             replace(table, name=name, window=8, metadata=metadata).write(Workspace(tmp_path).probe_dir(name))
         with pytest.warns(UserWarning, match=r"different separators .*\('eos': one; 'eos separate': other\)"):
-            compare(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
-        compare(CompareOptions(probes=["one", "older"], budget="2", workspace=tmp_path))
+            run(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
+        run(CompareOptions(probes=["one", "older"], budget="2", workspace=tmp_path))
 
     def test_propose_names_the_recommended_probe_of_another_window(self, tmp_path: Path) -> None:
         self.probes(Workspace(tmp_path), gates=16, mine=8)

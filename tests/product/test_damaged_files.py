@@ -29,7 +29,7 @@ from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
-from spkv_nas.contrib.compare.agreement import agreement, write_agreement
+from spkv_nas.contrib.compare.stage import agreement, write_agreement
 from spkv_nas.contrib.search.storage import open_storage, open_study, storage_errors
 from spkv_nas.data import tokenizer as tokenizers
 from spkv_nas.data.blocks import build_blocks

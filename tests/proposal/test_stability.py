@@ -17,7 +17,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import MAX_DOCUMENTS, DocumentCounts, LogitHistogram, group_documents, threshold_logit
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.contrib.compare.agreement import agreement, parse_probe, short_labels, write_agreement
+from spkv_nas.contrib.compare.stage import agreement, parse_probe, short_labels, write_agreement
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.probing.density import probe

@@ -25,7 +25,7 @@ from spkv_nas.cli.evaluate import EVALUATIONS
 from spkv_nas.cli.options import command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
-from spkv_nas.contrib.reproduce.palindrome.run import PalindromeSettings
+from spkv_nas.contrib.reproduce.palindrome.stage import PalindromeSettings
 from spkv_nas.cost.ladder import ladder
 from spkv_nas.cost.stage_costs import HARDWARE
 from spkv_nas.probing.duo import duo

@@ -18,7 +18,7 @@ from verdict_cases import check_resumes, decisive_model, run, write_folder
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import registry
 from spkv_nas.base.errors import UserError
-from spkv_nas.contrib.evaluate.agreement.agreement import Agreement, compare
+from spkv_nas.contrib.evaluate.agreement.stage import Agreement, compare
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.continuations import write_continuations
 from spkv_nas.evaluation.verdict.continuations import ContinuationRounds, one_per_document

@@ -1,18 +1,27 @@
-"""Compare how probes rank the heads."""
+"""Compare probes by the heads they rank densest: across domains, document halves, thresholds, seeds, checkpoints."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
+import scipy  # submodules load lazily on use
 
-from spkv_nas.artifacts import head_scores, proposal
-from spkv_nas.base import console, errors, progress
-from spkv_nas.contrib.compare.agreement import agreement, parse_probe, short_labels, write_agreement
+from spkv_nas.artifacts import grid, head_scores, proposal
+from spkv_nas.artifacts.agreement import COLUMNS
+from spkv_nas.base import console, errors, files, locks, progress, records, version
+from spkv_nas.base.replace import replacing
+from spkv_nas.base.tables import read_table, write_csv
 from spkv_nas.contrib.compare.options import CompareOptions
 from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.proposal.strategy import densest
 from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.result import Result
+
+PARTS = ("domain", "half")
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,7 @@ class AgreementResult:
     folder: Path
 
 
-def compare(options: CompareOptions, reporter: progress.Reporter = progress.SILENT) -> AgreementResult:
+def run(options: CompareOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
     """Measure how far probes, or with ``split_by`` the parts of each probe, agree on the heads to choose.
 
     The table is written to ``reports/<name>/``.
@@ -48,7 +57,7 @@ def compare(options: CompareOptions, reporter: progress.Reporter = progress.SILE
     proposal.warn_of_windows(windows, sinks, remedy="probe all of them with the same {}")
     proposal.warn_of_separators({label: table.metadata for label, table in tables.items()})
     write_agreement(folder, rows, windows, reporter=reporter)
-    return AgreementResult(rows, folder)
+    return Result(AgreementResult(rows, folder), show)
 
 
 def show(result: AgreementResult) -> None:
@@ -56,7 +65,7 @@ def show(result: AgreementResult) -> None:
     # Table of the pairs
     rows = result.rows
     first, labels = rows.iloc[0], short_labels(rows)
-    grid = console.Table(
+    table = console.Table(
         console.Column(overflow="fold"),
         console.Column(overflow="fold"),
         "Jaccard",
@@ -66,7 +75,7 @@ def show(result: AgreementResult) -> None:
         title=f"{first['budget']} highest-scoring heads (Jaccard by chance {first['chance']:.2f})",
     )
     for row in rows.itertuples():
-        grid.add_row(
+        table.add_row(
             console.escape(labels[row.first]),
             console.escape(labels[row.second]),
             f"{row.jaccard:.2f}",
@@ -74,7 +83,7 @@ def show(result: AgreementResult) -> None:
             f"{100 * row.transfer:.1f}",
             f"{row.mean_difference:.3f}",
         )
-    console.out.print(grid)
+    console.out.print(table)
     # Notes
     if rows["spearman"].isna().any():
         console.say("Spearman -: undefined, because all scores of one of the two probes are equal")
@@ -85,6 +94,166 @@ def show(result: AgreementResult) -> None:
     console.print_path("agreement", result.folder / "agreement.csv")
 
 
-def run(options: CompareOptions, reporter: progress.Reporter) -> Result:
-    """Run the command."""
-    return Result(compare(options, reporter), show)
+def parse_probe(
+    text: str, find: Callable[[str], head_scores.HeadScores], split_by: str | None = None
+) -> Iterator[tuple[str, head_scores.HeadScores]]:
+    """Yield (label, table) pairs for a probe given on the command line.
+
+    Args:
+        text: name or file of a probe, with an optional suffix ``@TAU`` for another threshold.
+        find: loads the table of a name or file.
+        split_by: "domain" for a table per domain, "half" for one of the even and one of the odd documents.
+
+    Raises ``UserError``: ``split_by`` is unknown, the table does not have the threshold, there is a single domain, or
+    no per-document counts to halve.
+    """
+    if split_by is not None and split_by not in PARTS:
+        raise errors.UserError(f"--split-by must be {' or '.join(PARTS)}; found '{split_by}'")
+    # Load the table at its threshold
+    names_file = text.endswith((".csv", ".tsv"))
+    source, separator, tau = ("", "", "") if names_file else text.rpartition("@")
+    table = find(source if separator else text)
+    label = text if names_file else table.name
+    if separator:
+        try:
+            table = table.at_tau(float(tau))
+        except errors.UserError:
+            raise
+        except ValueError as error:
+            raise errors.UserError(f"'{text}': the threshold after the @ must be a number in [0, 1]") from error
+        label = f"{label}@{tau}"
+    # Split it by domain or into halves
+    parts = {"domain": _domains, "half": _halves}
+    for part, values in parts[split_by](table) if split_by else [("", table)]:
+        yield f"{label}:{part}" if part else label, values
+
+
+def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.DataFrame:
+    """Compare every pair of tables.
+
+    Args:
+        tables: head densities by label.
+        budget: number of densest heads that each table chooses.
+
+    Returns:
+        One row per pair with columns first, second, budget; jaccard (heads chosen by both / by either, of the
+        ``budget`` densest heads); chance (its expectation for as many random heads); spearman (rank correlation of
+        the densities, NaN where one does not vary); transfer (coverage on one table of the heads chosen on the
+        other, relative to the best possible; the worse of both directions); mean_difference (mean absolute
+        difference of the densities).
+
+    Raises ``UserError``: the tables have different grids, or every density of one is 0.
+    """
+    # Check that the tables are comparable
+    (name, first), *remaining = tables.items()
+    for label, table in remaining:
+        remedy = "compare probes of models with the same number of layers and KV heads"
+        grid.check_grid(f"the probe '{label}'", table.heads_per_layer, f"'{name}'", first.heads_per_layer, remedy)
+    for label, table in tables.items():
+        if table.mean == 0.0:
+            raise errors.UserError(f"every head density of '{label}' is 0 at tau = {table.tau:g}: choose a smaller tau")
+    # Measure every pair
+    share = budget / first.num_heads
+    rows = []
+    for (label_a, table_a), (label_b, table_b) in combinations(tables.items(), 2):
+        chosen_a, chosen_b = densest(table_a.values, budget), densest(table_b.values, budget)
+        a, b = table_a.density, table_b.density
+        varies = bool(np.ptp(a) > 0 and np.ptp(b) > 0)
+        rows.append(
+            {
+                "first": label_a,
+                "second": label_b,
+                "budget": budget,
+                "jaccard": (chosen_a & chosen_b).sum() / (chosen_a | chosen_b).sum(),
+                "chance": share / (2 - share),
+                "spearman": float(scipy.stats.spearmanr(a.ravel(), b.ravel()).statistic) if varies else math.nan,
+                "transfer": min(b[chosen_a].sum() / b[chosen_b].sum(), a[chosen_b].sum() / a[chosen_a].sum()),
+                "mean_difference": np.abs(a - b).mean(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def short_labels(rows: pd.DataFrame) -> dict[str, str]:
+    """Map every label of the table, in order, to one without the probe's name if all share it."""
+    labels = list(dict.fromkeys([*rows["first"], *rows["second"]]))
+    names = {label.rpartition(":")[0] or label.rpartition("@")[0] or label for label in labels}
+    prefix_length = len(names.pop()) if len(names) == 1 else 0
+    return {label: label[prefix_length:].lstrip(":") or label for label in labels}
+
+
+def write_agreement(
+    folder: Path,
+    rows: pd.DataFrame,
+    windows: Mapping[str, int | None] | None = None,
+    *,
+    reporter: progress.Reporter = progress.SILENT,
+) -> None:
+    """Write ``agreement.csv`` and ``.yaml`` (probes, ``windows``, versions), in a locked folder, over a former one."""
+    probes = list(dict.fromkeys([*rows["first"], *rows["second"]]))
+    with locks.locked(folder, "writes agreement.csv", reporter.announce), replacing(folder) as new:
+        if (earlier_comparison := _compared_before(folder / "agreement.csv")) not in (None, _compared(rows)):
+            reporter.caution(f"replaced an earlier comparison in {folder}: {earlier_comparison}")
+        write_csv(new / "agreement.csv", rows)
+        records.write_record(
+            new / "agreement.yaml",
+            {"probes": probes, "windows": dict(windows or {}), "environment": version.environment()},
+        )
+
+
+def _compared(rows: pd.DataFrame) -> str:
+    """Describe what a table compares."""
+    labels = dict.fromkeys([*rows["first"], *rows["second"]])
+    return f"{', '.join(map(str, labels))} at {rows['budget'].iloc[0]} global heads"
+
+
+def _compared_before(path: Path) -> str | None:
+    """Describe what the table in a file compares; None without a readable table."""
+    try:
+        return _compared(read_table(path, "agreement", COLUMNS)) if files.is_file(path) else None
+    except errors.UserError:
+        return None
+
+
+def _domains(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:
+    """Yield (domain, table of that domain). Raises ``UserError`` if there is only one."""
+    if len(table.domains) == 1:
+        raise errors.UserError(
+            f"the probe '{table.name}' has a single domain, '{table.domains[0]}', so there are no domains to compare\n"
+            "probe text of several domains, or leave out --split-by"
+        )
+    for domain in table.domains:
+        yield domain, replace(table, rows=table.rows[table.rows["domain"] == domain], documents=None, histogram=None)
+
+
+def _halves(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:
+    """Yield ("even", table) and ("odd", table) of the documents; domains with a single document are left out.
+
+    Raises ``UserError``: the table has no per-document counts, or no domain with two documents.
+    """
+    documents = table.documents
+    if documents is None:
+        raise errors.UserError(
+            f"the probe '{table.name}' ({table.signal}) has no scores by document, so it cannot be split into halves\n"
+            "probe two parts of the text under different names (--data, --name), and compare these"
+        )
+    # Keep the domains with two documents or more
+    counts = np.bincount(documents.domain, minlength=len(documents.domains))
+    domains = [name for name, count in zip(documents.domains, counts, strict=True) if count > 1]
+    if not domains:
+        raise errors.UserError(
+            f"the probe '{table.name}' has only one document per domain, so it cannot be split into halves\n"
+            "probe text with more documents"
+        )
+    # Number the documents within their domain
+    rank = pd.Series(documents.domain).groupby(documents.domain).cumcount().to_numpy()
+    rows = table.rows[table.rows["domain"].isin(domains)]
+    # Recompute densities from each half
+    for part, parity in (("even", 0), ("odd", 1)):
+        half = documents.take(rank % 2 == parity)
+        density = dict(zip(half.domains, half.density(), strict=True))
+        tokens = dict(zip(half.domains, np.bincount(half.domain, half.tokens, len(counts)), strict=True))
+        cells = zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
+        values = [density[domain][layer, head] for domain, layer, head in cells]
+        halved = rows.assign(density=values, num_tokens=rows["domain"].map(tokens).astype(int), standard_error=np.nan)
+        yield part, replace(table, rows=halved, documents=None, histogram=None)

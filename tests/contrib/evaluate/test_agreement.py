@@ -16,7 +16,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import AGREEMENT
 from spkv_nas.base.statistics import jackknife_ratio, unseen_share
 from spkv_nas.cli import main
-from spkv_nas.contrib.evaluate.agreement.agreement import (
+from spkv_nas.contrib.evaluate.agreement.stage import (
     GREEDY,
     SAMPLED,
     Agreement,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,10 @@ from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.evaluate.baselines import rules as eviction
-from spkv_nas.contrib.evaluate.baselines.choices import EXACT, KVPRESS, METHODS
 from spkv_nas.contrib.evaluate.baselines.expected_attention import ExpectedAttention, Rotation, expected_attention
 from spkv_nas.contrib.evaluate.baselines.kvzap import KVzap, Surrogate, fit_kvzap, kvzip_scores
-from spkv_nas.contrib.evaluate.baselines.observed_attention import ObservedAttention, heavy_hitters
-from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, chunked_attention
+from spkv_nas.contrib.evaluate.baselines.options import EXACT, KVPRESS, METHODS
+from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, chunked_attention, heavy_hitters
 from spkv_nas.contrib.evaluate.baselines.stage import measure_sp_kv, pruned_nll
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
@@ -77,12 +77,13 @@ class TestKvpress:
         hidden, q, k, v = (golden[name][None] for name in ("hidden", "q", "k", "v"))
         return Read(0, 0, hidden, q, k, v, q.shape[-1] ** -0.5)
 
-    def test_observed_attention(self, golden: dict[str, Tensor], read: Read) -> None:
+    def test_observed_attention(self, golden: dict[str, Tensor], read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
         length = read.k.shape[2]
-        observed = ObservedAttention(read.k)
         everything = Protocol(length, 0, chunk=16)
-        chunked_attention(read.q, read.k, read.v, read.scale, everything, lambda _chunk: torch.empty(0), observed.see)
-        scores = observed.scores(Chunk(length, length, 0), torch.empty(0))[0]
+        monkeypatch.setattr(eviction, "ranking", lambda *given: given)
+        *_, score, see = heavy_hitters(everything, 1.0)(read)
+        chunked_attention(read.q, read.k, read.v, read.scale, everything, lambda _chunk: torch.empty(0), see)
+        scores = score(Chunk(length, length, 0), torch.empty(0))[0]
         assert scores.numpy() == pytest.approx(golden["observed"].numpy(), abs=1e-6)
 
     @pytest.mark.parametrize("sinks", [0, 4])
@@ -193,15 +194,19 @@ class TestProtocol:
     def test_evicted_keys_do_not_come_back(self) -> None:
         model, tokens = tiny_model(), torch.randint(97, (1, BLOCK), generator=torch.Generator().manual_seed(1))
         held: list[Tensor] = []
-        original = ObservedAttention.scores
+        original = eviction.ranking
 
-        class Watching(ObservedAttention):
-            def scores(self, chunk: Chunk, before: Tensor) -> Tensor:
+        def watching(
+            read: Read, how: Protocol, density: float, scores: Callable[..., Tensor], see: Callable[..., None]
+        ) -> tuple[Tensor, Tensor]:
+            def watched(chunk: Chunk, before: Tensor) -> Tensor:
                 held.append(before.clone())
-                return original(self, chunk, before)
+                return scores(chunk, before)
+
+            return original(read, how, density, watched, see)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("spkv_nas.contrib.evaluate.baselines.observed_attention.ObservedAttention", Watching)
+            patch.setattr("spkv_nas.contrib.evaluate.baselines.rules.ranking", watching)
             read_by(model, heavy_hitters(protocol(), 0.3), tokens)
         first, *later = held[: len(held) // model.config.num_hidden_layers]
         assert first.all()

@@ -26,7 +26,7 @@ from spkv_nas.cli import main
 from spkv_nas.contrib.evaluate.tasks.documents import by_article
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.contrib.evaluate.tasks.run import Results, TaskResult, tasks_table
-from spkv_nas.contrib.evaluate.tasks.stage import tasks
+from spkv_nas.contrib.evaluate.tasks.stage import run
 from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks, load_suite
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.model.checkpoint import save
@@ -254,7 +254,7 @@ class TestCommand:
         messages = MessageLog()
         reporter = replace(messages.reporter, cautioned=messages.announced.append)
         with pytest.raises(UserError, match="no data for 14 of 14 tasks") as error:
-            tasks(TasksOptions(names=["paper"]), reporter)
+            run(TasksOptions(names=["paper"]), reporter)
         assert len(str(error.value).splitlines()) == 3
         assert "hellaswag (Rowan/hellaswag)" in str(error.value)
         assert "hf download --repo-type dataset" in str(error.value)

@@ -16,16 +16,17 @@ from helpers import fails, scatter_gates
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.contrib.reproduce.palindrome import run as palindrome
-from spkv_nas.contrib.reproduce.palindrome.run import (
+from spkv_nas.contrib.reproduce.palindrome import stage as palindrome
+from spkv_nas.contrib.reproduce.palindrome.stage import (
+    COLUMNS,
     CURVE_COLUMNS,
     SLIDING_WINDOW,
     VARIANTS,
     PalindromeSettings,
     new_model,
+    palindrome_charts,
     train_variant,
 )
-from spkv_nas.contrib.reproduce.palindrome.stage import COLUMNS, palindrome_charts
 from spkv_nas.contrib.reproduce.palindrome.task import INSTRUCTION, VOCABULARY, Palindromes, output_nll, take_measures
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.modes import set_gate_mode

@@ -17,8 +17,7 @@ from helpers import fails
 from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.contrib.reproduce.scaling.scaling_law import fit, fit_runs, read_runs
-from spkv_nas.contrib.reproduce.scaling.stage import scaling_chart
+from spkv_nas.contrib.reproduce.scaling.stage import fit, fit_runs, read_runs, scaling_chart
 from spkv_nas.report.plot import draw
 
 with PAPER_TABLE.open(newline="") as _file:

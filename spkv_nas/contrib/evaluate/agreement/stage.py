@@ -1,16 +1,35 @@
-"""Measure the agreement of a checkpoint's next tokens with a dense model's, to ``reports/<name>/``."""
+"""Compare a model's next tokens with a dense model's, on continuations of held-out text that the dense model writes.
+
+The dense model continues prompts twice: greedily, and by sampling at a temperature. Both models then read each
+continuation in one pass (teacher forcing), so that they predict every token from the same context:
+
+- Agreement: the share of positions of the greedy continuation where both models' most probable tokens are equal.
+- Acceptance: sum_x min(p(x), q(x)) with the dense model's distribution p and the model's q, the probability that
+  speculative sampling accepts a token that the model drafts for the dense model (Leviathan et al., arXiv 2211.17192,
+  section 3.2). In greedy decoding both distributions are one-hot, and acceptance equals agreement.
+- Tokens per pass of the dense model, where the model drafts gamma tokens for each: the number of tokens over the
+  expected number of passes. Speculative sampling accepts a drafted token x of its output with probability
+  min(1, q(x) / p(x)), independently of other positions once the output is known, so the expectation over its
+  randomness is exact, and in greedy decoding it is a count.
+"""
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.result_tables import AGREEMENT
-from spkv_nas.base import console, distributed, errors, version
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base import arrays, console, distributed, errors, progress, statistics, version
 from spkv_nas.contrib.defaults import AGREEMENT_TOKENS, DRAFT_TOKENS
 from spkv_nas.contrib.evaluate import samples
-from spkv_nas.contrib.evaluate.agreement.agreement import GREEDY, SAMPLED, Agreement, agreement_table, compare
 from spkv_nas.contrib.evaluate.agreement.options import AgreementOptions
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import continuations, micro_batch
@@ -18,7 +37,126 @@ from spkv_nas.model import model_shape, transformers_logging
 from spkv_nas.stages import checkpoints, checks
 from spkv_nas.stages.result import Result
 
+GREEDY, SAMPLED = "greedy", "sampled"
 _TEMPERATURE = 1.0  # of sampled continuations
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of a model with a dense model on P continuations that the dense one wrote at a temperature.
+
+    ``document`` int [P] is that of each prompt. By token [P, N], NaN after the end of a continuation: ``equal`` is 1
+    where the most probable tokens are equal, ``accepted`` the probability that a drafted token is accepted, before it
+    is drawn, and ``kept`` the probability that the dense model's token is an accepted draft, if one was drafted there.
+    """
+
+    temperature: float
+    document: NDArray[np.int64]
+    equal: arrays.Float
+    accepted: arrays.Float
+    kept: arrays.Float
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]], temperature: float) -> "Agreement":
+        """Collect the records that ``compare`` returns."""
+        longest = max(len(line["equal"]) for line in lines)
+
+        def column(name: str) -> arrays.Float:
+            """Return [P, N] from a list per line, padded with NaN."""
+            rows = np.full((len(lines), longest), np.nan)
+            for row, line in zip(rows, lines, strict=True):
+                row[: len(line["equal"])] = line[name]
+            return rows
+
+        equal = column("equal")
+        # Greedy drafts are accepted where the most probable tokens are equal
+        accepted, kept = (equal, equal) if temperature == 0 else (column("accepted"), column("kept"))
+        document = np.array([line["document"] for line in lines], dtype=np.int64)
+        return cls(temperature, document, equal, accepted, kept)
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each continuation, [P]."""
+        return np.asarray((~np.isnan(self.equal)).sum(1))
+
+    def ratio(self, values: NDArray[Any], bases: NDArray[Any]) -> tuple[float, float]:
+        """Return (sum of values / sum of bases [P], its standard error), with documents as clusters."""
+        _, document = np.unique(self.document, return_inverse=True)
+        sums = [np.bincount(document, column).astype(np.float64) for column in (values, bases)]
+        ratio, error = (float(number) for number in statistics.jackknife_ratio(*sums))
+        if error == 0.0 and ratio in (0.0, 1.0):
+            error = statistics.unseen_share(len(sums[0])) / statistics.NORMAL_95
+        return ratio, error
+
+
+def expected_passes(kept: arrays.Float, draft_tokens: int) -> arrays.Float:
+    """Return the expected number of passes of the dense model for each text, [P].
+
+    In a round the draft model proposes ``draft_tokens`` tokens. One pass of the dense model accepts those up to the
+    first rejection, replaces that one, and the next round follows it; if all are accepted, it adds one token itself.
+    ``kept`` [P, N] is as in ``Agreement``.
+    """
+    number, longest = kept.shape
+    is_token = ~np.isnan(kept)
+    kept = np.nan_to_num(kept)
+    # passes[:, i]: passes that follow once the text is written up to token i
+    passes = np.zeros((number, longest + draft_tokens + 1))
+    # Work backwards: the round after a rejection starts behind the rejected token
+    for start in reversed(range(longest)):
+        reached, following = np.ones(number), np.zeros(number)
+        for position in range(start, min(start + draft_tokens, longest)):
+            following += reached * (1.0 - kept[:, position]) * passes[:, position + 1]
+            reached = reached * kept[:, position]
+        # If all drafts are accepted, the dense model adds a token
+        following += reached * passes[:, start + draft_tokens + 1]
+        passes[:, start] = np.where(is_token[:, start], 1.0 + following, 0.0)
+    return passes[:, 0]
+
+
+def compare(
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    blocks: TokenBlocks,
+    texts: Sequence[Mapping[str, Any]],
+    new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    progress: progress.Progress | None = None,
+) -> list[continuations.Line]:
+    """Compare two models' predictions of the continuations that the dense one wrote; must be called on all ranks.
+
+    The caller sets the gates of the model. Returns a record per continuation: block, document, name, equal, and if
+    ``temperature`` is not 0 accepted and kept of ``Agreement``. Raises ``UserError`` if logits are not finite.
+    """
+
+    def columns(tokens: Tensor, logits: Tensor, dense_logits: Tensor) -> dict[str, Tensor]:
+        dense_logits = dense_logits.to(logits.device)
+        equal = (logits.argmax(-1) == dense_logits.argmax(-1)).long().cpu()
+        if temperature == 0:
+            return {"equal": equal}
+        log_q, log_p = ((scores.float() / temperature).log_softmax(-1) for scores in (logits, dense_logits))
+        # Sum of min(p, q), as 1 - sum |p - q| / 2: exactly 1 for equal distributions
+        accepted = 1.0 - (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+        log_ratio = (log_q - log_p).gather(-1, tokens[..., None].to(log_q.device))[..., 0]
+        return {"equal": equal, "accepted": accepted.cpu(), "kept": log_ratio.clamp(max=0.0).exp().cpu()}
+
+    return continuations.by_continuation((model, dense), blocks, texts, new_tokens, columns, progress)
+
+
+def agreement_table(results: Mapping[str, Agreement], draft_tokens: Sequence[int]) -> pd.DataFrame:
+    """Return one row per decoding and number of drafted tokens, columns of ``AGREEMENT``, errors by document."""
+    rows = []
+    for decoding, result in results.items():
+        # Compute what does not depend on the number of drafted tokens
+        tokens = result.num_tokens
+        agreement = result.ratio(np.nansum(result.equal, 1), tokens)
+        acceptance = result.ratio(np.nansum(result.accepted, 1), tokens)
+        # Add the tokens per pass of the dense model
+        for number in draft_tokens:
+            per_pass = result.ratio(tokens, expected_passes(result.kept, number))
+            counts = (len(np.unique(result.document)), len(tokens), int(tokens.sum()))
+            rows.append((decoding, result.temperature, *counts, *agreement, *acceptance, number, *per_pass))
+    return pd.DataFrame(rows, columns=AGREEMENT.header)
 
 
 @dataclass(frozen=True)
@@ -28,7 +166,7 @@ class AgreementResult(samples.SampledTable):
     against: str
 
 
-def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> AgreementResult:
+def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
     """Measure agreement and acceptance: ``reports/<name>/token-agreement.csv``, with tokens in ``runs/``."""
     transformers_logging.quiet_transformers(reporter)
     checks.check(options)
@@ -66,7 +204,7 @@ def agreement(options: AgreementOptions, reporter: Reporter = SILENT) -> Agreeme
     }
     folder = options.folders.report_dir(subject.name)
     distributed.on_main(lambda: AGREEMENT.write(folder, rows, record, reporter))
-    return AgreementResult(subject.name, rows, folder, sample_folder, options.dense)
+    return Result(AgreementResult(subject.name, rows, folder, sample_folder, options.dense), show)
 
 
 @dataclass(frozen=True)
@@ -79,7 +217,7 @@ class _Comparison:
     new_tokens: int
     seed: int
     folder: Path
-    reporter: Reporter
+    reporter: progress.Reporter
 
     def measure(self, decoding: str, temperature: float) -> Agreement:
         """Measure one decoding of the dense model; must be called on all ranks."""
@@ -88,19 +226,19 @@ class _Comparison:
         key = hashlib.sha256(blocks.tokens.tobytes()).hexdigest()
         seed = f" seed {self.seed}" if temperature else ""
         written_by = dense.identity(f"{key} {self.new_tokens} temperature {temperature}{seed}")
-        with dense.hard(), self.reporter.bar(f"continuing, {decoding}") as progress:
+        with dense.hard(), self.reporter.bar(f"continuing, {decoding}") as bar:
             write = partial(continuations.write_continuations, dense.model, dense.tokenizer, blocks, self.new_tokens)
             texts = samples.kept_samples(
                 samples.sample_file(self.folder, f"{decoding}-continuations", written_by),
-                lambda: write(temperature=temperature, seed=self.seed, progress=progress),
+                lambda: write(temperature=temperature, seed=self.seed, progress=bar),
             )
         # Compare the models on the continuations
         compared = model.identity(f"{model.origin['tau']} after {written_by}")
-        with model.hard(), dense.hard(), self.reporter.bar(f"comparing, {decoding}") as progress:
+        with model.hard(), dense.hard(), self.reporter.bar(f"comparing, {decoding}") as bar:
             measure = partial(compare, model.model, dense.model, blocks, texts, self.new_tokens)
             lines = samples.kept_samples(
                 samples.sample_file(self.folder, decoding, compared),
-                lambda: measure(temperature=temperature, progress=progress),
+                lambda: measure(temperature=temperature, progress=bar),
             )
         return Agreement.of(lines, temperature)
 
@@ -131,8 +269,3 @@ def show(result: AgreementResult) -> None:
     samples.say_sample_count(rows["num_documents"], "documents")
     console.print_path("values", result.folder / "token-agreement.csv")
     console.print_path("continuations and values by token", result.samples)
-
-
-def run(options: AgreementOptions, reporter: Reporter) -> Result:
-    """Run the command."""
-    return Result(agreement(options, reporter), show)

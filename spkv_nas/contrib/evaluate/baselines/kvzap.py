@@ -180,8 +180,7 @@ class KVzap:
             tokens = block_tokens(blocks, start, batch_size, model.device)
             model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
             num_kept += sum(int(num_pairs) for num_pairs in reader.kept)
-        outside = int(protocol.num_outside(blocks.block_size).sum()) * reader.num_heads * blocks.num_blocks
-        return torch.cat(all_scores), num_kept / outside
+        return torch.cat(all_scores), reader.density(num_kept, blocks, protocol)
 
 
 def _weighted_quantile(scores: Tensor, weight: Tensor, density: float, sinks: int) -> float:

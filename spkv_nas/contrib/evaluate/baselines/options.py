@@ -1,14 +1,23 @@
-"""Declare the options of the ``evaluate baselines`` command, and check them; the class's docstring is the help."""
+"""Declare the options of the ``evaluate baselines`` command, and parse them; the class's docstring is the help."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from spkv_nas.base import errors, flag
 from spkv_nas.contrib import defaults
-from spkv_nas.contrib.evaluate.baselines.choices import EXACT, METHODS, PROTOCOLS
 from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.evaluate.evaluation import CHECKPOINT_TAU, Evaluation
 from spkv_nas.stages.options import DENSE, SubjectOptions
+
+STREAMING, RANDOM, KVZAP, H2O, EXPECTED = "streaming", "random", "kvzap", "h2o", "expected-attention"
+METHODS = (STREAMING, RANDOM, KVZAP, H2O, EXPECTED)
+
+EXACT, KVPRESS = "exact", "kvpress"
+PROTOCOLS = (EXACT, KVPRESS)
+
+Value = TypeVar("Value")
 
 Methods = Annotated[
     str | None, flag.Flag("Comma-separated methods that choose the keys to keep.", metavar="NAMES", values=METHODS)
@@ -51,7 +60,6 @@ class BaselinesOptions(SubjectOptions):
 
 def check(options: BaselinesOptions) -> None:
     """Check the lists of settings, the checkpoints and the text."""
-    from spkv_nas.contrib.evaluate.baselines.choices import parse_densities, parse_methods, parse_sinks
     from spkv_nas.evaluation.thresholds import parse_taus
     from spkv_nas.model.source import check_checkpoint
     from spkv_nas.stages.subject import Subject
@@ -66,6 +74,49 @@ def check(options: BaselinesOptions) -> None:
     elif options.taus is not None:
         raise errors.UserError("--taus needs --against with an SP-KV checkpoint")
     Subject.of(options, DENSE, "prune on").check()
+
+
+def parse_methods(text: str | None) -> list[str]:
+    """Parse comma-separated methods, in the order of ``METHODS``; None selects all. Raises ``UserError``."""
+    if text is None:
+        return list(METHODS)
+    names = _listed(text, str)
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise errors.UserError(f"unknown method '{unknown[0]}' in --methods; choose from {', '.join(METHODS)}")
+    return [name for name in METHODS if name in names]
+
+
+def parse_densities(text: str) -> list[float]:
+    """Parse comma-separated shares of keys in (0, 1], such as ``20%,0.15``, highest first. Raises ``UserError``."""
+    return sorted(_listed(text, _density), reverse=True)
+
+
+def parse_sinks(text: str) -> list[int]:
+    """Parse comma-separated numbers of sink tokens, such as ``0,4``, ascending. Raises ``UserError``."""
+    return sorted(_listed(text, _sinks))
+
+
+def _listed(text: str, parse: Callable[[str], Value]) -> list[Value]:
+    """Return the parsed values of a comma-separated list, without duplicates."""
+    return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+
+
+def _density(text: str) -> float:
+    """Parse one density, in percent or as a fraction."""
+    try:
+        density = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        density = math.nan
+    if not 0.0 < density <= 1.0:
+        raise errors.UserError(f"--density must lie in (0, 1]; found '{text}'; give for example 20% or 0.2")
+    return density
+
+
+def _sinks(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 9):
+        raise errors.UserError(f"--sinks must be whole numbers of tokens; found '{text}'; give for example 0,4")
+    return int(text)
 
 
 BASELINES = Evaluation("baselines", command_group.runner(BaselinesOptions))

@@ -12,7 +12,7 @@ kept. There are two kinds of window:
 A layer's decisions depend only on what that layer has read, so a forward pass reads a whole block layer by layer, and
 the chunks are a loop inside the attention of each layer. ``reading`` installs a rule on a model. A method that scores a
 key from its token alone decides on it once (``keeping``); one whose scores change with later queries ranks the keys
-again before every chunk (``ranking``). Rules that ignore the content of keys are defined here.
+again before every chunk (``ranking``).
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.contrib.evaluate.baselines.choices import EXACT, PROTOCOLS
+from spkv_nas.contrib.evaluate.baselines.options import EXACT, PROTOCOLS
+from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState, attention_layers, layer_state, refuse_readers
 from spkv_nas.model.learned_sinks import refuse_learned_sinks
 from spkv_nas.model.windows import full_attention
@@ -167,6 +168,10 @@ class Reading:
         """Start a pass over the blocks from ``block`` on."""
         self.block, self.kept = block, []
 
+    def density(self, num_kept: int, blocks: TokenBlocks, protocol: Protocol) -> float:
+        """Return the share kept of all pairs of ``blocks`` outside the window."""
+        return num_kept / (int(protocol.num_outside(blocks.block_size).sum()) * self.num_heads * blocks.num_blocks)
+
     def see_hidden(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Keep the hidden states that enter a layer, before its attention is computed."""
         self._hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -265,3 +270,28 @@ def chance_beside_sinks(protocol: Protocol, density: float, length: int) -> floa
     outside = protocol.num_outside(length).double()
     sinks = float(outside[: protocol.sinks].sum() / outside.sum())
     return max(0.0, (density - sinks) / (1.0 - sinks))
+
+
+def heavy_hitters(protocol: Protocol, density: float) -> Rule:
+    """Return the rule of H2O (Zhang et al., arXiv 2306.14048): keep the keys that received the most attention.
+
+        score_s = mean over queries t >= s so far, and over the G query heads, of  softmax_s(q_t . k . scale)
+
+    It uses the mean instead of H2O's sum, which favours old keys; so does kvpress (0.5.5, ``ObservedAttentionPress``),
+    which the SP-KV paper uses. With chunked reading the weights are those of the pruned attention; evicted keys get
+    none.
+    """
+
+    def rule(read: Read) -> tuple[Tensor, Tensor]:
+        sums = torch.zeros(read.k.shape[:3], dtype=torch.float32, device=read.k.device)
+
+        def see(chunk: Chunk, weights: Tensor) -> None:
+            sums[..., : chunk.stop] += weights.sum(3).mean(2)
+
+        def scores(chunk: Chunk, _held: Tensor) -> Tensor:
+            num_queries = torch.arange(chunk.start, 0, -1, device=sums.device)  # queries so far that see each key
+            return sums[..., : chunk.start] / num_queries
+
+        return ranking(read, protocol, density, scores, see)
+
+    return rule

@@ -21,11 +21,11 @@ from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.base import console, errors
 from spkv_nas.base.progress import SILENT, Progress, Reporter, part_of
 from spkv_nas.contrib.defaults import BASELINE_CHUNK, BASELINE_TOKENS
-from spkv_nas.contrib.evaluate.baselines import choices, observed_attention
+from spkv_nas.contrib.evaluate.baselines import options as choices
 from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation, expected_attention
 from spkv_nas.contrib.evaluate.baselines.kvzap import fit_kvzap
 from spkv_nas.contrib.evaluate.baselines.options import BaselinesOptions
-from spkv_nas.contrib.evaluate.baselines.rules import Protocol, Rule, random_keys, reading, streaming
+from spkv_nas.contrib.evaluate.baselines.rules import Protocol, Rule, heavy_hitters, random_keys, reading, streaming
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, thresholds
@@ -55,12 +55,7 @@ class Measurement:
     tau: float | None = None
 
 
-def run(options: BaselinesOptions, reporter: Reporter) -> Result:
-    """Run the command."""
-    return Result(baselines(options, reporter), show)
-
-
-def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTable:
+def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> Result:
     """Measure the NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
     checks.check(options)
     transformers_logging.quiet_transformers(reporter)
@@ -92,7 +87,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> NLLTabl
         settings["against"] = checkpoint.model_origin(options.against)
     folder = options.folders.report_dir(subject.name)
     _write(folder, rows, {**measured_on(subject, measured, nll), **settings}, reporter)
-    return NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents)
+    return Result(NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents), show)
 
 
 def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int | None = None) -> None:
@@ -139,7 +134,7 @@ def _methods(
     methods: dict[str, MakeRule] = {
         choices.STREAMING: lambda protocol, density: streaming(protocol),
         choices.RANDOM: partial(random_keys, seed=seed),
-        choices.H2O: observed_attention.heavy_hitters,
+        choices.H2O: heavy_hitters,
     }
     # Refuse models without a known rotation before hours of work
     if choices.EXPECTED in names:
@@ -215,9 +210,7 @@ def pruned_nll(
             num_kept += result[1]
 
         run_own_batches(run, add, blocks, batch_size, model.device, progress)
-    # Divide by the pairs outside the window
-    outside = int(protocol.num_outside(blocks.block_size).sum()) * blocks.num_blocks * reader.num_heads
-    return sums.result(), num_kept / outside
+    return sums.result(), reader.density(num_kept, blocks, protocol)
 
 
 @torch.inference_mode()

@@ -44,7 +44,7 @@ class LongPPLResult(samples.SampledTable):
     withheld: dict[str, str]
 
 
-def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResult:
+def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> Result:
     """Measure LongPPL of a checkpoint: ``reports/<name>/longppl.csv``, with details by text in ``runs/``."""
     transformers_logging.quiet_transformers(reporter)
     checks.check(options)
@@ -75,7 +75,7 @@ def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResu
         "environment": version.environment(),
     }
     distributed.on_main(lambda: LONGPPL.write(folder, rows, record, reporter))
-    return LongPPLResult(name, rows, folder, sample_folder, withheld)
+    return Result(LongPPLResult(name, rows, folder, sample_folder, withheld), show)
 
 
 def _keys(
@@ -208,11 +208,6 @@ def show(result: LongPPLResult) -> None:
         console.say(f"{domain}: {reason}")
     console.print_path("values", result.folder / "longppl.csv")
     console.print_path("key tokens and NLL by text", result.samples)
-
-
-def run(options: LongPPLOptions, reporter: Reporter) -> Result:
-    """Run the command."""
-    return Result(longppl(options, reporter), show)
 
 
 def longppl_table(

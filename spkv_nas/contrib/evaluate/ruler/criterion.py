@@ -16,7 +16,7 @@ from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from spkv_nas.contrib.evaluate.ruler.answers import MakeSample
+    from spkv_nas.contrib.evaluate.ruler.stage import MakeSample
 
 QUESTIONS = 2000  # default maximum number of questions
 _FIRST_SEED = 1 << 41  # other questions than those of ``evaluate ruler`` and of training, which may have chosen
@@ -50,7 +50,7 @@ class RulerQuestions(criterion.Criterion):
 
     def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
         """Return RULER's questions, each of a random task and length."""
-        from spkv_nas.contrib.evaluate.ruler.answers import Questions
+        from spkv_nas.contrib.evaluate.ruler.stage import Questions
         from spkv_nas.data.ruler.sample import VERSION
         from spkv_nas.evaluation.micro_batch import check_positions
 
@@ -91,7 +91,7 @@ class QuestionRounds(rounds.Rounds):
 
     def measure(self, index: int, model: "PreTrainedModel", prepared: rounds.Prepared) -> rounds.Float:
         """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""
-        from spkv_nas.contrib.evaluate.ruler.answers import answer
+        from spkv_nas.contrib.evaluate.ruler.stage import answer
 
         questions = self._questions[self.part(index)]
         # The longest question comes first, because the batch size is chosen by it

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks
 
 
-def tasks(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) -> SampledTable:
+def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
     """Evaluate a checkpoint on downstream tasks: ``reports/<name>/tasks.csv``, with every sample in ``runs/``."""
     checks.check(options)
     from spkv_nas.contrib.evaluate.tasks.run import Results, tasks_table
@@ -48,7 +48,7 @@ def tasks(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) 
         "environment": {**environment(), "lm-eval": version("lm-eval")},
     }
     distributed.on_main(lambda: TASKS.write(folder, rows, record, reporter))
-    return SampledTable(name, rows, folder, samples)
+    return Result(SampledTable(name, rows, folder, samples), show)
 
 
 def _run_tasks(
@@ -99,8 +99,3 @@ def show(result: SampledTable) -> None:
     say_sample_count(result.rows["num_samples"], "samples per task")
     console.print_path("values", result.folder / "tasks.csv")
     console.print_path("samples", result.samples)
-
-
-def run(options: TasksOptions, reporter: progress.Reporter) -> Result:
-    """Run the command."""
-    return Result(tasks(options, reporter), show)

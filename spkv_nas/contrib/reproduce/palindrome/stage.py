@@ -1,26 +1,102 @@
-"""Train the paper's palindrome comparison, and write its table, curves and figure."""
+"""Palindrome comparison: train full attention, a sliding window and SP-KV from scratch to reverse a list.
 
+SP-KV paper, appendix "Palindrome reversal with long instruction gap", scaled down for a CPU: 0.1 M parameters instead
+of 2.25 B, and 32 sequences per step instead of 64. The sliding window must fail: its two layers reach 62 tokens back,
+and the instruction has 65. Gates are soft throughout. Their bias starts at 2 (u = 0.88) instead of the paper's 5
+(u = 0.993): an open gate passes only 1 - u of its gradient, and 500 steps leave little time to close it. Query heads do
+not share KV heads: a shared gate must keep what any of its query heads needs, and closes for some seeds only
+(``reports/LOG.md``).
+"""
+
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.table import Table
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION
-from spkv_nas.base import console, progress, records, replace, tables, version
+from spkv_nas.artifacts import comparison, layout
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.base import console, files, manifest, progress, records, replace, tables, version
 from spkv_nas.base.device import choose_device
+from spkv_nas.contrib import defaults
 from spkv_nas.contrib.reproduce.palindrome.options import NAME, PalindromeOptions
-from spkv_nas.contrib.reproduce.palindrome.run import SLIDING_WINDOW, PalindromeRun, PalindromeSettings, compare
-from spkv_nas.contrib.reproduce.palindrome.task import Palindromes
-from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.report.axes import round_axis
-from spkv_nas.report.chart import Chart, Dash, Line, Mark, Panels, Rule, Tone, numbers
+from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, GateWatch, Measures, Palindromes, take_measures
+from spkv_nas.model import attach, checkpoint, transformers_logging, windows
+from spkv_nas.report import axes, chart, plot
 from spkv_nas.stages.result import Result
+from spkv_nas.training.branch_config import GateSchedule, GatesConfig, LearningRateSchedule
+from spkv_nas.training.run_files import remove_checkpoints, run_lock
+from spkv_nas.training.trainer import SPKVTrainer
 
+SLIDING_WINDOW = "sliding-window"
+VARIANTS = (comparison.FULL_ATTENTION, SLIDING_WINDOW, comparison.SP_KV)
+SAVE_STEPS = 100
+_CURVE = (
+    tables.Column("variant"),
+    tables.Column("step", "whole"),
+    tables.Column("loss", "number"),
+    tables.Column("mean_utility", "number", gaps=True),
+    tables.Column("density", "number", gaps=True),
+)
+_FILES = ("run.json", "curve.csv")
+CURVE_COLUMNS = tuple(column.name for column in _CURVE)
 COLUMNS = ("variant", "nll", "hard_nll", "mean_utility", "density", "steps", "seconds")
-_VARIANTS: tuple[tuple[Tone, Dash], ...] = (("ink", "solid"), ("second", "dashed"), ("accent", "dashdot"))
+_STYLES: tuple[tuple[chart.Tone, chart.Dash], ...] = (("ink", "solid"), ("second", "dashed"), ("accent", "dashdot"))
+
+
+@dataclass(frozen=True)
+class PalindromeSettings:
+    """Settings that determine the result."""
+
+    steps: int = defaults.PALINDROME_STEPS
+    batch_size: int = defaults.PALINDROME_BATCH
+    seed: int = 0
+    num_layers: int = 2
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 32
+    initializer_range: float = 0.06  # with transformers' 0.02, the same loss takes twice the steps
+    learning_rate: float = 5e-3
+    warmup_steps: int = 50
+    final_learning_rate: float = 0.01  # share of the peak
+    weight_decay: float = 0.1
+    window: int = defaults.PALINDROME_WINDOW
+    bias: float = 2.0
+    learning_rate_multiplier: float = 5.0  # of the predictors
+    tau: float = 0.5
+    num_heldout: int = 512  # sequences
+
+    @property
+    def content_hash(self) -> str:
+        """Hash all settings: 12 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PalindromeRun(Measures):
+    """Results of a finished variant, one of ``VARIANTS``, with its training time and its log of ``CURVE_COLUMNS``."""
+
+    variant: str
+    seconds: float
+    num_parameters: int
+    hardware: str
+    curve: pd.DataFrame
+
+    @classmethod
+    def read(cls, final: Path) -> "PalindromeRun":
+        """Read the results of ``train_variant``. Raises ``UserError`` if the folder is damaged."""
+        manifest.check_manifest(final)
+        record = files.read_json(final / "run.json", "run record")
+        fields = {key: record[key] for key in cls.__dataclass_fields__ if key != "curve"}
+        curve = tables.read_table(final / "curve.csv", "training curve", _CURVE)
+        return cls(**fields, curve=curve.reset_index(drop=True))
 
 
 @dataclass(frozen=True)
@@ -31,31 +107,38 @@ class PalindromeResult:
     folder: Path
 
 
-def palindrome(options: PalindromeOptions, reporter: progress.Reporter = progress.SILENT) -> PalindromeResult:
-    """Train the paper's palindrome comparison and write it to ``reports/<name>/``."""
-    from spkv_nas.report.plot import save_chart
-
-    quiet_transformers(reporter)
+def run(options: PalindromeOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
+    """Train every variant on the same sequences in the same order, reusing finished ones, to ``reports/<name>/``."""
+    transformers_logging.quiet_transformers(reporter)
     options.folders.check_writable()
     overrides = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
     settings = PalindromeSettings(**{key: value for key, value in overrides.items() if value is not None})
-    name = options.name or NAME
-    folder = options.folders.report_dir(name)
+    name, device = options.name or NAME, choose_device(options.device)
     # Train the three models
-    finished = compare(settings, options.folders.run_dir(name), device=choose_device(options.device), reporter=reporter)
+    runs = options.folders.run_dir(name)
+    folders = {variant: runs / f"{variant}-{settings.content_hash}" for variant in VARIANTS}
+    reporter.reused(sum(map(is_finished, folders.values())), len(VARIANTS), "runs")
+    finished = []
+    for number, (variant, folder) in enumerate(folders.items(), 1):
+        if not is_finished(folder):
+            reporter.announce(f"{variant} ({number} of {len(VARIANTS)})")
+        finished.append(train_variant(settings, variant, folder, device=device, reporter=reporter))
     # Write table, curves and figure
-    rows, curves = result_table(settings, finished), pd.concat([run.curve for run in finished])
-    with replace.replacing(folder) as new:
+    rows, curves = result_table(settings, finished), pd.concat([each.curve for each in finished])
+    report = options.folders.report_dir(name)
+    with replace.replacing(report) as new:
         tables.write_csv(new / "palindrome.csv", rows)
         tables.write_csv(new / "palindrome-curves.csv", curves)
         records.write_record(new / "palindrome.yaml", _background(settings, finished))
-    save_chart(folder, palindrome_charts(curves, Palindromes(0).chance_nll))
-    return PalindromeResult(rows, folder)
+    plot.save_chart(report, palindrome_charts(curves, Palindromes(0).chance_nll))
+    return Result(PalindromeResult(rows, report), show)
 
 
 def show(result: PalindromeResult) -> None:
     """Print NLL, utility, density and training time of each kind of attention."""
-    grid = Table("attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token")
+    grid = console.Table(
+        "attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token"
+    )
     for row in result.rows.itertuples():
         has_gates = row.hard_nll == row.hard_nll  # not NaN
         gate_cells = (f"{row.hard_nll:.4f}", f"{row.mean_utility:.3f}") if has_gates else ("-", "-")
@@ -64,17 +147,147 @@ def show(result: PalindromeResult) -> None:
     console.print_path("figure", result.folder / "palindrome.png")
 
 
-def run(options: PalindromeOptions, reporter: progress.Reporter) -> Result:
-    """Run the command."""
-    return Result(palindrome(options, reporter), show)
+def train_variant(
+    settings: PalindromeSettings,
+    variant: str,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    reporter: progress.Reporter = progress.SILENT,
+) -> PalindromeRun:
+    """Train and evaluate one of ``VARIANTS``; an interrupted run resumes, a finished one is read."""
+    if not is_finished(folder):
+        with run_lock(folder, reporter.announce):
+            if not is_finished(folder):
+                _train(settings, variant, folder, device, reporter)
+    remove_checkpoints(folder)
+    return PalindromeRun.read(folder / "final")
+
+
+def is_finished(folder: Path) -> bool:
+    """Return True if a variant was trained and evaluated to the end."""
+    return manifest.is_complete(folder / "final", _FILES)
+
+
+def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str, reporter: progress.Reporter) -> None:
+    """Train and evaluate a variant, and write the subfolder ``final`` of ``folder``."""
+    # Train
+    model = new_model(settings, variant)
+    sequences = Palindromes(settings.steps * settings.batch_size, settings.seed)
+    decay_steps = max(1, settings.steps - settings.warmup_steps)
+    trainer = SPKVTrainer(
+        model=model,
+        args=_arguments(settings, folder, device),
+        train_dataset=sequences,
+        schedule=LearningRateSchedule(settings.steps, settings.warmup_steps, decay_steps, settings.final_learning_rate),
+        gates=GateSchedule(settings.steps, soft_fraction=1.0) if variant == comparison.SP_KV else None,
+        gate_options=GatesConfig(tau=settings.tau, learning_rate_multiplier=settings.learning_rate_multiplier),
+        title=variant,
+        reporter=reporter,
+        callbacks=[UtilityCallback()],
+    )
+    trainer.train_or_resume()
+    # Evaluate on held-out sequences
+    curve = pd.DataFrame([entry for entry in trainer.state.log_history if "loss" in entry])
+    heldout = Palindromes(settings.num_heldout, settings.seed, heldout=True)
+    record = {
+        "variant": variant,
+        **asdict(take_measures(model, heldout, settings.tau)),
+        "seconds": sequences.length * len(sequences) * float((1.0 / curve["tokens_per_second"]).mean()),
+        "num_parameters": model.num_parameters(),
+        "hardware": _hardware(device),
+        "settings": asdict(settings),
+        "environment": version.environment(),
+    }
+    # Write results and model
+    with replace.new_folder(folder / "final") as new:
+        tables.write_csv(new / "curve.csv", curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS)))
+        files.write_json(new / "run.json", record)
+        checkpoint.save(model, None, new)
+
+
+def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
+    """Initialize a Llama with the same random weights for every variant, and apply the variant's attention."""
+    # Model
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=len(VOCABULARY),
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads,
+        head_dim=settings.head_dim,
+        max_position_embeddings=Palindromes(0).length,
+        initializer_range=settings.initializer_range,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    set_seed(settings.seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Attention
+    if variant == SLIDING_WINDOW:
+        windows.apply_layout(
+            model, layout.Layout(("L" * settings.num_kv_heads,) * settings.num_layers, window=settings.window)
+        )
+    elif variant == comparison.SP_KV:
+        attach.attach_gates(
+            model, GateConfig(window=settings.window, bias=settings.bias, tau=settings.tau), seed=settings.seed
+        )
+    return model
+
+
+class UtilityCallback(TrainerCallback):
+    """Callback that adds the mean utility of each logged step to the log history."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach to the model."""
+        self._gates = GateWatch(kwargs["model"])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start recording in steps that will be logged."""
+        if (state.global_step + 1) % args.logging_steps == 0:
+            self._gates.start()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the mean utility to the last log entry."""
+        means = self._gates.stop()
+        if means is not None:
+            state.log_history[-1]["mean_utility"] = float(means[0].mean())
+
+
+def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=1.0,
+        save_strategy="steps",
+        save_steps=SAVE_STEPS,
+        logging_steps=max(1, settings.steps // 50),
+        logging_nan_inf_filter=False,
+        seed=settings.seed,
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=device != "cpu",
+        report_to=[],
+        disable_tqdm=True,  # replaced by TokenProgressCallback
+    )
+
+
+def _hardware(device: str) -> str:
+    if device != "cpu":
+        return torch.cuda.get_device_name()
+    return f"CPU ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"
 
 
 def result_table(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> pd.DataFrame:
     """Tabulate the variants, columns ``COLUMNS``, with density 1 of full attention and 0 of the sliding window."""
-    rows = [{**vars(run), "steps": settings.steps} for run in finished]
+    rows = [{**vars(each), "steps": settings.steps} for each in finished]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     return table.assign(
-        density=table["density"].fillna(table["variant"].map({FULL_ATTENTION: 1.0, SLIDING_WINDOW: 0.0}))
+        density=table["density"].fillna(table["variant"].map({comparison.FULL_ATTENTION: 1.0, SLIDING_WINDOW: 0.0}))
     )
 
 
@@ -87,37 +300,41 @@ def _background(settings: PalindromeSettings, finished: Sequence[PalindromeRun])
         "num_instruction_tokens": task.kinds.count("instruction"),
         "num_output_tokens": task.num_outputs,
         "chance_nll": round(task.chance_nll, 4),
-        "num_parameters": {run.variant: run.num_parameters for run in finished},
-        "density_by_token": {run.variant: run.kept for run in finished if run.kept is not None},
-        "hardware": {run.variant: run.hardware for run in finished},
+        "num_parameters": {each.variant: each.num_parameters for each in finished},
+        "density_by_token": {each.variant: each.kept for each in finished if each.kept is not None},
+        "hardware": {each.variant: each.hardware for each in finished},
         "environment": version.environment(),
     }
 
 
-def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> Panels:
+def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> chart.Panels:
     """Return training loss by variant, and mean utility and density of the gates, by step.
 
     SP-KV paper, appendix "Palindrome reversal with long instruction gap". ``curves`` has the columns of
     ``CURVE_COLUMNS``; ``chance_nll`` is the NLL, in nats per output token, of a model that sees nothing of the list.
     """
-    steps = round_axis("Step", 0, float(curves["step"].max()), exact=True)
+    steps = axes.round_axis("Step", 0, float(curves["step"].max()), exact=True)
     # Loss of each variant
-    losses: list[Mark] = [Rule(chance_nll, f"chance {chance_nll:.2f}", vertical=False, tone="muted", dash="dotted")]
-    for (variant, curve), (tone, dash) in zip(curves.groupby("variant", sort=False), _VARIANTS, strict=False):
-        losses.append(Line(numbers(curve["step"]), numbers(curve["loss"]), str(variant), tone, dash, 2.2))
+    losses: list[chart.Mark] = [
+        chart.Rule(chance_nll, f"chance {chance_nll:.2f}", vertical=False, tone="muted", dash="dotted")
+    ]
+    for (variant, curve), (tone, dash) in zip(curves.groupby("variant", sort=False), _STYLES, strict=False):
+        losses.append(
+            chart.Line(chart.numbers(curve["step"]), chart.numbers(curve["loss"]), str(variant), tone, dash, 2.2)
+        )
     # Gates
     gated = curves.dropna(subset=["mean_utility"])
-    gated_steps = numbers(gated["step"])
+    gated_steps = chart.numbers(gated["step"])
     gates = (
-        Line(gated_steps, numbers(gated["mean_utility"]), "mean utility", width=2.2),
-        Line(gated_steps, numbers(gated["density"]), "density", "muted", "dotted", 2.2),
+        chart.Line(gated_steps, chart.numbers(gated["mean_utility"]), "mean utility", width=2.2),
+        chart.Line(gated_steps, chart.numbers(gated["density"]), "density", "muted", "dotted", 2.2),
     )
     charts = (
         ("loss", "Training loss, nats per output token", 2 * chance_nll, tuple(losses)),
         ("gates", "SP-KV gates, mean over heads and tokens", 1.0, gates),
     )
     panels = [
-        Chart(f"palindrome-{name}", title, steps, round_axis(title, 0, high), marks)
+        chart.Chart(f"palindrome-{name}", title, steps, axes.round_axis(title, 0, high), marks)
         for name, title, high, marks in charts
     ]
-    return Panels("palindrome", tuple(panels))
+    return chart.Panels("palindrome", tuple(panels))
