@@ -25,8 +25,7 @@ from spkv_nas.base.statistics import unseen_share
 from spkv_nas.cli import main
 from spkv_nas.contrib.evaluate.tasks.documents import by_article
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
-from spkv_nas.contrib.evaluate.tasks.run import Results, TaskResult, tasks_table
-from spkv_nas.contrib.evaluate.tasks.stage import run
+from spkv_nas.contrib.evaluate.tasks.stage import Results, TaskResult, run, tasks_table
 from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks, load_suite
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.model.checkpoint import save

@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.tasks import language_model
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
-from spkv_nas.contrib.evaluate.tasks.run import TaskResult, run_task
+from spkv_nas.contrib.evaluate.tasks.stage import TaskResult, run_task
 from spkv_nas.contrib.evaluate.tasks.suite import load_suite
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load, save

@@ -75,7 +75,7 @@ class TaskRounds(rounds.Rounds):
         allow_code: bool = False,
     ) -> None:
         """Draw the order of all samples; ``seed`` is that of the order and of few-shot examples."""
-        from spkv_nas.contrib.evaluate.tasks.run import task_identity
+        from spkv_nas.contrib.evaluate.tasks.stage import task_identity
 
         self._tokenizer, self._seed, self._allow_code = tokenizer, seed, allow_code
         self._samples = _in_random_order(suite, seed)
@@ -86,7 +86,7 @@ class TaskRounds(rounds.Rounds):
 
     def measure(self, index: int, model: "PreTrainedModel", prepared: rounds.Prepared) -> rounds.Float:
         """Return the score in [0, 1] of each sample of a round."""
-        from spkv_nas.contrib.evaluate.tasks import language_model, run, suite
+        from spkv_nas.contrib.evaluate.tasks import language_model, stage, suite
 
         samples = self._samples[self.part(index)]
         lm, scores = language_model.CheckpointLM(model, self._tokenizer), np.empty(len(samples))
@@ -96,7 +96,7 @@ class TaskRounds(rounds.Rounds):
                 documents = [samples[place][1] for place in places]
                 # Few-shot examples must not depend on the rounds before, which may come from files
                 seed = self._seed + index
-                scores[places] = run.score_documents(lm, task, documents, seed=seed, allow_code=self._allow_code)
+                scores[places] = stage.score_documents(lm, task, documents, seed=seed, allow_code=self._allow_code)
         return scores
 
 

@@ -1,86 +1,326 @@
-"""Evaluate a checkpoint on downstream tasks, alone or beside a second one, to ``reports/<name>/``."""
+"""Evaluate a checkpoint on downstream tasks, alone or beside a second one, to ``reports/<name>/``.
 
-from collections.abc import Sequence
+A finished task is a file (``evaluate.samples``): a header with the density, then every sample. Its name depends on
+the checkpoint and its gates, on the requests, and on the task's config, so that the next run reuses the answers.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from lm_eval.api import task as tasks_module
+from lm_eval.api.metrics import mean
+from lm_eval.api.task import Task
+from lm_eval.defaults import DEFAULT_OTHER_SEED
+from lm_eval.evaluator import evaluate
+from lm_eval.utils import handle_non_serializable
 
 from spkv_nas.artifacts.result_tables import TASKS
-from spkv_nas.base import console, distributed, progress
+from spkv_nas.base import console, distributed, errors, files, progress, statistics
 from spkv_nas.base.version import environment
-from spkv_nas.contrib.evaluate.samples import Checkpoint, SampledTable, percent, say_sample_count, with_error
+from spkv_nas.contrib.evaluate import samples
+from spkv_nas.contrib.evaluate.tasks import suite
+from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import checks, printing, sized_model
 from spkv_nas.stages.result import Result
 
-if TYPE_CHECKING:
-    from spkv_nas.contrib.evaluate.tasks.run import TaskResult
-    from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks
+# Config keys left out of the hash, as the requests contain their effect
+_OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")
+_KEPT = ("doc_id", "filter", "target", "resps", "filtered_resps")  # keys kept of lm-eval's samples
+
+Cell = tuple[float, ...]  # columns of ``TASKS`` from "num_samples" on
+_RESAMPLES = 200  # bootstrap resamples for the error of metrics that are not means over samples
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Results of a checkpoint on a task: values of each metric by sample, with the density over all real tokens.
+
+    A metric is named ``exact_match (strict-match)`` if the task has several filters; ``wholes`` has the aggregation
+    function of those that are not averaged. ``was_kept`` tells that the answers come from an earlier run.
+    """
+
+    values: dict[str, list[Any]]
+    density: float
+    wholes: dict[str, Callable[[list[Any]], float]] = field(default_factory=dict)
+    was_kept: bool = False
+
+
+def run_task(
+    lm: CheckpointLM, task: Task, folder: Path, identity: str, *, limit: int | None = None, allow_code: bool = False
+) -> TaskResult:
+    """Run the first ``limit`` samples of a task, or read its cached answers; must be called on all ranks."""
+    # Build the requests, which the file name depends on
+    with _requests_built(task, limit=limit):
+        file = samples.sample_file(folder, task.task_name, _content(task, identity))
+        was_kept = distributed.on_main(partial(files.is_file, file))
+        # Answer them unless an earlier run has
+        if not was_kept:
+            lm.start()
+            results = _ask(lm, task, allow_code, limit=limit)
+            density = lm.stop()
+            distributed.on_main(lambda: _write(file, task, density, results["samples"][task.task_name]))
+    return distributed.on_main(partial(_read, file, task, was_kept))
+
+
+def score_documents(
+    lm: CheckpointLM, task: Task, documents: Sequence[int], *, seed: int, allow_code: bool = False
+) -> list[float]:
+    """Return the score in [0, 1] of some documents of a task, by index, without reading or writing files.
+
+    The score is the first metric of the task's first filter, which must be a mean, of which more is better. ``seed``,
+    of few-shot examples and of sampling, must differ between calls.
+    """
+    name, ordered = task.task_name, sorted(documents)
+    # Answer the documents
+    with _requests_built(task, seed, samples=ordered):
+        results = _ask(lm, task, allow_code, samples={name: ordered})
+    # Select the first metric of the first filter
+    rows = results["samples"][name]
+    first, metric = rows[0]["filter"], rows[0]["metrics"][0]
+    scores = {sample["doc_id"]: sample[metric] for sample in rows if sample["filter"] == first}
+    # Check that a mean of these scores is what the task reports
+    is_mean = task.aggregation().get(metric, mean) is mean and task.higher_is_better().get(metric, True)
+    if not is_mean or not all(isinstance(score, int | float) and 0.0 <= score <= 1.0 for score in scores.values()):
+        raise errors.UserError(
+            f"task {name}: its first metric, {metric}, is no mean of scores from 0 to 1 by sample, so it allows no "
+            "verdict\nleave the task out, or choose another metric in your own YAML file of the task"
+        )
+    return [float(scores[document]) for document in documents]
+
+
+def _ask(lm: CheckpointLM, task: Task, allow_code: bool, **selection: Any) -> dict[str, Any]:
+    """Return lm-eval's results of a task, whose requests have been built; ``selection`` is that of its samples."""
+    tasks, options = {"tasks": {task.task_name: task}}, {"confirm_run_unsafe_code": allow_code, **selection}
+    results: dict[str, Any] = evaluate(lm, tasks, bootstrap_iters=0, **options)
+    return results
+
+
+def task_identity(task: Task) -> str:
+    """Return a text of everything that the scores of ``score_documents`` depend on besides model and seed."""
+    config = {key: value for key, value in task.dump_config().items() if key not in _OF_PLACES}
+    examples = list(task.fewshot_docs()) if config.get("num_fewshot") else []
+    return json.dumps([config, list(task.eval_docs), examples], sort_keys=True, default=_named)
+
+
+def _content(task: Task, identity: str) -> str:
+    """Return a text of everything that the answers to a task, and their scores, depend on."""
+    config = {key: value for key, value in task.dump_config().items() if key not in _OF_PLACES}
+    requests = [[instance.request_type, instance.args] for instance in task.instances]
+    return json.dumps([identity, config, requests, DEFAULT_OTHER_SEED], sort_keys=True, default=_named)
+
+
+def _named(value: Any) -> str:
+    """Represent a function by its name instead of its address in memory."""
+    return str(getattr(value, "__qualname__", None) or value)
+
+
+def _write(file: Path, task: Task, density: float, rows: list[dict[str, Any]]) -> None:
+    header = {"task": task.task_name, "num_fewshot": task.get_config("num_fewshot"), "density": density}
+    samples.write_samples(file, [header, *map(_sample, rows)], default=handle_non_serializable)
+
+
+def _sample(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a sample: its prompt once, and the continuation of each request."""
+    prompt, *_ = sample["arguments"][0]
+    return {
+        **{key: sample[key] for key in _KEPT},
+        "prompt": prompt,
+        "asked": [request[1:] for request in sample["arguments"]],
+        "metrics": {metric: sample[metric] for metric in sample["metrics"]},
+    }
+
+
+def _read(file: Path, task: Task, was_kept: bool) -> TaskResult:
+    header, *rows = samples.read_samples(file)
+    has_filters = len({sample["filter"] for sample in rows}) > 1
+    values: dict[str, list[Any]] = {}
+    wholes = {}
+    # Collect the values of every metric, by filter if there are several
+    for sample in rows:
+        for metric, value in sample["metrics"].items():
+            name = f"{metric} ({sample['filter']})" if has_filters else metric
+            values.setdefault(name, []).append(value)
+            aggregate = task.aggregation().get(metric, mean)
+            if aggregate is not mean:
+                wholes[name] = aggregate
+    return TaskResult(values, header["density"], wholes, was_kept)
+
+
+@contextmanager
+def _requests_built(task: Task, seed: int | None = None, **documents: Any) -> Iterator[None]:
+    """Build a task's requests as lm-eval's ``simple_evaluate`` does; ``evaluate`` asks them while this is open.
+
+    All random generators are seeded first, so that few-shot examples and sampled answers depend on nothing before.
+    """
+    task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED if seed is None else seed)
+    suite.seed_generators(seed)
+    # Hide lm-eval's progress bar
+    original = tasks_module.tqdm
+    tasks_module.tqdm = partial(original, disable=True)
+    try:
+        task.build_all_requests(rank=0, world_size=1, **documents)
+    finally:
+        tasks_module.tqdm = original
+    # Building them again would draw other few-shot examples
+    task.build_all_requests = lambda **_: None
+    try:
+        yield
+    finally:
+        del task.build_all_requests
+
+
+@dataclass(frozen=True)
+class Results:
+    """Task results for one name, in the order of its tasks, of a checkpoint and optionally of another."""
+
+    selected: suite.SelectedTasks
+    results: Sequence[TaskResult]
+    against: Sequence[TaskResult] | None = None
+
+
+def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
+    """Return one row per metric of each name, columns of ``TASKS``, and an average over several names.
+
+    The average is over the first metric of each name, if it is a mean over samples. A group averages its tasks,
+    weighted by samples where lm-eval defines it so. ``difference`` is the checkpoint's value minus that of the other
+    checkpoint, with the error of the difference by sample; NaN without another checkpoint, or for a single sample.
+    """
+    rows: list[tuple[Any, ...]] = []
+    firsts = []
+    for result in results:
+        cells = _cells(result)
+        rows += [(result.selected.name, metric, result.selected.num_fewshot, *cell) for metric, cell in cells]
+        if cells[0][0] not in result.results[0].wholes:
+            firsts.append(cells[0][1])
+    if len(firsts) > 1:
+        rows.append((f"average of {len(firsts)}", "first metric of each", np.nan, *_mean(firsts, by_size=False)))
+    return pd.DataFrame(rows, columns=TASKS.header)
+
+
+def _cells(results: Results) -> list[tuple[str, Cell]]:
+    """Return (metric, its cell) of each row of a name."""
+    selected, task_results = results.selected, results.results
+    against: Sequence[TaskResult | None] = results.against or [None] * len(task_results)
+    pairs = list(zip(task_results, against, strict=True))
+    return [
+        (metric, _mean([_cell(metric, *pair) for pair in pairs], by_size=selected.by_size))
+        for metric in task_results[0].values
+        if not selected.metrics or metric.partition(" (")[0] in selected.metrics
+    ]
+
+
+def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> Cell:
+    values = result.values[metric]
+    aggregate = result.wholes.get(metric)
+    value, error = _spread(aggregate, values)
+    if against is None:
+        return len(values), value, error, result.density, *(np.nan,) * 4
+    against_values = against.values[metric]
+    against_value, _ = _spread(aggregate, against_values)
+    difference = _spread(aggregate, values, against_values)
+    return len(values), value, error, result.density, against_value, against.density, *difference
+
+
+def _spread(metric_function: Callable[[list[Any]], float] | None, *models: list[Any]) -> tuple[float, float]:
+    """Compute the value of the first model, or its difference to the second, and its standard error.
+
+    ``metric_function`` aggregates values by sample; None is the mean. The error of a metric that is not a mean is from
+    resampling, with the same samples for both models.
+    """
+    # Compute the error of a mean directly
+    if metric_function is None:
+        first, *others = (np.asarray(values, dtype=float) for values in models)
+        return statistics.mean_and_error(first - others[0] if others else first)
+
+    def aggregate(indices: Any) -> float:
+        first, *others = (float(metric_function([values[i] for i in indices])) for values in models)
+        return first - others[0] if others else first
+
+    num_samples = len(models[0])
+    # Resample the samples, the same for both models
+    rng = np.random.default_rng(0)
+    resampled = [aggregate(rng.integers(num_samples, size=num_samples)) for _ in range(_RESAMPLES)]
+    return aggregate(range(num_samples)), float(np.std(resampled, ddof=1))
+
+
+def _mean(cells: Sequence[Cell], *, by_size: bool) -> Cell:
+    """Return the mean of the cells of several tasks, whose samples are independent."""
+    sizes, *columns = np.array(cells).T
+    weights = sizes / sizes.sum() if by_size else np.full(len(cells), 1.0 / len(cells))
+    means = [
+        float(np.sqrt(((weights * column) ** 2).sum()) if name.endswith("error") else (weights * column).sum())
+        for name, column in zip(TASKS.header[-len(columns) :], columns, strict=True)
+    ]
+    return int(sizes.sum()), *means
 
 
 def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
     """Evaluate a checkpoint on downstream tasks: ``reports/<name>/tasks.csv``, with every sample in ``runs/``."""
     checks.check(options)
-    from spkv_nas.contrib.evaluate.tasks.run import Results, tasks_table
-    from spkv_nas.contrib.evaluate.tasks.suite import code_allowed, load_suite, quiet_libraries
-
     quiet_transformers(reporter)
     if not reporter.verbose:
-        quiet_libraries()
+        suite.quiet_libraries()
     name = options.name or sized_model.result_name(options.model, options.folders)
-    folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
+    folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
     # Run the tasks on every checkpoint
     reporter.announce("loading tasks and their data")
-    with code_allowed(options.allow_code):
+    with suite.code_allowed(options.allow_code):
         names, folders = ",".join(options.names), (options.include or [], options.data_sets or [])
-        suite = load_suite(names, *folders, allow_code=options.allow_code, caution=reporter.caution)
+        groups = suite.load_suite(names, *folders, allow_code=options.allow_code, caution=reporter.caution)
         sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
-        by_checkpoint = [_run_tasks(options, *source, suite, samples, reporter) for source in sources]
+        by_checkpoint = [_run_tasks(options, *source, groups, sample_folder, reporter) for source in sources]
     results, origins = zip(*by_checkpoint, strict=True)
     # Write the table with its origin
-    rows = tasks_table([Results(group, *by_model) for group, *by_model in zip(suite, *results, strict=True)])
+    rows = tasks_table([Results(group, *by_model) for group, *by_model in zip(groups, *results, strict=True)])
     record = {
         **origins[0],
         "against": origins[1] if options.against else None,
-        "tasks": [group.name for group in suite],
+        "tasks": [group.name for group in groups],
         "limit": options.limit,
         "environment": {**environment(), "lm-eval": version("lm-eval")},
     }
     distributed.on_main(lambda: TASKS.write(folder, rows, record, reporter))
-    return Result(SampledTable(name, rows, folder, samples), show)
+    return Result(samples.SampledTable(name, rows, folder, sample_folder), show)
 
 
 def _run_tasks(
     options: TasksOptions,
     source: str,
     tau: float | None,
-    suite: "Sequence[SelectedTasks]",
-    samples: Path,
+    groups: Sequence[suite.SelectedTasks],
+    sample_folder: Path,
     reporter: progress.Reporter,
-) -> "tuple[list[list[TaskResult]], dict[str, Any]]":
+) -> tuple[list[list[TaskResult]], dict[str, Any]]:
     """Run every task on one checkpoint, reusing finished ones; return results by requested name, and the origin."""
-    from spkv_nas.contrib.evaluate.tasks import language_model, run
-
-    checkpoint = Checkpoint.load(options, source, tau, reporter)
+    checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
     identity = checkpoint.identity(f"{checkpoint.origin['tau']} lm-eval {version('lm-eval')}")
-    num_tasks = sum(len(group.tasks) for group in suite)
+    num_tasks = sum(len(group.tasks) for group in groups)
     results: list[list[TaskResult]] = []
     with checkpoint.hard(), reporter.bar("answering") as bar:
-        lm = language_model.CheckpointLM(checkpoint.model, checkpoint.tokenizer)
-        for group in suite:
+        lm = CheckpointLM(checkpoint.model, checkpoint.tokenizer)
+        for group in groups:
             results.append([])
             for task in group.tasks:
                 lm.progress = progress.part_of(bar, sum(map(len, results)), num_tasks, task.task_name)
                 results[-1].append(
-                    run.run_task(lm, task, samples, identity, limit=options.limit, allow_code=options.allow_code)
+                    run_task(lm, task, sample_folder, identity, limit=options.limit, allow_code=options.allow_code)
                 )
     num_reused = sum(result.was_kept for group_results in results for result in group_results)
     reporter.reused(num_reused, num_tasks, "tasks")
     return results, checkpoint.origin
 
 
-def show(result: SampledTable) -> None:
+def show(result: samples.SampledTable) -> None:
     """Print every task by metric, with the other checkpoint if there is one."""
     against = result.rows["against"].notna().any()
     pair_columns = ["against", "density %", "difference"] if against else []
@@ -89,13 +329,13 @@ def show(result: SampledTable) -> None:
     )
     for row in result.rows.itertuples():
         shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
-        value = with_error(row.value, row.standard_error)
-        cells = [console.escape(row.task), console.escape(row.metric), shots, value, percent(row.density)]
+        value = samples.with_error(row.value, row.standard_error)
+        cells = [console.escape(row.task), console.escape(row.metric), shots, value, samples.percent(row.density)]
         if against:
             difference = printing.change(row.difference, row.difference_standard_error)
-            cells += [with_error(row.against), percent(row.against_density), difference]
+            cells += [samples.with_error(row.against), samples.percent(row.against_density), difference]
         grid.add_row(*cells)
     console.out.print(grid)
-    say_sample_count(result.rows["num_samples"], "samples per task")
+    samples.say_sample_count(result.rows["num_samples"], "samples per task")
     console.print_path("values", result.folder / "tasks.csv")
     console.print_path("samples", result.samples)
