@@ -230,7 +230,7 @@ class TestTraining:
         self, mixed: Recipe, mixed_corpus: Corpus, recipe_file: Path, tmp_path: Path
     ) -> None:
         """Half of the scored blocks are samples; the text beside them is text that the search may select on."""
-        judge = RecipeEvaluator.prepare(mixed, recipe_file.parent, tmp_path / "runs", max_tokens=4_000)
+        judge = RecipeEvaluator(mixed, recipe_file.parent, tmp_path / "runs", max_tokens=4_000)
         num_blocks = judge.num_selection_tokens // 400
         scored = judge._scored_on
         infos = [tuple(scored.documents)[index] for index in scored.document[:, 200]]

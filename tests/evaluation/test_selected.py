@@ -18,7 +18,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.contrib.search.options import SearchOptions
 from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
-from spkv_nas.contrib.search.stage import search
+from spkv_nas.contrib.search.stage import run
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
@@ -211,8 +211,8 @@ class History:
         probe = self.random.choice(names)
         name = f"s{text}-{probe}"
         effort = {"budget": "3", "trials": 2, "retrain": 0, "max_tokens": 4096}
-        folder = search(SearchOptions(recipe=recipe, probe=probe, name=name, **effort)).folder  # type: ignore[arg-type]
-        evaluator = RecipeEvaluator.prepare(Recipe.read(recipe), Path(), Path("runs", f"s{text}"), max_tokens=4096)
+        folder = run(SearchOptions(recipe=recipe, probe=probe, name=name, **effort)).value.folder  # type: ignore[arg-type]
+        evaluator = RecipeEvaluator(Recipe.read(recipe), Path(), Path("runs", f"s{text}"), max_tokens=4096)
         numbers = {int(Path(info.name).stem) for info in evaluator._chosen_on.present}
         window = HeadScores.read(Path("probes", probe)).window
         assert window is not None

@@ -15,8 +15,7 @@ from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
 if TYPE_CHECKING:  # pandas takes too long for --help
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.contrib.search.space import Space
-    from spkv_nas.contrib.search.trials import Effort
+    from spkv_nas.contrib.search.space import Effort, Space
     from spkv_nas.training.recipe import Recipe
 
 Objective = Annotated[
@@ -102,8 +101,7 @@ def _budgets(budget: str | None, table: "HeadScores", window: int, context: str 
 def specify(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> SearchSpecification:
     """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
     from spkv_nas.artifacts.proposal import Proposal, distinct
-    from spkv_nas.contrib.search.space import Space, starting_layouts
-    from spkv_nas.contrib.search.trials import Effort
+    from spkv_nas.contrib.search.space import Effort, Space, starting_layouts
     from spkv_nas.stages import engines, lookup
     from spkv_nas.training.recipe import Recipe
 

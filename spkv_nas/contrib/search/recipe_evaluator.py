@@ -29,8 +29,19 @@ from spkv_nas.training.recipe import Recipe
 class RecipeEvaluator:
     """Evaluator that scores and retrains layouts with a recipe; selection uses at most ``max_tokens`` tokens."""
 
-    def __init__(self, context: branches.BranchContext, *, max_tokens: int) -> None:
-        """Keep one context per fidelity of retraining."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        base: Path,
+        runs: Path,
+        *,
+        max_tokens: int,
+        device: str | None = None,
+        reporter: progress.Reporter = progress.SILENT,
+    ) -> None:
+        """Prepare one context per fidelity, as ``BranchContext.prepare``; concurrent workers wait for the first."""
+        join_processes(recipe, device)
+        context = branches.BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
         short = shortened(context.recipe)
         self._context, self._max_tokens = context, max_tokens
         self._contexts: dict[search_table.Retraining, branches.BranchContext] = {
@@ -39,31 +50,10 @@ class RecipeEvaluator:
         }
         self._controls: set[search_table.Retraining] = set()  # retrained and compared
 
-    @classmethod
-    def prepare(
-        cls,
-        recipe: Recipe,
-        base: Path,
-        runs: Path,
-        *,
-        max_tokens: int,
-        device: str | None = None,
-        reporter: progress.Reporter = progress.SILENT,
-    ) -> "RecipeEvaluator":
-        """Prepare as ``BranchContext.prepare``; concurrent workers wait for the first."""
-        join_processes(recipe, device)
-        context = branches.BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
-        return cls(context, max_tokens=max_tokens)
-
-    @property
-    def dense(self) -> Path:
-        """Return the folder or name of the dense checkpoint."""
-        return self._context.dense
-
     @cached_property
     def shape(self) -> Shape:
         """Return the shape of the dense checkpoint."""
-        return read_shape(str(self.dense))
+        return read_shape(str(self._context.dense))
 
     @property
     def identity(self) -> str:

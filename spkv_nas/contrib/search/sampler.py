@@ -18,8 +18,7 @@ from spkv_nas.base.arrays import Float
 if TYPE_CHECKING:  # pandas and scipy take too long for --help
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.contrib.search.head_weights import HeadWeights
-    from spkv_nas.contrib.search.space import Space
-    from spkv_nas.contrib.search.trials import Trial
+    from spkv_nas.contrib.search.space import Space, Trial
 
 
 TRIALS_PER_ROUND = 10  # layouts sampled together from the scores of all earlier ones

@@ -1,6 +1,6 @@
-"""Define the search space of layouts."""
+"""Define the search space of layouts, the effort of a search, and its trials with their Pareto order."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -9,7 +9,10 @@ import numpy as np
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.search_table import BASELINE, Fidelity
 from spkv_nas.base.arrays import Float, Mask
+from spkv_nas.contrib.defaults import SAMPLER
+from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import CONSTRAINED, Constraints, solve
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import layout_by
@@ -44,12 +47,11 @@ class Space:
         """Return the sink tokens of local heads, which are those of the table."""
         return self.table.sinks
 
-    def random(self, generator: np.random.Generator, suggested: Mask | None = None) -> Layout:
-        """Return a random layout of a random budget with as many of the ``suggested`` heads [L, Hkv] as possible."""
+    def random(self, generator: np.random.Generator) -> Layout:
+        """Return a random layout of a random budget."""
         noise = generator.random(self.grid)
         low, high = self.budgets
-        budget = int(generator.integers(low, high + 1))
-        return self._best(noise if suggested is None else noise + 3.0 * suggested, budget)
+        return self._best(noise, int(generator.integers(low, high + 1)))
 
     def optimum(self, gain: Float, budget: int, tried: Collection[tuple[str, ...]] = ()) -> Layout:
         """Return the layout of highest total ``gain`` [L, Hkv] with ``budget`` global heads that is not in ``tried``.
@@ -99,12 +101,7 @@ class Space:
     @cached_property
     def _least(self) -> int:
         """Return the smallest number of global heads in a layout of the space."""
-        return min(self.budgets[0], self._best(self._rank + 1.0, self.budgets[0]).num_global)
-
-    @cached_property
-    def _rank(self) -> Float:
-        """Return the density ranks [L, Hkv] in [0, 1]."""
-        return ranks(self.table.density)
+        return min(self.budgets[0], self._best(ranks(self.table.density) + 1.0, self.budgets[0]).num_global)
 
 
 def ranks(values: Float) -> Float:
@@ -129,3 +126,77 @@ def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
         solved = (solve(table, number, space.constraints, window=window) for number in chosen)
         layouts = {f"densest-{layout.num_global}": layout for layout in solved}
     return {name: replace(layout, strategy=name) for name, layout in layouts.items() if space.contains(layout)}
+
+
+@dataclass(frozen=True)
+class LayoutCost:
+    """A second objective: the cost of a layout, with its name and unit."""
+
+    name: str
+    of: Callable[[Layout], float]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Effort of a search."""
+
+    trials: int = 100  # layouts to score without training
+    sampler: str = SAMPLER  # name of the sampler
+    seed: int = 0
+    num_retrained: int = 4  # best layouts to retrain, besides those to compare with
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A tried layout and its measurements so far; changes of NLL are relative to full attention."""
+
+    sampler: str
+    seed: int
+    number: int
+    layout: Layout
+    cost: float | None
+    zero_shot: PairedDifference
+    short: PairedDifference | None = None
+    full: PairedDifference | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the name, such as "surrogate-0-17"; for a baseline, the name of its layout."""
+        return self.layout.strategy if self.sampler == BASELINE else f"{self.sampler}-{self.seed}-{self.number}"
+
+    def change(self, fidelity: Fidelity) -> PairedDifference | None:
+        """Return the change of NLL at a fidelity; None if it was not measured."""
+        return {"zero_shot": self.zero_shot, "short": self.short, "full": self.full}[fidelity]
+
+    @property
+    def values(self) -> list[float]:
+        """Return the objectives without training: change of NLL in percent, then the cost if there is one."""
+        return [self.zero_shot.percent, *([] if self.cost is None else [self.cost])]
+
+
+def best_start(trials: Sequence[Trial], starts: Mapping[str, Layout]) -> Trial | None:
+    """Return the baseline with the lowest NLL without training among the layouts that a search starts from."""
+    baselines = [trial for trial in trials if trial.sampler == BASELINE and trial.layout.strategy in starts]
+    return min(baselines, key=lambda trial: trial.zero_shot.percent, default=None)
+
+
+def ranked(values: Float) -> list[int]:
+    """Return the row numbers of ``values`` [points, objectives] by successive Pareto fronts, best first."""
+    remaining, order = list(range(len(values))), []
+    while remaining:
+        front = [remaining[index] for index in first_front(values[remaining])]
+        order += front
+        remaining = [index for index in remaining if index not in set(front)]
+    return order
+
+
+def first_front(values: Float) -> list[int]:
+    """Return the rows of ``values`` on the Pareto front, sorted by the first objective.
+
+    A row is on the front if no other is at least as good in all objectives and better in one. NaN is worse than any
+    number.
+    """
+    values = np.where(np.isnan(values), np.inf, values)
+    dominated = np.all(values[:, None] >= values[None], -1) & np.any(values[:, None] > values[None], -1)
+    front: list[int] = np.flatnonzero(~dominated.any(1)).tolist()
+    return sorted(front, key=lambda index: tuple(values[index]))

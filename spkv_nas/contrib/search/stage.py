@@ -11,7 +11,7 @@ from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base import console, progress, statistics
 from spkv_nas.base.workspace import SEARCH
-from spkv_nas.contrib.search import driver, recipe_evaluator, results, trials
+from spkv_nas.contrib.search import driver, recipe_evaluator, results, space
 from spkv_nas.contrib.search.options import SearchOptions, SearchSpecification, specify
 from spkv_nas.evaluation import ranking, trust
 from spkv_nas.model.transformers_logging import quiet_transformers
@@ -33,7 +33,6 @@ class SearchResult:
     folder: Path  # of the table
     recommended: results.Recommendation | None  # the layout to take; None without one, or if the numbers make no sense
     layouts: Path  # folder of the layouts' files
-    recipe: Path  # path of the recipe
     alarm: str | None = None  # sentence if the numbers make no sense (``evaluation.alarms``)
 
     @property
@@ -42,7 +41,7 @@ class SearchResult:
         return None if self.recommended is None else self.layouts / f"{self.recommended.layout.strategy}.yaml"
 
 
-def search(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> SearchResult:
+def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
     """Search for layouts as one of possibly many workers; write the results to ``reports/<name>/``."""
     quiet_transformers(reporter)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -52,7 +51,7 @@ def search(options: SearchOptions, reporter: progress.Reporter = progress.SILENT
     workspace.check_writable()
     folder, layouts = workspace.report_dir(name), workspace.layout_dir(name) / SEARCH
     # Prepare the dense model
-    evaluator = recipe_evaluator.RecipeEvaluator.prepare(
+    evaluator = recipe_evaluator.RecipeEvaluator(
         specification.recipe,
         specification.file.parent,
         workspace.run_dir(specification.recipe.name),
@@ -75,24 +74,31 @@ def search(options: SearchOptions, reporter: progress.Reporter = progress.SILENT
     )
     rows, alarm, recommended = results.write_results(work, work.run(), folder, layouts, reporter)
     write_study_figures(folder, rows, None if work.cost is None else work.cost.name)
-    return SearchResult(rows, work, folder, recommended, layouts, specification.file, alarm)
+    result = SearchResult(rows, work, folder, recommended, layouts, alarm)
+    if result.file is None:
+        return Result(result, show, document)
+    # Suggest to compare the layout to take with the dense model by the same recipe
+    retrain = TrainHybridOptions(
+        layouts=[result.file], recipe=specification.file, probe=options.probe, workspace=options.workspace
+    )
+    reason = "retrain it with full attention beside it; what the search retrained is reused"
+    return Result(result, show, document, next=[Suggestion.of(retrain, reason)])
 
 
-def cache_bytes(specification: SearchSpecification, shape: Shape) -> trials.LayoutCost | None:
+def cache_bytes(specification: SearchSpecification, shape: Shape) -> space.LayoutCost | None:
     """Return the objective kv-bytes: keys and values at the context, in the probe's dtype or bfloat16; None for NLL."""
-    space, context = specification.space, specification.context
+    table, context = specification.space.table, specification.context
     if context is None:
         return None
-    known = space.table.metadata
+    known = table.metadata
     head_dim, dtype = known.get("head_dim") or shape.head_dim, known.get("dtype") or "bfloat16"
-    requirements = Requirements(space.constraints, context=context, head_dim=head_dim, kv_dtype=dtype)
-    memory = requirements.cache_cost(space.table, space.window)
+    requirements = Requirements(specification.space.constraints, context=context, head_dim=head_dim, kv_dtype=dtype)
+    memory = requirements.cache_cost(table, specification.space.window)
     assert memory is not None  # as there is a context
     # Count the heads of layers that are not local by design
-    layers = space.table.layers
-    return trials.LayoutCost(
+    return space.LayoutCost(
         f"KV bytes at {context:,} tokens",
-        lambda layout: float(memory.total(int(layout.global_mask[layers].sum()), layout.num_heads)),
+        lambda layout: float(memory.total(int(layout.global_mask[table.layers].sum()), layout.num_heads)),
     )
 
 
@@ -179,16 +185,3 @@ def plan(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) 
         runs.append(planned.branch(f"{fidelity}, {FULL_ATTENTION}", full_attention))
         runs.append(run_plan.summarize_runs(f"{fidelity}, layouts (at most)", [any_branch] * number))
     return planner.plan(runs)
-
-
-def run(options: SearchOptions, reporter: progress.Reporter) -> Result:
-    """Run the command."""
-    result = search(options, reporter)
-    following = [] if result.file is None else [_retraining(options, result.recipe, result.file)]
-    return Result(result, show, document, next=following)
-
-
-def _retraining(options: SearchOptions, recipe: Path, file: Path) -> Suggestion:
-    """Suggest to compare the layout in ``file`` with the dense model by the search's recipe."""
-    retrain = TrainHybridOptions(layouts=[file], recipe=recipe, probe=options.probe, workspace=options.workspace)
-    return Suggestion.of(retrain, "retrain it with full attention beside it; what the search retrained is reused")

@@ -13,7 +13,7 @@ As in Optuna, callbacks are called with the study and each finished trial, and m
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 
 import pandas as pd
 from transformers import PreTrainedModel
@@ -26,8 +26,7 @@ from spkv_nas.base.progress import LOGGER
 from spkv_nas.contrib.defaults import SAMPLER
 from spkv_nas.contrib.search.results import front, result_table
 from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Sampler, StudySampler
-from spkv_nas.contrib.search.space import Space, starting_layouts
-from spkv_nas.contrib.search.trials import LayoutCost, Trial
+from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, starting_layouts
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
@@ -74,8 +73,11 @@ class Study:
         """Try ``num_trials`` more layouts; ``callbacks`` get the study and each finished one. Return the study."""
         self._goal = len(self._finished) + arguments.convert("num_trials", int, num_trials)
         while len(self._finished) < self._goal:
-            # Sample the layouts that do not depend on each other's results
-            layouts = self._next_layouts()
+            # Sample the layouts that do not depend on each other's results, to the end of the round
+            number = len(self._finished)
+            start = self._sampler.first_of_round(number)
+            numbers = range(number, min(self._goal, start + TRIALS_PER_ROUND))
+            layouts = [self._sampler.layout(index, self._finished[:start]) for index in numbers]
             # Score new ones together, because they share layers
             fresh = [layout for layout in layouts if layout.content_hash not in self._scores]
             for layout, score in zip(fresh, self._score(fresh) if fresh else [], strict=True):
@@ -83,8 +85,9 @@ class Study:
             # Record the trials and call back
             for layout in layouts:
                 cost = None if self._cost is None else self._cost.of(layout)
-                number = len(self._finished)
-                trial = Trial(self._kind, self._seed, number, layout, cost, self._scores[layout.content_hash])
+                trial = Trial(
+                    self._kind, self._seed, len(self._finished), layout, cost, self._scores[layout.content_hash]
+                )
                 self._finished.append(trial)
                 for callback in callbacks:
                     callback(self, trial)
@@ -95,13 +98,6 @@ class Study:
     def stop(self) -> None:
         """Stop ``optimize`` after the current trial; to be called by a callback."""
         self._goal = len(self._finished)
-
-    def _next_layouts(self) -> list[Layout]:
-        """Return the layouts of the next trials, to the end of the round or of the requested number."""
-        number = len(self._finished)
-        first = self._sampler.first_of_round(number)
-        end = min(self._goal, first + TRIALS_PER_ROUND)
-        return [self._sampler.layout(index, self._finished[:first]) for index in range(number, end)]
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -182,24 +178,18 @@ def search_layouts(
                 f"starting layout '{name}' is outside the search space: its layers, heads, budget, "
                 "window or sinks differ"
             )
-    # Run the trials
-    scores = _Scores(model, blocks, batch_size)
-    study = Study(space, scores, first, sampler=sampler, seed=seed, cost=cost)
-    return study.optimize(trials, callbacks)
 
+    # Score layouts against full attention, which is scored once
+    @cache
+    def full_attention() -> DocumentNLL:
+        return zero_shot(model, [None], blocks, batch_size=batch_size)[0]
 
-class _Scores:
-    """Score layouts on a model in memory against full attention, which is scored once."""
-
-    def __init__(self, model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -> None:
-        self._model, self._blocks, self._batch_size = model, blocks, batch_size
-
-    def __call__(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        document_nlls = zero_shot(self._model, layouts, self._blocks, batch_size=self._batch_size)
-        changes = [paired_difference(nll, self._full) for nll in document_nlls]
+    def score(layouts: Sequence[Layout]) -> list[PairedDifference]:
+        document_nlls = zero_shot(model, layouts, blocks, batch_size=batch_size)
+        changes = [paired_difference(nll, full_attention()) for nll in document_nlls]
         LOGGER.info(f"scored {len(changes)} layouts, the best at {min(change.percent for change in changes):+.2f} %")
         return changes
 
-    @cached_property
-    def _full(self) -> DocumentNLL:
-        return zero_shot(self._model, [None], self._blocks, batch_size=self._batch_size)[0]
+    # Run the trials
+    study = Study(space, score, first, sampler=sampler, seed=seed, cost=cost)
+    return study.optimize(trials, callbacks)

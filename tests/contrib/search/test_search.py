@@ -187,7 +187,7 @@ class TestCommand:
     def test_the_text_that_judges_is_not_the_text_that_chose(self, project: tuple[Path, Path]) -> None:
         recipe, workspace = Recipe.read(project[0]), project[1]
         runs = workspace / "runs" / "tiny"
-        judge = RecipeEvaluator.prepare(recipe, project[0].parent, runs, max_tokens=640)
+        judge = RecipeEvaluator(recipe, project[0].parent, runs, max_tokens=640)
         heldout = load_corpus(recipe, project[0].parent, runs).heldout
         seen = set(np.unique(heldout.take(heldout.num_blocks // 2).spread(20).document).tolist())
         assert len(seen) >= 8  # the first 20 blocks were of 4 documents

@@ -13,8 +13,8 @@ import spkv_nas
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.search.sampler import RandomSearch
+from spkv_nas.contrib.search.space import LayoutCost
 from spkv_nas.contrib.search.study import search_layouts
-from spkv_nas.contrib.search.trials import LayoutCost
 from spkv_nas.data.blocks import TokenBlocks
 
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5)

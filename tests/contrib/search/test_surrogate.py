@@ -17,8 +17,7 @@ from scipy.stats import multivariate_normal
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.contrib.search.head_weights import Evidence, HeadWeights
 from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, StudySampler, ThompsonSampling
-from spkv_nas.contrib.search.space import Space
-from spkv_nas.contrib.search.trials import Trial
+from spkv_nas.contrib.search.space import Space, Trial
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
 
