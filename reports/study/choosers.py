@@ -19,7 +19,7 @@ from spkv_nas.probing.density import probe
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.proposal.propose import densest_layout
-from spkv_nas.proposal.strategies import interleaved_last, random_heads
+from spkv_nas.proposal.strategies import interleaved, random_heads
 
 _ONCE = (DUO, ADD_ONE_HEAD)  # signals that do not depend on the budget
 _STRATEGY = "study"  # of every layout, so that one that two choosers choose is retrained once
@@ -135,7 +135,7 @@ def choose(subject: Subject, job: Job) -> Layout | None:
             return None
         layout = densest_layout(needed.read(), heads, window=window)
     elif job.chooser == LAYERS:
-        layout = Layout.from_mask(interleaved_last(*subject.grid, heads), window=window)
+        layout = Layout.from_mask(interleaved(*subject.grid, heads, local_first=True), window=window)
     else:
         mask = random_heads(*subject.grid, heads, int(job.chooser.removeprefix(RANDOM)))
         layout = Layout.from_mask(mask, window=window)

@@ -14,7 +14,7 @@ from spkv_nas.base.arrays import Float
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.proposal.coverage import domain_coverage, provenance
-from spkv_nas.proposal.integer_program import Problem, Solution
+from spkv_nas.proposal.integer_program import Problem
 
 CONSTRAINED, ROBUST = "constrained", "robust"  # strategy names of the layouts from ``solve``
 _WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight", "number", above=0, high=1e30))
@@ -204,44 +204,55 @@ def solve(
     Raises ``UserError``: no layout meets the constraints (the message names the conflicting ones), the budget is too
     small for any head, no head of a domain keeps anything, or ``weights`` do not have the table's shape.
     """
+    layout = best_layout(table, budget, constraints, weights, robust=robust, window=window)
+    if layout is not None and layout.num_global:
+        return layout
+    # Say why there is none
     constraints = _checked(table, constraints, weights)
-    density = _objective(table, robust=robust)
-    # Solve the integer program
     problem = Problem(table.heads_per_layer, constraints.named, budget, weights)
-    best = problem.optimum(density)
-    if best is None:
+    if layout is None:
         raise UserError(_conflict(problem, constraints, budget))
-    if not best.mask.any():
-        least = problem.least(nonempty=True)
-        reason = "the constraints make every head local" if least is None else f"at least {least:g} is needed"
-        raise UserError(f"no KV head can be global with budget {budget:g} and these constraints: {reason}")
-    return _layout(table, best, budget, constraints, weights, robust=robust, window=window)
+    least = problem.least(nonempty=True)
+    reason = "the constraints make every head local" if least is None else f"at least {least:g} is needed"
+    raise UserError(f"no KV head can be global with budget {budget:g} and these constraints: {reason}")
 
 
-def solve_apart(
+def best_layout(
     table: HeadScores,
     budget: float,
     constraints: Constraints | None = None,
     weights: Float | None = None,
     *,
-    excluded: Sequence[Layout],
-    apart: int,
     robust: bool = False,
     window: int | None = None,
+    excluded: Sequence[Layout] = (),
+    apart: int = 1,
+    at_least: int = 0,
 ) -> Layout | None:
-    """Return the best layout that differs from each of ``excluded`` in at least ``apart`` heads; None without one.
+    """Return the best layout of ``solve``, with or without global heads; None if no layout meets the constraints.
 
-    The result has at least one global head. The other arguments, the result and the errors are those of ``solve``.
+    It differs from each of ``excluded`` in at least ``apart`` heads, and has ``at_least`` so many global ones.
     """
+    # Solve the integer program
     constraints = _checked(table, constraints, weights)
     masks = [layout.global_mask for layout in excluded]
-    problem = Problem(
-        table.heads_per_layer, constraints.named, budget, weights, excluded=masks, at_least=1, apart=apart
-    )
+    restrictions: dict[str, Any] = {"excluded": masks, "at_least": at_least, "apart": apart}
+    problem = Problem(table.heads_per_layer, constraints.named, budget, weights, **restrictions)
     best = problem.optimum(_objective(table, robust=robust))
     if best is None:
         return None
-    return _layout(table, best, budget, constraints, weights, robust=robust, window=window)
+    sizes: dict[str, Any] = {"window": window or table.window or DEFAULT_WINDOW, "sinks": table.sinks}
+    strategy, heads = ROBUST if robust else CONSTRAINED, table.heads_per_layer
+    layout = Layout.from_mask(best.mask, strategy=strategy, heads_per_layer=heads, **sizes)
+    # Record constraints, costs and gap
+    origin = {**provenance(table, layout, budget), "constraints": constraints.named}
+    if robust:
+        origin["worst_domain"] = round(min(domain_coverage(table, layout).values()), 4)
+    if weights is not None:
+        origin["weight"] = float(weights[best.mask].sum())
+    if best.gap > 1e-9:
+        origin["gap"] = float(f"{best.gap:.2g}")
+    return replace(layout, provenance=origin)
 
 
 def _checked(table: HeadScores, constraints: Constraints | None, weights: Float | None) -> Constraints:
@@ -262,36 +273,6 @@ def _objective(table: HeadScores, *, robust: bool) -> Float:
             of = f"domain '{domain}'" if robust else f"density table '{table.name}'"
             raise UserError(f"every head density of {of} is 0 at tau = {table.tau:g}: choose a smaller tau")
     return density
-
-
-def _layout(
-    table: HeadScores,
-    best: Solution,
-    budget: float,
-    constraints: Constraints,
-    weights: Float | None,
-    *,
-    robust: bool,
-    window: int | None,
-) -> Layout:
-    """Return the layout of a solution of the integer program, with its provenance."""
-    name = ROBUST if robust else CONSTRAINED
-    layout = Layout.from_mask(
-        best.mask,
-        window=window or table.window or DEFAULT_WINDOW,
-        strategy=name,
-        sinks=table.sinks,
-        heads_per_layer=table.heads_per_layer,
-    )
-    # Record constraints, costs and gap
-    origin = {**provenance(table, layout, budget), "constraints": constraints.named}
-    if robust:
-        origin["worst_domain"] = round(min(domain_coverage(table, layout).values()), 4)
-    if weights is not None:
-        origin["weight"] = float(weights[best.mask].sum())
-    if best.gap > 1e-9:
-        origin["gap"] = float(f"{best.gap:.2g}")
-    return replace(layout, provenance=origin)
 
 
 def _conflict(problem: Problem, constraints: Constraints, budget: float) -> str:

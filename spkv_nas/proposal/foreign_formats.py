@@ -1,4 +1,4 @@
-"""Read head scores in the formats of DuoAttention and PruLong.
+"""Convert layouts and head scores to and from the formats of DuoAttention and PruLong.
 
 Both projects store one value per KV head in a text file without a header: one line per layer from layer 0,
 tab-separated, 1 for full attention and 0 for streaming (the first keys, "sinks", plus a window). Neither averages over
@@ -27,19 +27,23 @@ PruLong's evaluation reads the files of both projects, takes sinks and window fr
 quantile even where the file already holds a mask (``eval/model_utils.py``).
 
 We cut at the same quantile, without the noise: among equal scores the earlier layer and head stays global, as in every
-strategy. ``spkv_nas.proposal.convert`` writes the files of both projects.
+strategy.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts import head_scores, head_tables, kinds
 from spkv_nas.artifacts.grid import check_grid
-from spkv_nas.base import arrays, errors, files, limits
+from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.base import arrays, errors, files, hub, limits, version
+from spkv_nas.base.replace import new_folder, replacing
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.strategy import densest
 
@@ -47,6 +51,7 @@ DUO_ATTENTION, PRULONG = "duo-attention", "prulong"
 TSV_NAME, CONFIG_NAME = "full_attention_heads.tsv", "config.json"  # files in a DuoAttention folder
 _SHAPE_KEYS = ("num_hidden_layers", "num_key_value_heads")
 _SIZE_KEYS = {"sink_size": 0, "recent_size": 1, "local_window_size": 1, **dict.fromkeys(_SHAPE_KEYS, 1)}
+_CREATED_BY = f"spkv-nas {version.__version__}"
 _OVERSHOOT = 0.01  # clip values this far outside [0, 1]: one training step at DuoAttention's default learning rate
 
 
@@ -210,3 +215,151 @@ def _read_config(file: Path) -> dict[str, int]:
                 f"config {file}: '{key}' must be a whole number of at least {_SIZE_KEYS[key]}; found {shown}"
             )
     return sizes
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    budget: int | str | None = None,
+    sparsity: float | None = None,
+    threshold: float | None = None,
+    window: int | None = None,
+    sinks: int | None = None,
+) -> list[str]:
+    """Write a layout or head scores in another format; return what was written, and what it cannot hold.
+
+    Scores stay scores when converted to DuoAttention, unless an option of ``ForeignScores.choose`` selects heads. The
+    name of ``target`` decides the format: ``.yaml`` a layout, ``.tsv`` a PruLong mask, ``full_attention_heads.tsv`` or
+    a folder DuoAttention's two files. ``window`` and ``sinks`` precede the source's. Raises ``UserError``: a format is
+    unknown or damaged, the target exists, or the options do not fit the source.
+    """
+    # Check target and options
+    target_files = _target_files(target)
+    options = {"budget": budget, "sparsity": sparsity, "threshold": threshold}
+    chosen = {name: value for name, value in options.items() if value is not None}
+    if window is not None and window < 1:
+        raise errors.UserError(f"--window is {window}; it must be at least 1, because it includes the query's own key")
+    # Read the source
+    layout = Layout.read(source) if hub.is_on_hub(source) or _is_layout(source) else None
+    if layout is None:
+        scores, notes = _with_sizes(read_scores(source), window, sinks)
+    elif chosen:
+        raise errors.UserError(
+            f"{source} is a layout, whose global heads are already chosen: "
+            f"--{next(iter(chosen))} applies only to scores"
+        )
+    else:
+        layout, notes = _resized(layout, target, window, sinks), []
+        mask = layout.global_mask.astype(np.float64)
+        origin = f"{layout.strategy} {layout.hash}"
+        scores = ForeignScores(mask, layout.strategy, origin, layout.window, layout.sinks)
+    # Select heads if the target needs a mask
+    to_duo_attention = target_files[0].name == TSV_NAME
+    if layout is None and (chosen or not to_duo_attention):
+        layout, tie_notes = _chosen_layout(scores, chosen)
+        scores, notes = replace(scores, values=layout.global_mask.astype(np.float64)), notes + tie_notes
+    # Write the target
+    if not _is_layout(target) and len({*(scores.heads_per_layer if layout is None else layout.heads_per_layer)}) > 1:
+        raise errors.UserError("the formats of DuoAttention and PruLong have as many KV heads in every layer")
+    if to_duo_attention:
+        return [*notes, _write_duo_attention(target_files, scores)]
+    assert layout is not None
+    if not _is_layout(target):
+        return [*notes, *_write_prulong(target, layout)]
+    layout.write(target)
+    written = f"{layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}, hash {layout.hash}"
+    return [*notes, f"{target}: {written}"]
+
+
+def _resized(layout: Layout, target: Path, window: int | None, sinks: int | None) -> Layout:
+    """Return a layout with another window or other sinks; None keeps those of the layout.
+
+    Raises ``UserError`` for a layout of several windows, with a window for all heads or another target than a layout.
+    """
+    if window is not None or not _is_layout(target):
+        layout.check_one_window("--window, and the formats of DuoAttention and PruLong, have one for all heads")
+    return replace(layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks)
+
+
+def _with_sizes(scores: ForeignScores, window: int | None, sinks: int | None) -> tuple[ForeignScores, list[str]]:
+    """Fill in missing window and sinks of the scores; return them with a note on assumed values."""
+    window = window or scores.window
+    sinks = scores.sink_size if sinks is None else sinks
+    assumptions = []
+    if window is None:
+        assumptions.append(f"a window of {DEFAULT_WINDOW} (change it with --window W)")
+    if sinks is None:
+        assumptions.append("no sink tokens (change it with --sinks N)")
+    notes = [f"{scores.source} does not record all sizes: assumed {' and '.join(assumptions)}"] if assumptions else []
+    return replace(scores, window=window or DEFAULT_WINDOW, sink_size=sinks or 0), notes
+
+
+def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layout, list[str]]:
+    """Return the layout of the chosen heads, with a note if the cut falls among equal scores."""
+    assert scores.window is not None
+    mask = scores.choose(**chosen)
+    provenance = {"source": scores.source, **chosen, "budget": int(mask.sum()), "created_by": _CREATED_BY}
+    sizes: dict[str, Any] = {"sinks": scores.sink_size or 0, "heads_per_layer": scores.heads_per_layer}
+    layout = Layout.from_mask(mask, window=scores.window, strategy=scores.origin, provenance=provenance, **sizes)
+    # Mention ties at the cut
+    others = scores.values[~mask & np.isfinite(scores.values)]
+    if not others.size or not mask.any() or scores.values[mask].min() > others.max():
+        return layout, []
+    tied = scores.values == scores.values[mask].min()
+    return layout, [
+        f"{tied.sum()} heads are tied at a score of {scores.values[mask].min():g}, and {(tied & mask).sum()} of them "
+        "are global: those of the lowest layers, then of the lowest head numbers"
+    ]
+
+
+def _target_files(target: Path) -> list[Path]:
+    """Return the files that a conversion writes. Raises ``UserError`` if one exists or the format is unknown."""
+    # Recognise the format by the name
+    if _is_layout(target) or (target.suffix == ".tsv" and target.name != TSV_NAME):
+        target_files = [target]
+    elif target.name == TSV_NAME:
+        target_files = [target, target.parent / CONFIG_NAME]
+    elif target.suffix[1:].isalpha() and not target.is_dir():
+        raise errors.UserError(
+            f"{target}: unknown output format; name a .yaml file (layout), a .tsv file (PruLong mask) or a folder "
+            "(DuoAttention)"
+        )
+    else:
+        target_files = [target / TSV_NAME, target / CONFIG_NAME]
+    for file in target_files:
+        if file.exists():
+            raise errors.UserError(f"{file} already exists: choose another name")
+    return target_files
+
+
+def _write_duo_attention(target_files: Sequence[Path], scores: ForeignScores) -> str:
+    """Write DuoAttention's two files atomically; return a message."""
+    sizes = {"sink_size": scores.sink_size, "recent_size": scores.window}
+    config = {**sizes, "source": scores.source, "created_by": _CREATED_BY}
+    folder = target_files[0].parent
+    with (replacing if folder.is_dir() else new_folder)(folder) as new:  # both files or neither
+        files.write_json(new / CONFIG_NAME, config)
+        files.write_atomic(new / TSV_NAME, _lines(scores.values, "{:.18e}"))
+    content = f"{int(scores.values.sum())} of {scores.values.size} KV heads global" if scores.is_mask else "scores"
+    sinks = f"{scores.sink_size} sink token{'' if scores.sink_size == 1 else 's'}"
+    return f"{target_files[0]}: {content}, {sinks}, window {scores.window}"
+
+
+def _write_prulong(target: Path, layout: Layout) -> list[str]:
+    """Write a PruLong mask; return messages."""
+    files.write_atomic(target, _lines(layout.global_mask.astype(np.float64), "{:.1f}"))
+    return [
+        f"{target}: {layout.num_global} of {layout.num_heads} KV heads global",
+        "a PruLong mask does not record window and sinks: "
+        f"evaluate with --duoattn_sliding {layout.window} --duoattn_sink {layout.sinks}",
+    ]
+
+
+def _lines(values: arrays.Float, number: str) -> str:
+    """Format values [L, Hkv] as tab-separated lines, one per layer."""
+    return "".join("\t".join(number.format(value) for value in row) + "\n" for row in values)
+
+
+def _is_layout(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")

@@ -256,34 +256,20 @@ class _Program:
     ) -> _Optimum | None:
         """Solve for the vector of lowest ``cost``, without integrality if ``relax``; None if ``rows`` are infeasible.
 
-        HiGHS's ``presolves`` are tried in turn until the point is really feasible. Raises ``UserError``: no point was
-        found within ``TIME_LIMIT`` seconds.
+        Arguments are those of ``minimise``. Raises ``UserError``: no point was found within ``TIME_LIMIT`` seconds.
         """
         integrality = np.zeros(self._width) if relax else np.ones(self._width)
         integrality[-1] = 0
-        for presolve in presolves:  # presolve can return infeasible points as optimal (scipy issue 24141)
-            with silenced():
-                result = scipy.optimize.milp(
-                    cost,
-                    constraints=[scipy.optimize.LinearConstraint(*row) for row in rows],
-                    bounds=scipy.optimize.Bounds(self._lower, self._upper),
-                    integrality=integrality,
-                    options={"mip_rel_gap": gap, "time_limit": TIME_LIMIT, "presolve": presolve},
-                )
-            # Interpret a missing solution: time limit or infeasible
-            if result.x is None:
-                if result.status == 1:
-                    raise UserError(f"found no layout that meets the constraints within {TIME_LIMIT:g} s: loosen them")
-                return None
-            # Round, and check the rows ourselves
-            point = np.where(integrality > 0, np.rint(result.x), result.x)
-            if all(((low - _SLACK <= a @ point) & (a @ point <= high + _SLACK)).all() for a, low, high in rows):
-                break
-        else:
-            raise AssertionError("HiGHS returned a point that is not feasible")
+        bounds = scipy.optimize.Bounds(self._lower, self._upper)
+        result = minimise(cost, rows, bounds, integrality, gap=gap, presolves=presolves)
+        # Interpret a missing solution: time limit or infeasible
+        if result.x is None:
+            if result.status == 1:
+                raise UserError(f"found no layout that meets the constraints within {TIME_LIMIT:g} s: loosen them")
+            return None
         proven = result.status == 0 and gap == 0.0
         remaining_gap = 0.0 if proven else float(result.mip_gap or 0)
-        return _Optimum(-float(result.fun), point[: self._num_heads] > 0.5, remaining_gap)
+        return _Optimum(-float(result.fun), result.x[: self._num_heads] > 0.5, remaining_gap)
 
     def _layer_rows(self, constraints: Mapping[str, Any]) -> Iterator[Rows]:
         """Yield the rows of the minimum and maximum number of heads per layer, and of whole layers."""
@@ -336,8 +322,40 @@ def _tie_values(num_heads: int) -> Float:
     return np.arange(num_heads, 0, -1.0)
 
 
+def minimise(
+    cost: Float,
+    rows: Sequence[Rows],
+    bounds: Any,
+    integrality: Float,
+    *,
+    gap: float = 0.0,
+    presolves: Sequence[bool] = (True, False),
+    num_checked: int | None = None,
+    slack: float = _SLACK,
+) -> Any:
+    """Return scipy's result of the program, with integers rounded; its ``x`` is None if no point was found.
+
+    HiGHS's ``presolves`` are tried in turn until the point meets the first ``num_checked`` rows, by default all of
+    them, to ``slack``. The relative ``gap`` at which to stop is 0 by default.
+    """
+    constraints = [scipy.optimize.LinearConstraint(*row) for row in rows]
+    for presolve in presolves:  # presolve can return infeasible points as optimal (scipy issue 24141)
+        options = {"mip_rel_gap": gap, "time_limit": TIME_LIMIT, "presolve": presolve}
+        with _silenced():
+            result = scipy.optimize.milp(
+                cost, constraints=constraints, bounds=bounds, integrality=integrality, options=options
+            )
+        if result.x is None:
+            return result
+        # Round, and check the rows ourselves
+        point = result.x = np.where(integrality > 0, np.rint(result.x), result.x)
+        if all(((low - slack <= a @ point) & (a @ point <= high + slack)).all() for a, low, high in rows[:num_checked]):
+            return result
+    raise AssertionError("HiGHS returned a point that is not feasible")
+
+
 @contextmanager
-def silenced() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """Redirect standard output of C code to the null device: HiGHS prints debug lines regardless of its options."""
     try:
         saved = os.dup(1)

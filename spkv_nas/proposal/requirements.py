@@ -15,7 +15,7 @@ from spkv_nas.cost.cache_cost import CONTEXT, CacheCost, EngineCost, memory_byte
 from spkv_nas.engines.cache import Serving
 from spkv_nas.proposal import integer_program, stability, windows
 from spkv_nas.proposal.budget import MATCH_BUDGET, is_several, parse_budget
-from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve, solve_apart
+from spkv_nas.proposal.constraints import Constraints, best_layout, read_head_costs, solve
 
 _RESAMPLE_GAP, _ROUGH_GAP = 1e-4, 1e-3  # relative MIP gap per bootstrap resample; the second if robust and many heads
 NO_CONTEXT = "--engine needs --context, the maximum number of tokens of a request"
@@ -136,12 +136,9 @@ class Requirements:
         context = self.context or table.metadata.get("context") or table.metadata.get("positions") or CONTEXT
         cost = replace(self, context=context).cache_cost(table, window)
         assert cost is not None
-        share = self.kv_bytes
-        if share is None and limit.budget == table.memory_budget:
-            share = str(table.metadata["memory"])
         memory = cost.total(limit.heads(table), table.num_heads)
-        if share is not None:
-            memory = memory_bytes(share, cost, table.num_heads)
+        if self.kv_bytes is not None or limit.budget == table.memory_budget:
+            memory = memory_bytes(self.kv_bytes or str(table.metadata["memory"]), cost, table.num_heads)
         layout = windows.window_per_head(table, cost, memory, self.constraints, robust=self.robust)
         return {layout.strategy: layout}
 
@@ -170,22 +167,12 @@ class Requirements:
         It fits in the memory of an engine, as in ``fitted``.
         """
         cost = self.cache_cost(table, window)
-        memory = None
-        if self.kv_bytes is not None and cost is not None:
-            memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
+        problem: dict[str, Any] = {"robust": self.robust, "excluded": excluded, "apart": apart, "at_least": 1}
         while True:
-            layout = solve_apart(
-                table,
-                limit.budget,
-                self.constraints,
-                limit.weights,
-                excluded=excluded,
-                apart=apart,
-                robust=self.robust,
-                window=window,
-            )
-            if layout is None or memory is None or not isinstance(cost, EngineCost):
+            layout = best_layout(table, limit.budget, self.constraints, limit.weights, window=window, **problem)
+            if layout is None or self.kv_bytes is None or not isinstance(cost, EngineCost):
                 return layout
+            memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
             if cost.total(layout.num_global, table.num_heads) <= memory:
                 return layout
             # Retry with the next smaller budget that fits in memory

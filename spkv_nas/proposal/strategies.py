@@ -1,7 +1,7 @@
 """Strategies of ``propose``: patterns A to D of the SP-KV paper, "Designing Stronger Hybrids", and a control."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -19,23 +19,22 @@ class InterleavedFirst(Strategy):
     name = "interleaved-first"
     help = "whole layers at a fixed period, the first and the last global (pattern A of the paper)"
     whole_layers = True
+    local_first: ClassVar[bool] = False  # whether each period ends with its global layer
 
     def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
         """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
-        return scores.is_head & interleaved_first(*scores.grid, _of_equal_layers(scores, budget))
+        # The budget that is the same share of layers of Hkv heads each
+        equal_budget = round(budget * scores.num_layers * scores.num_kv_heads / scores.num_heads)
+        return scores.is_head & interleaved(*scores.grid, equal_budget, local_first=self.local_first)
 
 
 @dataclass(frozen=True)
-class InterleavedLast(Strategy):
+class InterleavedLast(InterleavedFirst):
     """End each period with its global layer (pattern B)."""
 
     name = "interleaved-last"
     help = "whole layers at a fixed period, each after its local ones, the last global (pattern B)"
-    whole_layers = True
-
-    def choose(self, scores: "HeadScores", budget: int, *, seed: int = 0) -> Mask:
-        """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
-        return scores.is_head & interleaved_last(*scores.grid, _of_equal_layers(scores, budget))
+    local_first = True
 
 
 @dataclass(frozen=True)
@@ -94,50 +93,25 @@ def strategy_of(layout: str) -> Strategy | None:
     return next((entry for entry in STRATEGIES if entry.name == (draw if entry.is_random else layout)), None)
 
 
-def _of_equal_layers(scores: "HeadScores", budget: int) -> int:
-    """Return the budget that is the same share of layers of ``num_kv_heads`` heads each."""
-    return round(budget * scores.num_layers * scores.num_kv_heads / scores.num_heads)
+def interleaved(num_layers: int, num_kv_heads: int, budget: int, *, local_first: bool) -> Mask:
+    """Return the mask of whole layers at the smallest period that gives the number closest to a budget in heads.
 
-
-def interleaved_first(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
-    """Return pattern A: layer 0, every p-th layer after it, and the last one.
-
-    Example: 21 layers, 6 of them global, give layers 0, 4, 8, 12, 16, 20. If no period p gives the required number of
-    layers, they are spread evenly from the first to the last layer. One layer is the last, as in both patterns.
+    Pattern A has layer 0, every p-th layer after it, and the last one; pattern B has the local layers of a period first
+    (``local_first``). Of 21 layers, 6 global ones are 0, 4, 8, 12, 16, 20 in A and 3, 7, 11, 15, 19, 20 in B. If no
+    period gives the number, layers are spread evenly. One layer is the last, in both patterns.
     """
-    count = nearest_layers(num_layers, num_kv_heads, budget)
-    spread = np.linspace(0, num_layers - 1, count).round().astype(int).tolist()
-    layers = [num_layers - 1] if count == 1 else _periodic(num_layers, count, local_first=False) or spread
-    return _layers(layers, num_layers, num_kv_heads)
-
-
-def interleaved_last(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
-    """Return pattern B: as A, local layers first; of 21 layers, 6 global are 3, 7, 11, 15, 19, 20."""
-    count = nearest_layers(num_layers, num_kv_heads, budget)
-    spread = np.linspace(0, num_layers - 1, count).round().astype(int).tolist()
-    ends = [layer - 1 for layer in spread[1:]]  # the layer before each global layer of A but the first
-    layers = _periodic(num_layers, count, local_first=True) or [*ends, num_layers - 1]
-    return _layers(layers, num_layers, num_kv_heads)
-
-
-def nearest_layers(num_layers: int, num_kv_heads: int, budget: int) -> int:
-    """Return the number of whole layers closest to a budget in heads, at least 1."""
-    return min(num_layers, max(1, round(budget / num_kv_heads)))
-
-
-def _periodic(num_layers: int, count: int, *, local_first: bool) -> list[int] | None:
-    """Return ``count`` layers with the smallest fixed period, including the last layer; None if no period fits."""
-    for period in range(1, num_layers):
-        layers = {*range(period - 1 if local_first else 0, num_layers, period), num_layers - 1}
-        if len(layers) == count:
-            return sorted(layers)
-    return None
-
-
-def _layers(layers: list[int], num_layers: int, num_kv_heads: int) -> Mask:
-    """Return the mask [L, Hkv] in which every head of ``layers`` is global."""
+    count, last = min(num_layers, max(1, round(budget / num_kv_heads))), num_layers - 1
+    # Spread the layers from the first to the last; B takes the layer before each of these but the first
+    spread = np.linspace(0, last, count).round().astype(int).tolist()
+    layers = {last} if count == 1 else {*(layer - 1 for layer in spread[1:]), last} if local_first else {*spread}
+    # Prefer a fixed period
+    for period in range(1, num_layers) if count > 1 else ():
+        periodic = {*range(period - 1 if local_first else 0, num_layers, period), last}
+        if len(periodic) == count:
+            layers = periodic
+            break
     mask = np.zeros((num_layers, num_kv_heads), dtype=np.bool_)
-    mask[layers] = True
+    mask[sorted(layers)] = True
     return mask
 
 

@@ -20,9 +20,9 @@ from spkv_nas.artifacts.window_costs import WindowCosts
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
+from spkv_nas.proposal import integer_program
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.coverage import provenance
-from spkv_nas.proposal.integer_program import TIME_LIMIT, silenced
 
 NARROWEST, WIDEST = 32, 1024  # windows that are tried
 _STEP = 16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
@@ -175,9 +175,18 @@ class WindowProblem:
         num_choices, kinds = costs.shape[1], self._shape[2]
         objective = np.append(np.zeros(num_choices + kinds), 1.0)
         largest = np.hstack([costs, np.zeros((len(costs), kinds)), -np.ones((len(costs), 1))])
+        # The last row defines the largest sum of costs, and is not checked
         rows = [*self._rows(), self._memory(limit), (largest, -np.inf, 0.0)]
-        point = _minimise(objective, rows, num_integers=num_choices + kinds)
-        return np.asarray(point[:num_choices].reshape(self._shape).argmax(-1))
+        matrices = [(scipy.sparse.csr_array(row), low, high) for row, low, high in rows]
+        integrality = np.append(np.ones(num_choices + kinds), 0.0)
+        is_integer = integrality > 0
+        bounds = scipy.optimize.Bounds(np.where(is_integer, 0.0, -np.inf), np.where(is_integer, 1.0, np.inf))
+        result = integer_program.minimise(objective, matrices, bounds, integrality, num_checked=-1, slack=_SLACK)
+        if result.x is None:
+            time_limit = f"{integer_program.TIME_LIMIT:g} s"
+            reason = f"was found within {time_limit}" if result.status == 1 else "meets the constraints"
+            raise UserError(f"no choice of windows {reason} in this memory: give more memory, or loosen them")
+        return np.asarray(result.x[:num_choices].reshape(self._shape).argmax(-1))
 
     def _memory(self, limit: float) -> Row:
         """Return the row of the memory."""
@@ -225,32 +234,6 @@ class WindowProblem:
         layers, heads, kinds = self._shape
         width = layers * heads * kinds + kinds + 1
         return scipy.sparse.hstack([left, scipy.sparse.csr_array((left.shape[0], width - left.shape[1]))], "csr")
-
-
-def _minimise(objective: Float, rows: list[Row], num_integers: int) -> Float:
-    """Return the point of least ``objective`` whose first variables are 0 or 1; ``UserError`` if there is none."""
-    integrality = np.zeros(len(objective))
-    integrality[:num_integers] = 1
-    upper = np.where(integrality > 0, 1.0, np.inf)
-    lower = np.where(integrality > 0, 0.0, -np.inf)
-    matrices = [(scipy.sparse.csr_array(row), low, high) for row, low, high in rows]
-    for presolve in (True, False):  # presolve can return infeasible points as optimal (scipy issue 24141)
-        with silenced():
-            result = scipy.optimize.milp(
-                objective,
-                integrality=integrality,
-                bounds=scipy.optimize.Bounds(lower, upper),
-                constraints=[scipy.optimize.LinearConstraint(*row) for row in matrices],
-                options={"time_limit": TIME_LIMIT, "presolve": presolve, "mip_rel_gap": 0.0},
-            )
-        if result.x is None:
-            reason = f"was found within {TIME_LIMIT:g} s" if result.status == 1 else "meets the constraints"
-            raise UserError(f"no choice of windows {reason} in this memory: give more memory, or loosen them")
-        point = np.where(integrality > 0, np.rint(result.x), result.x)
-        # Check the rows, but not the last one, by which the largest sum of costs is defined
-        if all(((low - _SLACK <= a @ point) & (a @ point <= high + _SLACK)).all() for a, low, high in matrices[:-1]):
-            return np.asarray(point)
-    raise AssertionError("HiGHS returned a point that is not feasible")
 
 
 def window_per_head(

@@ -14,8 +14,8 @@ from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base import errors, progress
 from spkv_nas.base.console import out, say
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.proposal.convert import convert as convert_file
 from spkv_nas.proposal.coverage import coverage
+from spkv_nas.proposal.foreign_formats import convert as convert_file
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions

@@ -11,7 +11,7 @@ from helpers import make_layouts
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import parse_json, parse_yaml, read_yaml, yaml_text
-from spkv_nas.proposal.convert import convert
+from spkv_nas.proposal.foreign_formats import convert
 
 
 @pytest.mark.parametrize("text", ["1e5", "1234e5678901", "12.5e-3", "true", "null", "2024-13-45", "0x1f", "ab: c"])

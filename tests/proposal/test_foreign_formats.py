@@ -21,8 +21,7 @@ from paths import ROOT
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.proposal.convert import convert
-from spkv_nas.proposal.foreign_formats import ForeignScores, num_local, read_score_table, read_scores
+from spkv_nas.proposal.foreign_formats import ForeignScores, convert, num_local, read_score_table, read_scores
 from spkv_nas.proposal.propose import propose
 
 COMMITTED = ROOT / "layouts" / "stdlib-21x3"
