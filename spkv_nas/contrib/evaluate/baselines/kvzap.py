@@ -62,15 +62,11 @@ def kvzip_scores(read: rules.Read, output: Tensor, context: int) -> tuple[Tensor
             )
             torch.maximum(scores, (normalized * norms[..., None, :]).amax((2, 3)), out=scores)
 
-    # Attend to all keys
+    # Attend to all keys: the window covers the whole block, so that no key is ever decided on
     everything = rules.Protocol(window=length, sinks=0, chunk=_QUERIES)
-    out, _ = rules.chunked_attention(read.q, read.k, read.v, read.scale, everything, _nothing_outside, update_scores)
+    inputs = (read.q, read.k, read.v, read.scale)
+    out, _ = rules.chunked_attention(*inputs, everything, lambda _chunk: torch.empty(0), update_scores)
     return scores, out
-
-
-def _nothing_outside(_chunk: rules.Chunk) -> Tensor:
-    """Fail: the window covers the whole block, so that no key is ever decided on."""
-    raise AssertionError("the window is the block")
 
 
 def _output_norms(v: Tensor, output: Tensor) -> Tensor:
@@ -78,26 +74,6 @@ def _output_norms(v: Tensor, output: Tensor) -> Tensor:
     parts = output.view(len(output), v.shape[1], -1, v.shape[3]).permute(1, 2, 0, 3)  # [Hkv, G, C, D]
     gram = parts.transpose(2, 3) @ parts
     return ((v[:, :, None] @ gram) * v[:, :, None]).sum(-1).clamp(min=0).sqrt()
-
-
-def repeating(layers: list[nn.Module], context: int, see: Callable[[rules.Read, Tensor], None]) -> rules.Rule:
-    """Return the rule that reads with full attention, and gives ``see`` the inputs and scores of each layer."""
-    # Find the output projections W_O
-    outputs = [getattr(getattr(layer, "o_proj", None), "weight", None) for layer in layers]
-    if not all(isinstance(output, Tensor) for output in outputs):
-        raise errors.UserError(
-            "kvzap needs attention layers with a linear layer 'o_proj', which this model does not have\n"
-            "leave kvzap out of --methods"
-        )
-
-    def rule(read: rules.Read) -> tuple[Tensor, Tensor]:
-        output = outputs[read.layer]
-        assert output is not None
-        scores, out = kvzip_scores(read, output, context)
-        see(read, scores)
-        return out, torch.zeros((), dtype=torch.int64, device=out.device)
-
-    return rule
 
 
 class Surrogate(nn.Module):
@@ -145,42 +121,30 @@ class KVzap:
         evicts nothing.
         """
         weights = protocol.num_outside(blocks.block_size).double()
-        threshold, reached_density, best = -torch.inf, 1.0, (1.0, -torch.inf)
+        threshold, best = -torch.inf, (1.0, -torch.inf)
+        all_scores: list[Tensor] = []  # [keys, T] by layer and batch
+
+        def rule(read: rules.Read) -> tuple[Tensor, Tensor]:
+            scores = self.scores(read)
+            all_scores.append(scores.flatten(0, 1).cpu())
+            return rules.keeping(read, protocol, scores >= threshold)
+
         with rules.reading(model) as reader:
+            reader.rule = rule
             for _ in range(_ROUNDS):
-                scores, reached_density = self._read(reader, model, blocks, protocol, threshold, batch_size)
-                best = min(best, (abs(reached_density - density), threshold))
+                # Read all blocks, counting the kept pairs
+                all_scores, num_kept = [], 0
+                for start in range(0, blocks.num_blocks, batch_size):
+                    reader.begin(start)
+                    tokens = block_tokens(blocks, start, batch_size, model.device)
+                    model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
+                    num_kept += sum(int(num_pairs) for num_pairs in reader.kept)
+                # Keep the best threshold, and estimate a better one
+                best = min(best, (abs(reader.density(num_kept, blocks, protocol) - density), threshold))
                 if best[0] <= _CLOSE:
                     break
-                threshold = _weighted_quantile(scores, weights, density, protocol.sinks)
+                threshold = _weighted_quantile(torch.cat(all_scores), weights, density, protocol.sinks)
         return best[1]
-
-    def _read(
-        self,
-        reader: rules.Reading,
-        model: PreTrainedModel,
-        blocks: TokenBlocks,
-        protocol: rules.Protocol,
-        threshold: float,
-        batch_size: int,
-    ) -> tuple[Tensor, float]:
-        """Read ``blocks`` under a threshold; return (scores [keys, T], the density reached)."""
-        all_scores: list[Tensor] = []
-
-        def rule(layer_read: rules.Read) -> tuple[Tensor, Tensor]:
-            scores = self.scores(layer_read)
-            all_scores.append(scores.flatten(0, 1).cpu())
-            return rules.keeping(layer_read, protocol, scores >= threshold)
-
-        # Read all blocks, counting the kept pairs
-        reader.rule = rule
-        num_kept = 0
-        for start in range(0, blocks.num_blocks, batch_size):
-            reader.begin(start)
-            tokens = block_tokens(blocks, start, batch_size, model.device)
-            model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
-            num_kept += sum(int(num_pairs) for num_pairs in reader.kept)
-        return torch.cat(all_scores), reader.density(num_kept, blocks, protocol)
 
 
 def _weighted_quantile(scores: Tensor, weight: Tensor, density: float, sinks: int) -> float:
@@ -248,15 +212,24 @@ def _targets(
         num_bytes = number * len(reader.layers) * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
         description = f"hidden states of {number:,} tokens in {len(reader.layers)} layers, on which kvzap is trained"
         memory.require(num_bytes, description, "leave kvzap out of --methods, or use a smaller model")
+        # Find the output projections W_O
+        outputs = [getattr(getattr(layer, "o_proj", None), "weight", None) for layer in reader.layers]
+        if not all(isinstance(output, Tensor) for output in outputs):
+            raise errors.UserError(
+                "kvzap needs attention layers with a linear layer 'o_proj', which this model does not have\n"
+                "leave kvzap out of --methods"
+            )
         hidden: list[list[Tensor]] = [[] for _ in reader.layers]
         target: list[list[Tensor]] = [[] for _ in reader.layers]
 
-        # Collect the inputs and scores of every layer
-        def collect(layer_read: rules.Read, scores: Tensor) -> None:
-            hidden[layer_read.layer].append(layer_read.hidden[:, :context].cpu())
-            target[layer_read.layer].append(scores.clamp(min=_SMALLEST).log().transpose(1, 2).cpu())
+        # Read with full attention, collecting the inputs and scores of every layer
+        def collect(read: rules.Read) -> tuple[Tensor, Tensor]:
+            scores, out = kvzip_scores(read, outputs[read.layer], context)  # type: ignore[arg-type]
+            hidden[read.layer].append(read.hidden[:, :context].cpu())
+            target[read.layer].append(scores.clamp(min=_SMALLEST).log().transpose(1, 2).cpu())
+            return out, torch.zeros((), dtype=torch.int64, device=out.device)
 
-        reader.rule = repeating(reader.layers, context, collect)
+        reader.rule = collect
         for done, tokens in enumerate(texts, 1):
             model.get_decoder()(input_ids=tokens, use_cache=False)
             step(done)

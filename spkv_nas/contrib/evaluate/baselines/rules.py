@@ -257,19 +257,15 @@ def random_keys(protocol: Protocol, density: float, *, seed: int) -> Rule:
 
     def rule(read: Read) -> tuple[Tensor, Tensor]:
         _, num_heads, length, _ = read.k.shape
-        probability = chance_beside_sinks(protocol, density, length)
+        # Share of the other keys to keep for a density that includes the sinks
+        outside = protocol.num_outside(length).double()
+        sinks = float(outside[: protocol.sinks].sum() / outside.sum())
+        probability = max(0.0, (density - sinks) / (1.0 - sinks))
         blocks = range(read.block, read.block + len(read.k))
         uniform = [np.random.default_rng([seed, read.layer, block]).random((num_heads, length)) for block in blocks]
         return keeping(read, protocol, torch.from_numpy(np.stack(uniform) < probability).to(read.k.device))
 
     return rule
-
-
-def chance_beside_sinks(protocol: Protocol, density: float, length: int) -> float:
-    """Return the share of non-sink keys to keep for a ``density`` that includes the sinks."""
-    outside = protocol.num_outside(length).double()
-    sinks = float(outside[: protocol.sinks].sum() / outside.sum())
-    return max(0.0, (density - sinks) / (1.0 - sinks))
 
 
 def heavy_hitters(protocol: Protocol, density: float) -> Rule:

@@ -8,7 +8,6 @@ in the same way, whereas ``evaluate`` reports the share of tokens whose gates ar
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from spkv_nas.evaluation import paired, thresholds
 from spkv_nas.evaluation.nll import DocumentSums, document_nll
 from spkv_nas.model import attention, checkpoint, config_section, loss, modes, transformers_logging
 from spkv_nas.model.gates import keeps
+from spkv_nas.report import plot, result_charts
 from spkv_nas.stages import checkpoints, checks, printing
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.result import Result
@@ -86,7 +86,8 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> Result:
     if options.against is not None:
         settings["against"] = checkpoint.model_origin(options.against)
     folder = options.folders.report_dir(subject.name)
-    _write(folder, rows, {**measured_on(subject, measured, nll), **settings}, reporter)
+    result_tables.BASELINES.write(folder, rows, {**measured_on(subject, measured, nll), **settings}, reporter)
+    plot.save_chart(folder, result_charts.baselines_chart(rows))
     return Result(NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents), show)
 
 
@@ -259,13 +260,6 @@ def baselines_table(measurements: Sequence[Measurement]) -> pd.DataFrame:
         cells.append((row.method, row.sinks, row.target, row.density, row.tau, *nll))
     rows = pd.DataFrame(cells, columns=result_tables.BASELINES.header)
     return rows.astype({"sinks": float, "target_density": float, "tau": float})
-
-
-def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
-    from spkv_nas.report import plot, result_charts
-
-    result_tables.BASELINES.write(folder, rows, origin, reporter)
-    plot.save_chart(folder, result_charts.baselines_chart(rows))
 
 
 def show(result: NLLTable) -> None:

@@ -66,8 +66,19 @@ class Questions:
         return [(task, length) for length in self.lengths for task in self.tasks]
 
     def maker(self, seed: int, tokenizer: PreTrainedTokenizerBase) -> MakeSample:
-        """Return the function that makes samples. Raises ``UserError`` if the first one of a cell does not fit."""
-        make = partial(sample_if_it_fits, seed=seed, tokenizer=tokenizer, material=self.material)
+        """Return the function that makes samples, or None for one that does not fit in its length.
+
+        Raises ``UserError`` if the first sample of a cell does not fit.
+        """
+
+        def make(task: str, length: int, index: int) -> Sample | None:
+            try:
+                return generate(task, seed, index, length, tokenizer, self.material)
+            except NoRoomError:
+                if index:
+                    return None
+                raise
+
         for cell in self.cells:  # before hours of work
             make(*cell, 0)
         return make
@@ -105,18 +116,6 @@ def score(output: str, answers: Sequence[str], *, any_will_do: bool) -> float:
     text = _CONTROL.sub("\n", output.strip()).strip().lower()
     matches = [answer.lower() in text for answer in answers]
     return float(any(matches)) if any_will_do else sum(matches) / len(matches)
-
-
-def sample_if_it_fits(
-    task: str, length: int, index: int, *, seed: int, tokenizer: PreTrainedTokenizerBase, material: Material
-) -> Sample | None:
-    """Generate a sample of a task; None if it does not fit in the length, which only the first one has to."""
-    try:
-        return generate(task, seed, index, length, tokenizer, material)
-    except NoRoomError:
-        if index:
-            return None
-        raise
 
 
 def answer(
@@ -247,19 +246,15 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> Result:
             with baseline.hard():
                 baseline_answers = exam.take(2, baseline, baseline.origin["tau"])
             origin["against"] = baseline.origin
-    _warn_of_skipped(questions.cells, checkpoint_answers, reporter)
+    # Caution the user about samples that did not fit in their length
+    for (task, length), answers in zip(questions.cells, checkpoint_answers, strict=True):
+        if missing := int(np.isnan(answers.scores).sum()):
+            reporter.caution(f"{missing} of {len(answers.scores)} samples of {task} do not fit in {length} tokens")
     # Write the table
-    answers = zip(questions.cells, checkpoint_answers, floor_answers, baseline_answers, strict=True)
-    rows = ruler_table([Cell(*cell, one, local, baseline) for cell, one, local, baseline in answers])
+    columns = zip(questions.cells, checkpoint_answers, floor_answers, baseline_answers, strict=True)
+    rows = ruler_table([Cell(*cell, one, local, baseline) for cell, one, local, baseline in columns])
     distributed.on_main(lambda: RULER.write(folder, rows, origin, reporter))
     return Result(samples.SampledTable(name, rows, folder, sample_folder), show)
-
-
-def _warn_of_skipped(cells: Sequence[tuple[str, int]], answers: list[Answers], reporter: Reporter) -> None:
-    """Caution the user about samples that did not fit in their length."""
-    for (task, length), cell_answers in zip(cells, answers, strict=True):
-        if missing := int(np.isnan(cell_answers.scores).sum()):
-            reporter.caution(f"{missing} of {len(cell_answers.scores)} samples of {task} do not fit in {length} tokens")
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,12 @@ def ablate(options: AblateOptions, reporter: progress.Reporter = progress.SILENT
         context = branches.BranchContext.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
         recipes[name] = context.recipe
         if name in plan.untrained:
-            finished[name] = _as_it_is(context, variants[name])
+            # Measure the dense checkpoint as it is, with the row's layout if it has one
+            variant = variants[name]
+            layouts = {} if variant.layout is None else {variant.name: variant.layout}
+            scores, *_ = hybrids.zero_shot_scores(context, layouts)
+            nll = scores[variant.name if layouts else DENSE]
+            finished[name] = branches.Branch(context.dense, nll, density=None, steps=0)
         else:
             if context.is_trained(variants[name]):
                 num_reused += 1
@@ -84,13 +89,6 @@ def ablate(options: AblateOptions, reporter: progress.Reporter = progress.SILENT
         distributed.on_main(partial(_write, folder, rows, recipes))
     reporter.reused(num_reused, len(recipes) - len(plan.untrained), "runs")
     return AblationResult(plan.name, rows, folder)
-
-
-def _as_it_is(context: branches.BranchContext, variant: Variant) -> branches.Branch:
-    """Measure the dense checkpoint without training, with the variant's layout if it has one; call on all ranks."""
-    layouts = {} if variant.layout is None else {variant.name: variant.layout}
-    scores, *_ = hybrids.zero_shot_scores(context, layouts)
-    return branches.Branch(context.dense, scores[variant.name if layouts else DENSE], density=None, steps=0)
 
 
 def _table(finished: Mapping[str, branches.Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:

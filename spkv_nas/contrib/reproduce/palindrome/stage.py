@@ -195,7 +195,9 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
         **asdict(take_measures(model, heldout, settings.tau)),
         "seconds": sequences.length * len(sequences) * float((1.0 / curve["tokens_per_second"]).mean()),
         "num_parameters": model.num_parameters(),
-        "hardware": _hardware(device),
+        "hardware": f"CPU ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"
+        if device == "cpu"
+        else torch.cuda.get_device_name(),
         "settings": asdict(settings),
         "environment": version.environment(),
     }
@@ -274,12 +276,6 @@ def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> Train
         report_to=[],
         disable_tqdm=True,  # replaced by TokenProgressCallback
     )
-
-
-def _hardware(device: str) -> str:
-    if device != "cpu":
-        return torch.cuda.get_device_name()
-    return f"CPU ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"
 
 
 def result_table(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> pd.DataFrame:

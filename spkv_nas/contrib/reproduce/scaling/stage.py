@@ -10,7 +10,7 @@ law, noise 0.006), 95 % intervals covered the true value in 96 to 97 % of 400 dr
 a failure of the law beyond them; predictions of held-out runs test that.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -174,37 +174,40 @@ def fit_runs(runs: pd.DataFrame) -> dict[str, ScalingLaw]:
 
 
 def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[str, Any]]:
-    """Describe each variant's law as plain values: parameters with intervals, goodness of fit, predictions."""
-    return [_describe(variant, law, runs[runs["variant"] == variant]) for variant, law in laws.items()]
+    """Describe each variant's law as plain values: parameters with intervals, goodness of fit, predictions.
 
-
-def _describe(variant: str, law: ScalingLaw, runs: pd.DataFrame) -> dict[str, Any]:
-    """Describe one variant's law as plain values."""
-    parameters = {"L_inf": law.irreducible, "A": law.amplitude, "alpha": law.exponent}
-    return {
-        "variant": variant,
-        "law": "L(C) = L_inf + A C^-alpha",
-        "num_runs": law.num_runs,
-        "confidence": CONFIDENCE,
-        "parameters": {name: [_plain(v) for v in (i.value, i.low, i.high)] for name, i in parameters.items()},
-        "r_squared": _plain(law.r_squared, 8),
-        "residual": _plain(law.residual),
-        "runs": [_describe_run(run, law.predict(run.train_flops)) for run in runs.itertuples()],
-    }
-
-
-def _describe_run(run: Any, predicted: Interval) -> dict[str, Any]:
-    """Describe a run, and the NLL that the law predicts for it with the interval of one run."""
-    return {
-        "name": run.name,
-        "held_out": bool(run.held_out),
-        "train_flops": _plain(run.train_flops),
-        "nll": _plain(run.nll),
-        "predicted": _plain(predicted.value),
-        "low": _plain(predicted.low),
-        "high": _plain(predicted.high),
-        "error_percent": _plain(100.0 * (predicted.value / run.nll - 1.0), 3),
-    }
+    The interval of a prediction is that of one run.
+    """
+    described = []
+    for variant, law in laws.items():
+        parameters = {"L_inf": law.irreducible, "A": law.amplitude, "alpha": law.exponent}
+        variant_runs = list(runs[runs["variant"] == variant].itertuples())
+        predictions = [law.predict(run.train_flops) for run in variant_runs]
+        described.append(
+            {
+                "variant": variant,
+                "law": "L(C) = L_inf + A C^-alpha",
+                "num_runs": law.num_runs,
+                "confidence": CONFIDENCE,
+                "parameters": {name: [_plain(end) for end in astuple(each)] for name, each in parameters.items()},
+                "r_squared": _plain(law.r_squared, 8),
+                "residual": _plain(law.residual),
+                "runs": [
+                    {
+                        "name": run.name,
+                        "held_out": bool(run.held_out),
+                        "train_flops": _plain(run.train_flops),
+                        "nll": _plain(run.nll),
+                        "predicted": _plain(predicted.value),
+                        "low": _plain(predicted.low),
+                        "high": _plain(predicted.high),
+                        "error_percent": _plain(100.0 * (predicted.value / run.nll - 1.0), 3),
+                    }
+                    for run, predicted in zip(variant_runs, predictions, strict=True)
+                ],
+            }
+        )
+    return described
 
 
 def _law(parameters: Float, x: Float) -> Float:
@@ -275,31 +278,25 @@ def scaling(workspace: Workspace, file: Path | None) -> ScalingResult:
 
 
 def show(result: ScalingResult) -> None:
-    """Print the fitted scaling laws and their predictions."""
+    """Print the fitted scaling laws and their predictions of held-out runs."""
     for law in result.laws:
-        _show_law(result.name, law)
-    console.print_path("scaling", result.figure or result.folder / "scaling.yaml")
-
-
-def _show_law(name: str, law: dict[str, Any]) -> None:
-    """Print one scaling law: parameters, fit, and predictions of held-out runs."""
-    # Fitted parameters
-    title = f"{name}, {law['variant']}" if law["variant"] else name
-    grid = console.Table(
-        "", "value", f"{law['confidence']:.0%} interval", title=console.escape(f"{title}: {law['law']}")
-    )
-    for parameter, (value, low, high) in law["parameters"].items():
-        grid.add_row(parameter, f"{value:.4g}", f"{low:.4g} .. {high:.4g}")
-    console.out.print(grid)
-    residual = f"residual standard deviation {law['residual']:.4f}"
-    console.out.print(f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; {residual}")
-    # Predictions of held-out runs
-    for run in law["runs"]:
-        if run["held_out"]:
+        # Fitted parameters
+        title = f"{result.name}, {law['variant']}" if law["variant"] else result.name
+        grid = console.Table(
+            "", "value", f"{law['confidence']:.0%} interval", title=console.escape(f"{title}: {law['law']}")
+        )
+        for parameter, (value, low, high) in law["parameters"].items():
+            grid.add_row(parameter, f"{value:.4g}", f"{low:.4g} .. {high:.4g}")
+        console.out.print(grid)
+        residual = f"residual standard deviation {law['residual']:.4f}"
+        console.out.print(f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; {residual}")
+        # Predictions of held-out runs
+        for run in filter(lambda run: run["held_out"], law["runs"]):
             console.out.print(
                 f"held out: {console.escape(run['name'])} predicted {run['predicted']:.4f} ({run['low']:.4f} .. "
                 f"{run['high']:.4f}), measured {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
             )
+    console.print_path("scaling", result.figure or result.folder / "scaling.yaml")
 
 
 def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> chart.Chart:
