@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from rich.markup import escape
-from rich.table import Table
 
 from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base import arrays, assets, console, distributed, errors, special_tokens, statistics, version
@@ -96,10 +94,9 @@ def _keys(
 
     # Find the key tokens, with open gates
     open_gates = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "open")
+    file = samples.sample_file(sample_folder, "keys", identity)
     with modes.evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
-        lines = samples.kept_samples(
-            samples.sample_file(sample_folder, "keys", identity), partial(_by_text, texts, line, progress)
-        )
+        lines = samples.kept_samples(file, partial(_by_text, texts, line, progress))
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**evaluator.origin, "tau": None}
 
@@ -124,14 +121,9 @@ def _readings(
         return {"text": number, "name": text.name, **asdict(read(model, tokenizer, text.text, spans[number]))}
 
     # Read every text, with hard gates
-    with (
-        modes.evaluation_mode(model),
-        checkpoint.hard(),
-        reporter.bar(f"scoring with {sized_model.model_name(source)}") as progress,
-    ):
-        lines = samples.kept_samples(
-            samples.sample_file(sample_folder, "nll", identity), partial(_by_text, texts, line, progress)
-        )
+    file, title = samples.sample_file(sample_folder, "nll", identity), f"scoring with {sized_model.model_name(source)}"
+    with modes.evaluation_mode(model), checkpoint.hard(), reporter.bar(title) as progress:
+        lines = samples.kept_samples(file, partial(_by_text, texts, line, progress))
     return [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines], origin
 
 
@@ -171,9 +163,8 @@ def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
     data = Recipe.read(assets.EMBEDDED / "recipe.yaml").data
     share = heldout_share(data, assets.EMBEDDED)
     all_documents = documents(data.sources, assets.EMBEDDED, piece=piece_size(data.block_size))
-    return iter(
-        sorted((document for document in all_documents if heldout(document, share)), key=lambda document: document.id)
-    )
+    held_out = (document for document in all_documents if heldout(document, share))
+    return iter(sorted(held_out, key=lambda document: document.id))
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -191,13 +182,14 @@ def show(result: LongPPLResult) -> None:
     """Print LongPPL by domain, with the other checkpoint if there is one."""
     against = result.rows["against_ppl"].notna().any()
     pair_columns = ["against", "density %", "difference %"] if against else []
-    grid = Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=escape(result.name))
+    title = console.escape(result.name)
+    grid = console.Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=title)
     for row in result.rows.itertuples():
         num_keys, longppl = (
             f"{row.num_keys:,} of {row.num_tokens:,}",
             samples.with_error(row.longppl, row.standard_error),
         )
-        cells = [escape(row.domain), num_keys, longppl, f"{row.ppl:.3f}", samples.percent(row.density)]
+        cells = [console.escape(row.domain), num_keys, longppl, f"{row.ppl:.3f}", samples.percent(row.density)]
         if against:
             difference = printing.change(row.difference_percent, row.difference_standard_error)
             cells += [samples.with_error(row.against), samples.percent(row.against_density), difference]
@@ -222,69 +214,46 @@ def longppl_table(
     domains = sorted({text.domain for text in texts})
     rows, withheld = [], {}
     for domain in [ALL, *(domains if len(domains) > 1 else [])]:
-        # Sum the domain's texts by document
         indices = [index for index, text in enumerate(texts) if domain in (ALL, text.domain)]
         _, documents = np.unique([texts[index].document for index in indices], return_inverse=True)
-        sums = _Sums.of([readings[index] for index in indices], documents)
-        against_sums = None if against is None else _Sums.of([against[index] for index in indices], documents)
-        rows.append(_row(domain, sums, against_sums))
+        selected = [readings[index] for index in indices]
+        others = None if against is None else [against[index] for index in indices]
+        rows.append((domain, documents.max() + 1, *_cells(documents, selected, others)))
         # Withhold numbers from too few key tokens
-        if sums.num_keys < MIN_KEYS:
+        if (num_keys := sum(reading.num_keys for reading in selected)) < MIN_KEYS:
             withheld[domain] = (
-                f"LongPPL is not reported: found {sums.num_keys} key tokens, but at least {MIN_KEYS} are needed"
+                f"LongPPL is not reported: found {num_keys} key tokens, but at least {MIN_KEYS} are needed"
             )
     return pd.DataFrame(rows, columns=LONGPPL.header), withheld
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Sums of a model over texts; ``key_total`` and ``keys`` are [documents]."""
+def _cells(
+    documents: arrays.Int, readings: Sequence[Reading], against: Sequence[Reading] | None
+) -> tuple[int | float, ...]:
+    """Return the columns of ``LONGPPL`` from "num_tokens" on; ``documents`` [texts] are those of the readings."""
+    _, tokens, key_total, keys, _ = np.array([astuple(reading) for reading in readings]).T
+    keys_by_document = np.bincount(documents, keys)
+    num_keys, has_keys = int(keys.sum()), keys_by_document > 0
 
-    nll: float
-    num_tokens: int
-    key_total: arrays.Float
-    keys: arrays.Float
-    density: float
+    def key_mean(totals: arrays.Float) -> tuple[float, float]:
+        """Return the mean over key tokens of sums [texts], and its standard error; NaN for too few."""
+        if num_keys < MIN_KEYS:
+            return math.nan, math.nan
+        by_document, mean = np.bincount(documents, totals)[has_keys], float(totals.sum() / num_keys)
+        squares = ((by_document - mean * keys_by_document[has_keys]) ** 2).sum()
+        return mean, float(statistics.clustered_error(squares, int(has_keys.sum()), num_keys))
 
-    @classmethod
-    def of(cls, readings: Sequence[Reading], documents: arrays.Int) -> "_Sums":
-        """Sum readings; ``documents`` holds the document index of each."""
-        total, tokens, key_total, keys, density = np.array([astuple(reading) for reading in readings]).T
-        return cls(
-            nll=float(total.sum() / tokens.sum()),
-            num_tokens=int(tokens.sum()),
-            key_total=np.bincount(documents, key_total).astype(np.float64),
-            keys=np.bincount(documents, keys).astype(np.float64),
-            density=float((density * tokens).sum() / tokens.sum()),
-        )
+    def ppl_and_density(part: Sequence[Reading]) -> tuple[float, float]:
+        """Return the perplexity of all tokens, and the density."""
+        total, numbers, _, _, density = np.array([astuple(reading) for reading in part]).T
+        return math.exp(total.sum() / numbers.sum()), float((density * numbers).sum() / numbers.sum())
 
-    @property
-    def num_keys(self) -> int:
-        """Return the number of key tokens."""
-        return int(self.keys.sum())
-
-    def mean(self, less: "_Sums | None" = None) -> tuple[float, float]:
-        """Return the mean NLL of key tokens in nats, or its difference to that of ``less``, and the standard error."""
-        has_keys = self.keys > 0
-        keys, total = self.keys[has_keys], self.key_total[has_keys]
-        if less is not None:
-            total = total - less.key_total[has_keys]
-        mean = float(total.sum() / keys.sum())
-        return mean, float(statistics.clustered_error(((total - mean * keys) ** 2).sum(), len(keys), keys.sum()))
-
-
-def _row(domain: str, sums: _Sums, against: _Sums | None) -> tuple[Any, ...]:
-    """Return the cells of a domain."""
-    nan = float("nan")
-    has_enough = sums.num_keys >= MIN_KEYS
-    mean, error = sums.mean() if has_enough else (nan, nan)
-    ppl = math.exp(mean)
-    counts = (len(sums.keys), sums.num_tokens, sums.num_keys)
-    row = (domain, *counts, ppl, ppl * error, math.exp(sums.nll), sums.density)
+    mean, error = key_mean(key_total)
+    cells = (int(tokens.sum()), num_keys, math.exp(mean), math.exp(mean) * error, *ppl_and_density(readings))
     if against is None:
-        return *row, *(nan,) * 5
+        return *cells, *(math.nan,) * 5
     # Add the other checkpoint and the difference
-    against_ppl = math.exp(against.mean()[0]) if has_enough else nan
-    log_ratio, error = sums.mean(less=against) if has_enough else (nan, nan)
-    ratio = 100.0 * math.exp(log_ratio)
-    return *row, against_ppl, math.exp(against.nll), against.density, ratio - 100.0, ratio * error
+    other_total = np.array([reading.key_total for reading in against])
+    log_ratio, error = key_mean(key_total - other_total)
+    ratio, (against_mean, _) = 100.0 * math.exp(log_ratio), key_mean(other_total)
+    return *cells, math.exp(against_mean), *ppl_and_density(against), ratio - 100.0, ratio * error
