@@ -44,8 +44,12 @@ class HeadWeights:
             scores: [N], finite; lower is better.
             signals: [H, K], K may be 0; constant columns are ignored.
         """
-        # Set up the regression, offsets projected out
-        columns = np.hstack([np.eye(layouts.shape[1]), _standardised(signals)])  # weights = columns @ (v, c)
+        # Scale the signals to mean 0 and variance 1
+        centred = signals - signals.mean(0)
+        scale = centred.std(0)
+        varies = scale > 1e-12
+        # Set up the regression, offsets projected out; weights = columns @ (v, c)
+        columns = np.hstack([np.eye(layouts.shape[1]), centred[:, varies] / scale[varies]])
         evidence = Evidence.of(layouts.astype(np.float64) @ columns, -scores, offsets(layouts.sum(1)))
         if evidence is None:
             return None
@@ -167,15 +171,6 @@ class Evidence:
         result: Any = scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds)
         scales: Float = result.x
         return scales
-
-
-def _standardised(signals: Float) -> Float:
-    """Scale signals [H, K] to mean 0 and variance 1; drop constant ones."""
-    centred = signals - signals.mean(0)
-    scale = centred.std(0)
-    varies = scale > 1e-12
-    result: Float = centred[:, varies] / scale[varies]
-    return result
 
 
 def offsets(numbers: Int) -> Float:

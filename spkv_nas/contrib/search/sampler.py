@@ -73,13 +73,19 @@ class ThompsonSampling(Sampler):
 
         After the starts they are sorted, so that consecutive layouts share as many layers as possible.
         """
+        from spkv_nas.contrib.search.head_weights import HeadWeights
+
         tables = (space.table, *space.signals)
         signals: Float = np.stack([table.density.ravel() for table in tables], 1)  # [H, K]
-        scored = [(result.layout, result.values[0]) for result in results]
-        weights = _fit(scored, signals)
+        # Fit the head weights to the finite scores; None if there are too few
+        finite = [result for result in results if np.isfinite(result.values[0])]
+        weights = None
+        if finite:
+            masks = np.stack([result.layout.global_mask.ravel() for result in finite])
+            weights = HeadWeights.of(masks, np.array([result.values[0] for result in finite]), signals)
         # Propose starting layouts first, then untried ones
         first = [*starts[numbers.start : numbers.stop]]
-        tried = {layout.heads for layout in (*first, *(layout for layout, _ in scored))}
+        tried = {layout.heads for layout in (*first, *(result.layout for result in results))}
         proposals: list[Layout] = []
         for number in numbers[len(first) :]:
             proposals.append(_draw(space, seed, number, signals, weights, tried))
@@ -89,17 +95,6 @@ class ThompsonSampling(Sampler):
     def settings(self, space: Space) -> dict[str, Any]:
         """Name the signals that the model takes into account."""
         return {"signals": [f"{table.name} {table.content_hash}" for table in space.signals]}
-
-
-def _fit(scored: Sequence[tuple[Layout, float]], signals: Float) -> HeadWeights | None:
-    """Fit the head weights to the finite scores, lower is better; None if there are too few."""
-    from spkv_nas.contrib.search.head_weights import HeadWeights
-
-    finite = [(layout.global_mask.ravel(), score) for layout, score in scored if np.isfinite(score)]
-    if not finite:
-        return None
-    masks, scores = zip(*finite, strict=True)
-    return HeadWeights.of(np.stack(masks), np.array(scores), signals)
 
 
 def _draw(

@@ -67,8 +67,9 @@ def run_task(
         if not was_kept:
             lm.start()
             results = _ask(lm, task, allow_code, limit=limit)
-            density = lm.stop()
-            distributed.on_main(lambda: _write(file, task, density, results["samples"][task.task_name]))
+            header = {"task": task.task_name, "num_fewshot": task.get_config("num_fewshot"), "density": lm.stop()}
+            lines = [header, *map(_sample, results["samples"][task.task_name])]
+            distributed.on_main(lambda: samples.write_samples(file, lines, default=handle_non_serializable))
     return distributed.on_main(partial(_read, file, task, was_kept))
 
 
@@ -122,11 +123,6 @@ def _content(task: Task, identity: str) -> str:
 def _named(value: Any) -> str:
     """Represent a function by its name instead of its address in memory."""
     return str(getattr(value, "__qualname__", None) or value)
-
-
-def _write(file: Path, task: Task, density: float, rows: list[dict[str, Any]]) -> None:
-    header = {"task": task.task_name, "num_fewshot": task.get_config("num_fewshot"), "density": density}
-    samples.write_samples(file, [header, *map(_sample, rows)], default=handle_non_serializable)
 
 
 def _sample(sample: dict[str, Any]) -> dict[str, Any]:

@@ -56,18 +56,9 @@ def attention_mass(
 
         run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
-    table_metadata = {**(metadata or {}), "sinks": sinks}
-    return signal_table(
-        "attention-mass",
-        collected.means(),
-        window,
-        unit=kinds.ATTENTION_UNIT,
-        passes=1.0,
-        tokens=blocks.tokens.size,
-        name=name,
-        metadata=table_metadata,
-        heads_per_layer=heads,
-    )
+    facts: Any = {"passes": 1.0, "tokens": blocks.tokens.size, "heads_per_layer": heads, "name": name}
+    facts["metadata"] = {**(metadata or {}), "sinks": sinks}
+    return signal_table("attention-mass", collected.means(), window, unit=kinds.ATTENTION_UNIT, **facts)
 
 
 def _observer(masses: list[Tensor], state: attention.LayerState, window: int, sinks: int) -> Any:

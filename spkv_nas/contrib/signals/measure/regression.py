@@ -68,15 +68,22 @@ def regression(
     scoring: Any = {"batch_size": batch_size, "cache": cache, "reporter": Reporter.of(progress), "work": work}
     scores = zero_shot(model, layouts, blocks, **scoring)
     totals, counts = np.stack([score.total for score in scores]), scores[0].num_tokens
-    fit = _fit(layouts, totals.sum(1) / counts.sum())
+    # Regress the NLL per token on the layouts' global-head masks
+    masks = np.stack([layout.global_mask.ravel() for layout in layouts]).astype(float)
+    fit = Ridge.fit(masks, totals.sum(1) / counts.sum())
+    if fit.explained < _EXPLAINED:
+        warnings.warn(
+            f"a sum of head gains predicts only {max(fit.explained, 0.0):.0%} of the variance in NLL of {len(layouts)} "
+            "layouts, so these gains are unreliable: measure more layouts",
+            stacklevel=3,
+        )
 
     # Build the table
-    table_metadata = {**(metadata or {}), "budget": num_global, "layouts": len(layouts)}
-    table_metadata |= {"reused_scores": work.reused, "penalty": float(f"{fit.penalty:.4g}")}
-    table_metadata |= {"explained": round(fit.explained, 4), "seed": seed}
-    gains, size = _gains(fit, totals, counts, blocks, all_local, layers), blocks.tokens.size
-    facts: Any = {"passes": work.passes, "tokens": size, "name": name, "metadata": table_metadata}
-    facts["heads_per_layer"] = all_local.heads_per_layer
+    options: dict[str, Any] = {"budget": num_global, "layouts": len(layouts), "reused_scores": work.reused}
+    options |= {"penalty": float(f"{fit.penalty:.4g}"), "explained": round(fit.explained, 4), "seed": seed}
+    gains = _gains(fit, totals, counts, blocks, all_local, layers)
+    facts: Any = {"passes": work.passes, "tokens": blocks.tokens.size, "name": name}
+    facts |= {"metadata": {**(metadata or {}), **options}, "heads_per_layer": all_local.heads_per_layer}
     return signal_table("regression", gains, window, kind=kinds.GAIN, unit=kinds.NATS, **facts)
 
 
@@ -95,18 +102,6 @@ def _layouts(like: Layout, layers: list[int], num_global: int, number: int, seed
             f"{number_of_heads} heads global: give another --budget, or more layouts in Python (num_layouts)"
         )
     return layouts
-
-
-def _fit(layouts: list[Layout], nll: Float) -> "Ridge":
-    """Regress ``nll`` [layouts] (nats per token) on the layouts' global-head masks; warn if the fit explains little."""
-    fit = Ridge.fit(np.stack([layout.global_mask.ravel() for layout in layouts]).astype(float), nll)
-    if fit.explained < _EXPLAINED:
-        warnings.warn(
-            f"a sum of head gains predicts only {max(fit.explained, 0.0):.0%} of the variance in NLL of {len(layouts)} "
-            "layouts, so these gains are unreliable: measure more layouts",
-            stacklevel=4,
-        )
-    return fit
 
 
 def _gains(

@@ -77,15 +77,16 @@ def retrieval(
     # Build the table
     heads = attention.heads_per_layer(states)
     sums = _best_of_group(collected.sums.cpu().numpy(), heads)
-    accuracy = _accuracy(num_correct, blocks.num_blocks * (needle_length - 1))
+    accuracy = float(distributed.sum_over_processes(num_correct)[0]) / (blocks.num_blocks * (needle_length - 1))
+    if accuracy < _MIN_ACCURACY:
+        warnings.warn(
+            f"the model predicts only {accuracy:.1%} of the needle tokens: it hardly copies, so its retrieval scores "
+            "are unreliable",
+            stacklevel=3,
+        )
     options = {"needle_length": needle_length, "seed": seed, "copy_accuracy": round(accuracy, 4)}
-    facts: Any = {
-        "passes": 1.0,
-        "tokens": blocks.tokens.size,
-        "name": name,
-        "metadata": {**(metadata or {}), **options},
-        "heads_per_layer": heads,
-    }
+    facts: Any = {"passes": 1.0, "tokens": blocks.tokens.size, "heads_per_layer": heads, "name": name}
+    facts["metadata"] = {**(metadata or {}), **options}
     return signal_table("retrieval", collected.means(sums), window, unit=kinds.ATTENTION_UNIT, **facts)
 
 
@@ -147,18 +148,6 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
     depth = rng.integers(first, deepest + 1, size=blocks.num_blocks)
     tokens = [rng.choice(vocabulary, needle_length, replace=False) for _ in range(blocks.num_blocks)]
     return Needles(blocks, np.stack(tokens).astype(np.int64), depth)
-
-
-def _accuracy(num_correct: arrays.Int, num_tokens: int) -> float:
-    """Return the share of needle tokens predicted, and warn if it is small; must be called on all ranks."""
-    accuracy = float(distributed.sum_over_processes(num_correct)[0]) / num_tokens
-    if accuracy < _MIN_ACCURACY:
-        warnings.warn(
-            f"the model predicts only {accuracy:.1%} of the needle tokens: it hardly copies, so its retrieval scores "
-            "are unreliable",
-            stacklevel=4,
-        )
-    return accuracy
 
 
 def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor, query_positions: slice) -> Any:
