@@ -210,6 +210,7 @@ def _groups(documents: Sequence[Tokens], size: int) -> list[list[Tokens]]:
     return groups
 
 
+@torch.inference_mode()
 def _sums(model: PreTrainedModel, groups: Sequence[Sequence[Tokens]], limits: Boundaries) -> Float:
     """Return the NLL of each document, without its first token, where the documents of a group are in one sequence."""
     # Lay the documents of each group out, and remember where they start
@@ -225,11 +226,5 @@ def _sums(model: PreTrainedModel, groups: Sequence[Sequence[Tokens]], limits: Bo
     length = max(map(len, sequences))
     padded = torch.from_numpy(np.stack([np.pad(each, (0, length - len(each))) for each in sequences]))
     chunks = torch.split(padded, max(1, _CHUNK_TOKENS // length))
-    losses = torch.cat([_losses(model, chunk) for chunk in chunks]).double().numpy()
+    losses = torch.cat([loss.token_nll(model, chunk.to(model.device)).cpu() for chunk in chunks]).double().numpy()
     return np.array([losses[row, first : first + number - 1].sum() for row, first, number in starts])
-
-
-@torch.inference_mode()
-def _losses(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the NLL of every token but the first of each sequence."""
-    return loss.token_nll(model, tokens.to(model.device)).cpu()

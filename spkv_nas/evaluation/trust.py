@@ -58,7 +58,9 @@ class Trust:
         # Keep all positive gains, provided that at least one is significant
         significant = gains.values > _CLEAR * np.nan_to_num(gains.standard_error, nan=0.0)
         saved = np.where(significant.any(), gains.values.clip(0.0), np.nan)
-        left_out, error = _share(saved, gains.standard_error, ~chosen)
+        total, is_left_out = float(saved.sum()), ~chosen
+        left_out = float(saved[is_left_out].sum()) / total
+        residuals = np.where(saved > 0, (is_left_out - left_out) * gains.standard_error, 0.0)
         rho, interval = spearman(values.ravel(), gains.values.ravel()) or (None, None)
         # List the significant heads that the table leaves out
         missed = [
@@ -72,7 +74,7 @@ class Trust:
             interval,
             budget=int(chosen.sum()),
             left_out=left_out,
-            left_out_error=error,
+            left_out_error=float(np.linalg.norm(residuals)) / total,
             missed=() if _are_few(num_documents) else tuple(sorted(missed, key=lambda head: -head.gain)),
             num_documents=num_documents,
         )
@@ -101,10 +103,3 @@ class Trust:
 def _are_few(num_documents: int | None) -> bool:
     """Return True if the gains are known to come from too few documents to name heads by."""
     return num_documents is not None and num_documents < MIN_DOCUMENTS
-
-
-def _share(saved: Float, errors: Float, part: Mask) -> tuple[float, float]:
-    """Return the share of ``saved`` that belongs to ``part`` of the heads, and its standard error as a ratio."""
-    total = float(saved.sum())
-    share = float(saved[part].sum()) / total
-    return share, float(np.linalg.norm(np.where(saved > 0, (part - share) * errors, 0.0))) / total

@@ -74,7 +74,10 @@ def zero_shot(
     with full_attention(model) as states:
         full = 0, tuple(state.head_windows(gated=False) for state in states)
         # Different layouts may have equal sink tokens and windows, which are scored once
-        requested = [full if x is None else _visible(model, x) for x in layouts]
+        requested = [
+            full if x is None else (0 if x.num_global == x.num_heads else x.sinks, tuple(layout_windows(model, x)))
+            for x in layouts
+        ]
         layout_of = dict(zip(requested, layouts, strict=True))
         # Read the scores that are cached
         read_cached = partial(read_score, cache, num_documents=len(blocks.documents))
@@ -99,7 +102,8 @@ def zero_shot(
                 work.passes += passes
                 for windows, score in zip(group, group_scores, strict=True):
                     scores[sinks, windows] = score
-                    distributed.on_main(partial(keep_score, cache, layout_of[sinks, windows], score))
+                    if (file := _file(cache, layout_of[sinks, windows])) is not None:
+                        distributed.on_main(partial(score.save, file))
     return [scores[visible] for visible in requested]
 
 
@@ -112,11 +116,6 @@ def _check(model: PreTrainedModel, blocks: TokenBlocks) -> None:
             "(evaluate measures the hybrid with them)",
             stacklevel=3,
         )
-
-
-def _visible(model: PreTrainedModel, layout: Layout) -> Visible:
-    """Return what the heads of a layout see. Raises ``UserError`` if the layout does not fit the model."""
-    return layout.sinks if layout.num_global < layout.num_heads else 0, tuple(layout_windows(model, layout))
 
 
 def _groups(ordered: Sequence[Visible]) -> Iterator[tuple[int, list[Windows]]]:
@@ -173,12 +172,6 @@ def score_table(
 def _file(cache: Path | None, layout: Layout | None) -> Path | None:
     """Return the path of a layout's score in the cache; None without a cache."""
     return cache and cache / f"{comparison.FULL_ATTENTION if layout is None else layout.content_hash}.npz"
-
-
-def keep_score(cache: Path | None, layout: Layout | None, score: paired.DocumentNLL) -> None:
-    """Write a finished score to the cache."""
-    if (file := _file(cache, layout)) is not None:
-        score.save(file)
 
 
 def read_score(cache: Path | None, layout: Layout | None, num_documents: int) -> paired.DocumentNLL | None:

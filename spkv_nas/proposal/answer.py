@@ -100,18 +100,13 @@ def propose_for(
         certainty = stability.Certainty.of(resampled, layouts, heads, certain)
     rows = coverage_table(table, layouts, heads, resampled, requirements.constraints)
     if isinstance(cost, EngineCost):
-        _add_memory(rows, layouts, cost)
+        plans = [cost.layout_plan(layouts[name]) for name in rows["strategy"]]
+        totals = [None if layout is None else layout.memory(cost.batch) for layout in plans]
+        rows["kv_bytes"] = pd.array(totals, dtype="Int64")  # missing where the engine does not run a layout
     # Find further layouts if they are requested
     best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
     several = find_solutions(table, requirements, limit, best, solutions, resampled=resampled) if solutions else None
     return Answer(table, layouts, rows, certainty, several)
-
-
-def _add_memory(rows: pd.DataFrame, layouts: Mapping[str, Layout], cost: EngineCost) -> None:
-    """Add the column kv_bytes to the table of ``coverage_table``, missing where the engine does not run a layout."""
-    plans = [cost.layout_plan(layouts[name]) for name in rows["strategy"]]
-    totals = [None if layout is None else layout.memory(cost.batch) for layout in plans]
-    rows["kv_bytes"] = pd.array(totals, dtype="Int64")
 
 
 def coverage_table(

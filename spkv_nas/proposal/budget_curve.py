@@ -1,6 +1,6 @@
 """Compute the best layouts of several budgets, their coverage, and its knee, where heads fall below average."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,7 +77,11 @@ def budget_curve(
     cost = requirements.cache_cost(table, window)
     rows, layouts = [], {}
     # Solve for one layout per budget and measure its coverage
-    for number, (budget, layout) in enumerate(_layouts(table, requirements, budgets, window), 1):
+    for number, budget in enumerate(budgets, 1):
+        if requirements.is_solved:
+            layout = requirements.solve(table, Limit(budget), window)
+        else:
+            layout = propose.densest_layout(table, budget, window=window)
         low, high = (np.nan, np.nan) if resampled is None else resampled.coverage(layout.global_mask)
         rows.append(
             {
@@ -93,7 +97,8 @@ def budget_curve(
         )
         if requirements.serving is not None:
             rows[-1]["max_heads_same_memory"] = requirements.max_heads_same_memory(table, layout.num_global, window)
-        layouts[layout.strategy] = layout
+        name = f"{layout.strategy}-{budget}"
+        layouts[name] = replace(layout, strategy=name)
         if progress is not None:
             progress(number, len(budgets))
     # Locate the knee
@@ -121,18 +126,6 @@ def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT)
     with locks.locked(folder, "writes layouts", reporter.announce):
         earlier.replace_layouts(folder / workspace.BUDGETS, curve.layouts, reporter)
         tables.write_csv(folder / "budgets.csv", curve.rows, digits=10)
-
-
-def _layouts(
-    table: HeadScores, requirements: Requirements, budgets: Sequence[int], window: int | None
-) -> Iterator[tuple[int, Layout]]:
-    """Yield (budget, best layout), named after strategy and budget."""
-    for budget in budgets:
-        if requirements.is_solved:
-            layout = requirements.solve(table, Limit(budget), window)
-        else:
-            layout = propose.densest_layout(table, budget, window=window)
-        yield budget, replace(layout, strategy=f"{layout.strategy}-{budget}")
 
 
 def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:

@@ -16,7 +16,12 @@ def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporte
     """
     replace.settle(folder)
     earlier = _read(folder / "densest.yaml")
-    if earlier is None or (earlier_budget := _budget(earlier)) == budget:
+    if earlier is None:
+        return False
+    # The budget that the file records, or its number of global heads
+    recorded = earlier.provenance.get("budget")
+    earlier_budget = recorded if isinstance(recorded, int) and recorded > 0 else earlier.num_global
+    if earlier_budget == budget:
         return False
     # Copy its files to a folder of their own
     kept_folder = folder / f"{earlier_budget}-heads"
@@ -46,12 +51,6 @@ def replace_layouts(folder: Path, layouts: Mapping[str, Layout], reporter: progr
     with replace.replacing(folder, stale=stale) as new:
         for name, layout in layouts.items():
             layout.write(new / f"{names.check_name(name, 'the layout')}.yaml")
-
-
-def _budget(layout: Layout) -> int:
-    """Return the budget a layout was proposed for, or its number of global heads if the file does not record it."""
-    budget = layout.provenance.get("budget")
-    return budget if isinstance(budget, int) and budget > 0 else layout.num_global
 
 
 def _read(file: Path) -> Layout | None:

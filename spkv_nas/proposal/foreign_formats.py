@@ -70,12 +70,7 @@ class ForeignScores:
     @property
     def is_mask(self) -> bool:
         """Return true if every value is 0 or 1, so that the global heads are already chosen."""
-        return bool(np.isin(self._of_heads, (0.0, 1.0)).all())
-
-    @property
-    def _of_heads(self) -> arrays.Float:
-        """Return the scores of all heads."""
-        return self.values[np.isfinite(self.values)]
+        return bool(np.isin(self.values[np.isfinite(self.values)], (0.0, 1.0)).all())
 
     @property
     def heads_per_layer(self) -> tuple[int, ...]:

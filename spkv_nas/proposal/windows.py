@@ -176,7 +176,11 @@ class WindowProblem:
         objective = np.append(np.zeros(num_choices + kinds), 1.0)
         largest = np.hstack([costs, np.zeros((len(costs), kinds)), -np.ones((len(costs), 1))])
         # The last row defines the largest sum of costs, and is not checked
-        rows = [*self._rows(), self._memory(limit), (largest, -np.inf, 0.0)]
+        sizes = self.sizes * self._is_head[..., None]
+        sizes[list(self.native_layers)] = 0.0
+        unit = float(self.sizes.max())  # HiGHS satisfies a row to 1e-6 only
+        memory = (self._wide(sizes.reshape(1, -1) / unit), -np.inf, limit / unit)
+        rows = [*self._rows(), memory, (largest, -np.inf, 0.0)]
         matrices = [(scipy.sparse.csr_array(row), low, high) for row, low, high in rows]
         integrality = np.append(np.ones(num_choices + kinds), 0.0)
         is_integer = integrality > 0
@@ -187,13 +191,6 @@ class WindowProblem:
             reason = f"was found within {time_limit}" if result.status == 1 else "meets the constraints"
             raise UserError(f"no choice of windows {reason} in this memory: give more memory, or loosen them")
         return np.asarray(result.x[:num_choices].reshape(self._shape).argmax(-1))
-
-    def _memory(self, limit: float) -> Row:
-        """Return the row of the memory."""
-        sizes = self.sizes * self._is_head[..., None]
-        sizes[list(self.native_layers)] = 0.0
-        unit = float(self.sizes.max())  # HiGHS satisfies a row to 1e-6 only
-        return self._wide(sizes.reshape(1, -1) / unit), -np.inf, limit / unit
 
     def _rows(self) -> list[Row]:
         """Return the rows of the constraints."""

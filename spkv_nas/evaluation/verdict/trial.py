@@ -23,7 +23,7 @@ from spkv_nas.base.progress import SILENT, Bar, Reporter, part_of
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, paired
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
-from spkv_nas.evaluation.verdict.criterion import Criterion, Setting
+from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.loss_tests import Evidence, loss_interval, more_samples
 from spkv_nas.evaluation.verdict.margins import Margins
 from spkv_nas.evaluation.verdict.rounds import Rounds
@@ -177,10 +177,12 @@ class Trial:
                 loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
                 show(number, rounds.num_rounds, loss)
                 # Give up after two rounds and an eighth of all at the earliest: before, the loss is too uncertain
-                left, enough = rounds.num_samples - len(measured), max(2.0, rounds.num_rounds / 8)
-                may_give_up = gives_up and number >= enough
-                if answer != "open" or (may_give_up and _is_hopeless(criterion, margin, measured, levels, left)):
+                if answer != "open":
                     break
+                if gives_up and number >= max(2.0, rounds.num_rounds / 8):
+                    more = more_samples(criterion.test, measured, margin, passes=levels.passes, fails=levels.fails)
+                    if more is None or more > 2 * (rounds.num_samples - len(measured)):
+                        break
             answers.append(answer)
             # One failed criterion is enough
             if answer == "fails":
@@ -215,12 +217,6 @@ class Trial:
                 "p_passes": tested.p_passes,
                 "p_fails": tested.p_fails,
             }
-
-
-def _is_hopeless(criterion: Criterion, margin: float, measured: NDArray[np.float64], levels: Levels, left: int) -> bool:
-    """Return whether more than twice the samples that are left would be needed to decide, as far as can be told."""
-    more = more_samples(criterion.test, measured, margin, passes=levels.passes, fails=levels.fails)
-    return more is None or more > 2 * left
 
 
 def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT) -> Verdict:
