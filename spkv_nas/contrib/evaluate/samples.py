@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base import console, device, distributed, errors, files, progress, statistics
+from spkv_nas.data.block_cache import fingerprint
+from spkv_nas.model import checkpoint, config_section, modes
 from spkv_nas.stages.checkpoints import load
 from spkv_nas.stages.options import InDtype
-
-if TYPE_CHECKING:  # where lm-eval is missing, ``evaluate tasks`` has to name it before torch
-    import pandas as pd
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _MAX_BYTES = 1 << 34
 
@@ -59,8 +60,8 @@ class Checkpoint:
     """A loaded checkpoint that answers questions, at a threshold of its gates; None takes the checkpoint's own."""
 
     source: str
-    model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     tau: float | None = None
 
     @classmethod
@@ -71,23 +72,16 @@ class Checkpoint:
     @property
     def origin(self) -> dict[str, Any]:
         """Return the record of which checkpoint was evaluated, at which dtype and threshold."""
-        from spkv_nas.model import checkpoint, config_section
-
         gates = config_section.gate_config(self.model)
         tau = gates.tau if self.tau is None and gates is not None else self.tau
         return {**checkpoint.model_origin(self.source), "computed_in": device.dtype_name(self.model.dtype), "tau": tau}
 
     def identity(self, mode: object) -> str:
         """Return a text of everything that answers depend on besides the questions, such as ``mode``: of its gates."""
-        from spkv_nas.data.block_cache import fingerprint
-        from spkv_nas.model.checkpoint import checkpoint_hash
-
-        return f"{checkpoint_hash(self.source)} {self.model.dtype} {fingerprint(self.tokenizer)} {mode}"
+        return f"{checkpoint.checkpoint_hash(self.source)} {self.model.dtype} {fingerprint(self.tokenizer)} {mode}"
 
     def hard(self) -> AbstractContextManager[Any]:
         """Return a context in which its gates, if any, are hard. Raises ``UserError`` for a threshold without gates."""
-        from spkv_nas.model import config_section, modes
-
         if config_section.gate_config(self.model) is not None:
             return modes.gate_mode(self.model, "hard", self.tau)
         if self.tau is not None:
@@ -100,7 +94,7 @@ class SampledTable:
     """Result of an evaluation by samples: its name, table, the table's folder, and the folder of samples."""
 
     name: str
-    rows: "pd.DataFrame"
+    rows: pd.DataFrame
     folder: Path
     samples: Path
 

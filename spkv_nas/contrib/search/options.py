@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from spkv_nas.base import errors, flag, progress
+from spkv_nas.base import errors, flag, progress, units
 from spkv_nas.contrib.defaults import SAMPLER
 from spkv_nas.contrib.search.sampler import SAMPLERS
-from spkv_nas.proposal.budget import PAPER_BUDGET
+from spkv_nas.proposal.budget import MEMORY, PAPER_BUDGET, is_several, parse_budget, parse_budgets, parse_memories
 from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
 
@@ -86,14 +86,12 @@ class SearchSpecification:
 
 def _budgets(budget: str | None, table: "HeadScores", window: int, context: str | None = None) -> list[int]:
     """Return the numbers of global heads of a budget, ascending; memory counts at a context, by default the model's."""
-    from spkv_nas.base.units import parse_context
-    from spkv_nas.proposal.budget import MEMORY, is_several, parse_budget, parse_budgets, parse_memories
     from spkv_nas.proposal.requirements import Requirements
 
     if not str(budget).startswith(MEMORY):
         number = table.num_candidates
         return parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
-    size = None if context is None else parse_context(context)
+    size = None if context is None else units.parse_context(context)
     limits = [Requirements(kv_bytes=f"{percent}%", context=size) for percent in parse_memories(str(budget))]
     return sorted({limit.limit(table, None, window).heads(table) for limit in limits})
 
@@ -160,15 +158,13 @@ def _check_given(space: "Space", strategies: "Mapping[str, Layout]", given: "Map
 
 def _parse_objective(objective: str, context: str | None) -> int | None:
     """Return the context of the second objective, KV bytes; None for NLL alone."""
-    from spkv_nas.base.units import parse_context
-
     if objective not in ("nll", "nll,kv-bytes"):
         raise errors.UserError(f"--objective '{objective}' is unknown; expected nll or nll,kv-bytes")
     if objective == "nll":
         return None
     if context is None:
         raise errors.UserError(f"--objective {objective} needs --context, the number of tokens per sequence")
-    return parse_context(context)
+    return units.parse_context(context)
 
 
 def check(options: SearchOptions) -> None:

@@ -71,7 +71,18 @@ def write_results(
     # Write table and record, and the documents that layouts were measured on
     measured = [fidelity for fidelity in FIDELITIES if rows[f"{fidelity}_delta_percent"].notna().any()]
     selection = frozenset[str]().union(*map(search.evaluator.documents, measured))
-    record = {"inputs": inputs_of(_inputs(search)), ALARM: alarm, **_origin(search, rows), SELECTION: digest(selection)}
+    # The result depends on these inputs besides the number of trials
+    space, evaluator = search.space, search.evaluator
+    inputs = {
+        "identity": evaluator.identity,
+        "recipe": dict(evaluator.settings),
+        "probe": space.table.content_hash,
+        "layouts": [list(space.budgets), space.window, space.sinks, dict(space.constraints.named)],
+        "objective": None if search.cost is None else search.cost.name,
+        "seed": search.effort.seed,
+        "steps": [evaluator.steps("short"), evaluator.steps("full")],
+    }
+    record = {"inputs": inputs_of(inputs), ALARM: alarm, **_origin(search, rows), SELECTION: digest(selection)}
     earlier = ResultTable("search").write(folder, rows, record, reporter, selection)
     # Replace the layouts worth keeping: the front, those retrained in full, and the recommended one
     worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
@@ -85,20 +96,6 @@ def write_results(
             origin = provenance(search.space.table, layout, search.space.budgets[1], seed)
             replace(layout, strategy=name, provenance=origin).write(new / f"{name}.yaml")
     return rows, alarm, recommended
-
-
-def _inputs(search: Search) -> dict[str, Any]:
-    """Return what the result depends on besides the number of trials: model, text, recipe, head scores, objectives."""
-    space = search.space
-    return {
-        "identity": search.evaluator.identity,
-        "recipe": dict(search.evaluator.settings),
-        "probe": space.table.content_hash,
-        "layouts": [list(space.budgets), space.window, space.sinks, dict(space.constraints.named)],
-        "objective": None if search.cost is None else search.cost.name,
-        "seed": search.effort.seed,
-        "steps": [search.evaluator.steps("short"), search.evaluator.steps("full")],
-    }
 
 
 def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.evaluate.baselines import rules as eviction
 from spkv_nas.contrib.evaluate.baselines.expected_attention import ExpectedAttention, Rotation, expected_attention
-from spkv_nas.contrib.evaluate.baselines.kvzap import KVzap, Surrogate, fit_kvzap, kvzip_scores
+from spkv_nas.contrib.evaluate.baselines.kvzap import KVzap, fit_kvzap, kvzip_scores, predictor
 from spkv_nas.contrib.evaluate.baselines.options import EXACT, KVPRESS, METHODS
 from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, chunked_attention, heavy_hitters
 from spkv_nas.contrib.evaluate.baselines.stage import measure_sp_kv, pruned_nll
@@ -43,7 +43,7 @@ def protocol(kind: str = EXACT, sinks: int = SINKS) -> Protocol:
 def untrained_kvzap(model: PreTrainedModel) -> KVzap:
     """Return networks that distinguish keys without being trained."""
     torch.manual_seed(3)
-    return KVzap([Surrogate(32, 2) for _ in range(model.config.num_hidden_layers)], 0.0, 0)
+    return KVzap([predictor(32, 2) for _ in range(model.config.num_hidden_layers)], 0.0, 0)
 
 
 def rules(model: PreTrainedModel, kind: str = EXACT, density: float = 0.4) -> dict[str, Rule]:
@@ -107,10 +107,10 @@ class TestKvpress:
         torch.testing.assert_close(out, dense, atol=1e-5, rtol=1e-5)
 
     def test_network_of_kvzap(self, golden: dict[str, Tensor], read: Read) -> None:
-        surrogate = Surrogate(32, 2)
-        for layer, name in ((surrogate.up, "zap_up"), (surrogate.down, "zap_down")):
+        network = predictor(32, 2)
+        for layer, name in ((network[0], "zap_up"), (network[-1], "zap_down")):
             layer.weight.data, layer.bias.data = golden[name], golden[f"{name}_bias"]
-        scores = KVzap([surrogate], 0.0, 0).scores(read)[0].detach()
+        scores = KVzap([network], 0.0, 0).scores(read)[0].detach()
         assert scores.numpy() == pytest.approx(golden["zap"].numpy(), abs=1e-6)
 
 
@@ -259,7 +259,7 @@ def test_kvzap_learns(
     assert 0.05 < zap.explained < 1.0  # of text that it was not fitted on; 135 tokens are few
     again = fit_kvzap(model, tiny_tokenizer, blocks, seed=0, batch_size=4)
     assert again.explained == zap.explained
-    assert not any(parameter.requires_grad for one in zap.surrogates for parameter in one.parameters())
+    assert not any(parameter.requires_grad for one in zap.predictors for parameter in one.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 

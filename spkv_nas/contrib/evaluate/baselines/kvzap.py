@@ -76,18 +76,9 @@ def _output_norms(v: Tensor, output: Tensor) -> Tensor:
     return ((v[:, :, None] @ gram) * v[:, :, None]).sum(-1).clamp(min=0).sqrt()
 
 
-class Surrogate(nn.Module):
-    """Predictor of one layer: hidden states [..., C] to log KVzip+ [..., Hkv], in float32."""
-
-    def __init__(self, size: int, heads: int) -> None:
-        """Create a network for hidden states of ``size`` channels and ``heads`` KV heads."""
-        super().__init__()
-        self.up, self.down = nn.Linear(size, HIDDEN), nn.Linear(HIDDEN, heads)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Predict log KVzip+ [..., Hkv] from hidden states [..., C]."""
-        scores: Tensor = self.down(F.gelu(self.up(hidden.float())))
-        return scores
+def predictor(size: int, heads: int) -> nn.Sequential:
+    """Create the network of one layer, from hidden states float32 [..., C] to log KVzip+ [..., Hkv]."""
+    return nn.Sequential(nn.Linear(size, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, heads))
 
 
 @dataclass(frozen=True)
@@ -98,13 +89,13 @@ class KVzap:
     context tokens was held out.
     """
 
-    surrogates: list[Surrogate]
+    predictors: list[nn.Sequential]
     explained: float
     tokens: int
 
     def scores(self, read: rules.Read) -> Tensor:
         """Predict scores [B, Hkv, T] of a layer's keys."""
-        scores: Tensor = self.surrogates[read.layer].to(read.hidden.device)(read.hidden)
+        scores: Tensor = self.predictors[read.layer].to(read.hidden.device)(read.hidden.float())
         return scores.transpose(1, 2)
 
     def rule(self, protocol: rules.Protocol, threshold: float) -> rules.Rule:
@@ -236,7 +227,7 @@ def _targets(
     return hidden, target
 
 
-def _fit(hidden: Tensor, target: Tensor, device: torch.device) -> tuple[Surrogate, float, float]:
+def _fit(hidden: Tensor, target: Tensor, device: torch.device) -> tuple[nn.Sequential, float, float]:
     """Fit the network of one layer to hidden states [N, n, C] and targets [N, n, Hkv].
 
     Return it with its squared error on held-out contexts, and the sum of squares of their targets.
@@ -246,21 +237,23 @@ def _fit(hidden: Tensor, target: Tensor, device: torch.device) -> tuple[Surrogat
     x, y = hidden[~is_held_out].flatten(0, 1), target[~is_held_out].flatten(0, 1)
     mean, deviation = y.mean(0), y.std(0).clamp(min=1e-6)
     # Fit by AdamW with cosine decay
-    surrogate = Surrogate(x.shape[1], y.shape[1]).to(device)
-    optimizer = torch.optim.AdamW(surrogate.parameters(), lr=_LEARNING_RATE)
+    network = predictor(x.shape[1], y.shape[1]).to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _EPOCHS * -(-len(x) // _BATCH))
     normalized = (y - mean) / deviation
     for _ in range(_EPOCHS):
         for batch in torch.split(torch.randperm(len(x)), _BATCH):
             optimizer.zero_grad()
-            torch.autograd.backward(F.mse_loss(surrogate(x[batch].to(device)), normalized[batch].to(device)))
+            predicted = network(x[batch].to(device).float())
+            torch.autograd.backward(F.mse_loss(predicted, normalized[batch].to(device)))
             optimizer.step()
             schedule.step()
     # Fold the normalization into the last layer, then validate
+    weight, bias = network[-1].parameters()
     with torch.no_grad():
-        surrogate.down.weight *= deviation.to(device)[:, None]
-        surrogate.down.bias.mul_(deviation.to(device)).add_(mean.to(device))
+        weight.mul_(deviation.to(device)[:, None])
+        bias.mul_(deviation.to(device)).add_(mean.to(device))
         held_out = target[is_held_out].flatten(0, 1)
-        predicted = surrogate(hidden[is_held_out].flatten(0, 1).to(device)).cpu()
-    surrogate.requires_grad_(False)
-    return surrogate, float((predicted - held_out).square().sum()), float((held_out - held_out.mean(0)).square().sum())
+        predicted = network(hidden[is_held_out].flatten(0, 1).to(device).float()).cpu()
+    network.requires_grad_(False)
+    return network, float((predicted - held_out).square().sum()), float((held_out - held_out.mean(0)).square().sum())
