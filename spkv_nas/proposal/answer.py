@@ -116,19 +116,11 @@ def coverage_table(
     resampled: stability.Bootstrap | None = None,
     constraints: Constraints | None = None,
 ) -> pd.DataFrame:
-    """Tabulate the layouts, best coverage first and those above the budget last.
+    """Tabulate layouts by strategy, best coverage first and those above the budget of ``heads`` last.
 
-    Args:
-        table: head densities.
-        layouts: layouts by strategy name.
-        heads: the budget in global heads.
-        resampled: bootstrap of the table, for confidence intervals.
-        constraints: constraints that the user requires; none by default.
-
-    Returns:
-        One row per layout with columns strategy, num_global, density_percent, coverage, worst_domain (lowest per-domain
-        coverage), coverage_low and coverage_high (95 % interval; NaN without ``resampled``), note (why the layout
-        does not have ``heads`` global heads, which constraints it breaks, or that it may not be optimal).
+    Returns one row per layout with columns strategy, num_global, density_percent, coverage, worst_domain (lowest
+    per-domain coverage), coverage_low and coverage_high (95 % interval; NaN without ``resampled``), note (why the
+    layout does not have ``heads`` global heads, which ``constraints`` it breaks, or that it may not be optimal).
     """
     # Measure each layout, noting an earlier one with the same heads
     rows, first_names = [], dict[str, str]()

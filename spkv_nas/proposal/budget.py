@@ -12,13 +12,10 @@ PAPER_BUDGET = f"{DEFAULT_SHARE.numerator} of {DEFAULT_SHARE.denominator}"
 
 
 def parse_budget(budget: int | str | None, num_heads: int) -> int:
-    """Parse a budget to a number of global KV heads.
+    """Parse a budget to a number of global KV heads, of ``num_heads`` that can be global.
 
-    Args:
-        budget: ``18``, ``"18"`` or ``"25%"``, rounded to the nearest head; None for the paper's share, 2 of 7 heads.
-        num_heads: number of KV heads in the model that can be global.
-
-    Raises ``UserError``: not a number, or outside 1..``num_heads``.
+    It is ``18``, ``"18"`` or ``"25%"``, rounded to the nearest head; None for the paper's share, 2 of 7 heads. Raises
+    ``UserError``: not a number, or outside 1..``num_heads``.
     """
     if budget is None:
         return max(1, round(DEFAULT_SHARE * num_heads))
@@ -42,14 +39,11 @@ def is_several(budget: int | str | None) -> bool:
 
 
 def parse_budgets(budget: str, num_heads: int) -> list[int]:
-    """Parse several budgets to distinct numbers of global KV heads, ascending.
+    """Parse several budgets to distinct numbers of global KV heads, of ``num_heads`` that can be global, ascending.
 
-    Args:
-        budget: a list such as ``"12,18,24"`` of budgets and ranges. Ranges include both ends: ``"6..40"``,
-            ``"10%..50%"``, or with a step ``"6..40:4"``.
-        num_heads: number of KV heads in the model that can be global.
-
-    Raises ``UserError``: the text is malformed, a number lies outside 1..``num_heads``, or a range is descending.
+    They are a list such as ``"12,18,24"`` of budgets and ranges. Ranges include both ends: ``"6..40"``, ``"10%..50%"``,
+    or with a step ``"6..40:4"``. Raises ``UserError``: the text is malformed, a number lies outside 1..``num_heads``,
+    or a range is descending.
     """
     return sorted({number for part in budget.split(",") for number in _parse_part(part, num_heads)})
 
@@ -78,11 +72,9 @@ def _parse_part(text: str, num_heads: int) -> list[int]:
 def parse_memories(text: str) -> list[float]:
     """Parse several shares of full attention's KV cache to distinct percentages, ascending.
 
-    Args:
-        text: ``"memory"`` for all of ``MEMORIES``, ``"memory=5%..50%"`` for these ends and what is between them, or a
-            list such as ``"memory=10%,15%,20%"``.
-
-    Raises ``UserError``: the text is malformed, or a share is not between 0 and 100 %.
+    They are ``"memory"`` for all of ``MEMORIES``, ``"memory=5%..50%"`` for these ends and what is between them, or a
+    list such as ``"memory=10%,15%,20%"``. Raises ``UserError``: the text is malformed, or a share is not between 0 and
+    100 %.
     """
     name, _, shares = text.partition("=")
     if name != MEMORY:

@@ -189,17 +189,11 @@ def solve(
 ) -> Layout:
     """Return the layout of highest coverage whose global heads weigh at most ``budget``.
 
-    Args:
-        table: head densities.
-        budget: maximum number of global heads, or with ``weights`` their maximum total weight.
-        constraints: constraints on the layout; none by default.
-        weights: [L, Hkv], above 0, the weight of each head if it is global; 1 by default.
-        robust: maximise the lowest per-domain coverage instead of the overall one.
-        window: local attention window in tokens; defaults to the table's, or 128.
+    The budget is their number, or with ``weights`` [L, Hkv], above 0, their total weight. If ``robust``, the lowest
+    per-domain coverage is maximised instead of the overall one. The window defaults to the table's, or 128 tokens.
 
-    Returns:
-        A layout named "constrained" or "robust"; its provenance holds the constraints, and ``gap`` if optimality was
-        not proven within the time limit.
+    The layout is named "constrained" or "robust"; its provenance holds the constraints, and ``gap`` if optimality was
+    not proven within the time limit.
 
     Raises ``UserError``: no layout meets the constraints (the message names the conflicting ones), the budget is too
     small for any head, no head of a domain keeps anything, or ``weights`` do not have the table's shape.

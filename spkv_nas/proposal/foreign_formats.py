@@ -96,8 +96,7 @@ class ForeignScores:
             sparsity: in [0, 1]; heads below this quantile of the scores become local, as in DuoAttention and PruLong.
             threshold: in [0, 1]; heads with at least this score are global.
 
-        Raises:
-            UserError: more than one option is set, one is out of range, or none is set although the scores are no mask.
+        Raises ``UserError``: several options are set, one is out of range, or none is although the scores are no mask.
         """
         # Check the options
         options = {"budget": budget, "sparsity": sparsity, "threshold": threshold}

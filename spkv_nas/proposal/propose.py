@@ -83,15 +83,8 @@ def layout_by(
 ) -> Layout:
     """Choose the global heads by one strategy, and record their provenance; sink tokens are the table's.
 
-    The strategy chooses among the heads that can be global (``HeadScores.layers``).
-
-    Args:
-        strategy: the strategy.
-        table: head scores.
-        heads: number of global heads.
-        name: name of the layout; defaults to the strategy's.
-        window: local attention window in tokens; defaults to the table's, or 128.
-        seed: random seed of a random strategy.
+    The strategy chooses among the heads that can be global (``HeadScores.layers``); a random one takes ``seed``. The
+    layout's name defaults to the strategy's, its window to the table's, or 128 tokens.
 
     Raises ``UserError``: the strategy returns no mask of the table's grid.
     """

@@ -38,35 +38,21 @@ _SLACK = 1e-6  # tolerance of a row, of which the largest coefficient is 1
 
 @dataclass(frozen=True)
 class TriedWindow:
-    """Window of local heads, the global heads that the memory leaves, and what the layout loses.
+    """Window of local heads, the global heads that the memory leaves, and what the layout loses."""
 
-    Attributes:
-        window: recent keys that a local head sees, including the query's own.
-        num_global: number of global KV heads.
-        memory: share of full attention's KV cache.
-        change: change of NLL against full attention in percent, on ``blocks`` blocks.
-        standard_error: its standard error, paired by document.
-        blocks: number of blocks that it was measured on.
-        cost: loss in nats per token by the costs of windows, to first order.
-    """
-
-    window: int
-    num_global: int
-    memory: float
-    change: float = np.nan
-    standard_error: float = np.nan
-    blocks: int = 0
-    cost: float = np.nan
+    window: int  # recent keys that a local head sees, including the query's own
+    num_global: int  # number of global KV heads
+    memory: float  # share of full attention's KV cache
+    change: float = np.nan  # change of NLL against full attention in percent, on ``blocks`` blocks
+    standard_error: float = np.nan  # its standard error, paired by document
+    blocks: int = 0  # number of blocks that it was measured on
+    cost: float = np.nan  # loss in nats per token by the costs of windows, to first order
 
 
 def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int = WIDEST) -> list[TriedWindow]:
-    """Return the windows worth trying within ``limit`` bytes of KV cache, narrowest first.
+    """Return the windows worth trying within ``limit`` bytes of KV cache of ``num_heads`` heads, narrowest first.
 
-    Args:
-        cost: size of a head's cache, whose window is not used.
-        num_heads: number of KV heads in the model.
-        limit: bytes of the KV cache.
-        widest: widest window to try.
+    ``cost`` is the size of a head's cache, whose window is not used.
 
     Raises ``UserError``: the memory leaves no global head beside the narrowest window.
     """
@@ -126,21 +112,13 @@ def windows_by_costs(table: HeadScores, cost: CacheCost, limit: int) -> list[Tri
 
 @dataclass(frozen=True)
 class WindowProblem:
-    """Heads, the costs and sizes of their kinds of attention, and constraints.
-
-    Attributes:
-        costs: costs of the windows.
-        sizes: float64 [W + 1], bytes of a head with each window, and of a global head.
-        constraints: the ``Constraints`` that are set, by name; layers that are local by design are in ``local_layers``.
-        native_layers: layers that are local by design, which take no bytes here.
-        max_windows: most windows of one layout; None: no limit.
-    """
+    """Heads, the costs and sizes of their kinds of attention, and constraints."""
 
     costs: WindowCosts
-    sizes: Float
-    constraints: dict[str, Any]
-    native_layers: tuple[int, ...] = ()
-    max_windows: int | None = None
+    sizes: Float  # [W + 1], bytes of a head with each window, and of a global head
+    constraints: dict[str, Any]  # those that are set, by name; layers local by design are in ``local_layers``
+    native_layers: tuple[int, ...] = ()  # layers that are local by design, which take no bytes here
+    max_windows: int | None = None  # most windows of one layout; None: no limit
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -238,15 +216,9 @@ def window_per_head(
 ) -> Layout:
     """Return the layout of least cost whose KV cache takes at most ``memory`` bytes, with a window for every head.
 
-    Args:
-        table: head scores with ``window_costs``.
-        cost: sizes of the cache, whose window is not used; of an engine, its allocator counts.
-        memory: bytes of the KV cache.
-        constraints: constraints on the layout; none by default.
-        robust: minimise the largest of the costs by domain instead of their mean.
-
-    Returns:
-        A layout named "window-per-head"; its provenance has the memory and the cost in nats per token.
+    ``cost`` has the sizes of the cache, whose window is not used; the allocator of an engine counts. If ``robust``, the
+    largest of the costs by domain is minimised instead of their mean. The layout is named "window-per-head"; its
+    provenance has the memory and the cost in nats per token.
 
     Raises ``UserError``: the table has no costs, the constraint is ``uniform``, or no layout fits.
     """

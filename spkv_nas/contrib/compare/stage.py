@@ -97,12 +97,10 @@ def show(result: AgreementResult) -> None:
 def parse_probe(
     text: str, find: Callable[[str], head_scores.HeadScores], split_by: str | None = None
 ) -> Iterator[tuple[str, head_scores.HeadScores]]:
-    """Yield (label, table) pairs for a probe given on the command line.
+    """Yield (label, table) pairs for a probe given on the command line, which ``find`` loads by its name or file.
 
-    Args:
-        text: name or file of a probe, with an optional suffix ``@TAU`` for another threshold.
-        find: loads the table of a name or file.
-        split_by: "domain" for a table per domain, "half" for one of the even and one of the odd documents.
+    A suffix ``@TAU`` of the name gives another threshold. ``split_by`` is "domain" for a table per domain, "half" for
+    one of the even and one of the odd documents.
 
     Raises ``UserError``: ``split_by`` is unknown, the table does not have the threshold, there is a single domain, or
     no per-document counts to halve.
@@ -129,18 +127,12 @@ def parse_probe(
 
 
 def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.DataFrame:
-    """Compare every pair of tables.
+    """Compare every pair of tables, given by label, each of which chooses its ``budget`` densest heads.
 
-    Args:
-        tables: head densities by label.
-        budget: number of densest heads that each table chooses.
-
-    Returns:
-        One row per pair with columns first, second, budget; jaccard (heads chosen by both / by either, of the
-        ``budget`` densest heads); chance (its expectation for as many random heads); spearman (rank correlation of
-        the densities, NaN where one does not vary); transfer (coverage on one table of the heads chosen on the
-        other, relative to the best possible; the worse of both directions); mean_difference (mean absolute
-        difference of the densities).
+    Returns one row per pair with columns first, second, budget; jaccard (heads chosen by both / by either); chance (its
+    expectation for as many random heads); spearman (rank correlation of the densities, NaN where one does not vary);
+    transfer (coverage on one table of the heads chosen on the other, relative to the best possible; the worse of both
+    directions); mean_difference (mean absolute difference of the densities).
 
     Raises ``UserError``: the tables have different grids, or every density of one is 0.
     """
