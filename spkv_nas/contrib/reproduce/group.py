@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Annotated
 
 from spkv_nas.base import flag, progress
-from spkv_nas.contrib.defaults import LADDER_DENSITY, PAPER
 from spkv_nas.contrib.reproduce.ablate.options import AblateOptions
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.stages import command_group, flags, result
 from spkv_nas.stages.options import InWorkspace
 
+PAPER = "paper"  # default name of results about the paper's model ladder
+LADDER_DENSITY = 0.2  # in the figure of FLOPs over the ladder by default
 Runs = Annotated[
     Path | None,
     flag.Flag(
@@ -38,7 +39,9 @@ def scaling(options: ScalingOptions, reporter: progress.Reporter) -> result.Resu
     """
     from spkv_nas.contrib.reproduce.scaling import stage
 
-    return result.Result(stage.scaling(options.folders, options.runs), stage.show)
+    return result.Result(
+        stage.scaling(options.folders, PAPER if options.runs is None else options.runs.stem, options.runs), stage.show
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, Retraining
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.contrib.search.sampler import SAMPLERS, StudySampler
-from spkv_nas.contrib.search.space import Effort, LayoutCost, Space, Trial, best_start, ranked
+from spkv_nas.contrib.search.sampler import SAMPLERS, Effort, StudySampler
+from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, best_start, ranked
 from spkv_nas.contrib.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
 from spkv_nas.evaluation.paired import PairedDifference
 

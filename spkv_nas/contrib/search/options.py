@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from spkv_nas.base import errors, flag, progress, units
-from spkv_nas.contrib.defaults import SAMPLER
-from spkv_nas.contrib.search.sampler import SAMPLERS
+from spkv_nas.contrib.search.sampler import SAMPLERS, Effort
 from spkv_nas.proposal.budget import MEMORY, PAPER_BUDGET, is_several, parse_budget, parse_budgets, parse_memories
 from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
@@ -15,7 +14,7 @@ from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
 if TYPE_CHECKING:  # pandas takes too long for --help
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.contrib.search.space import Effort, Space
+    from spkv_nas.contrib.search.space import Space
     from spkv_nas.training.recipe import Recipe
 
 Objective = Annotated[
@@ -60,9 +59,9 @@ class SearchOptions(LayerOptions, RetrainsLayouts):
         None, PAPER_BUDGET, note="Or memory=20%: as many heads as fit that share of full attention's KV cache."
     )
     objective: Objective = "nll"
-    trials: Trials = 100
-    sampler: Sampler = SAMPLER
-    retrain: Retrain = 4
+    trials: Trials = Effort.trials
+    sampler: Sampler = Effort.sampler
+    retrain: Retrain = Effort.num_retrained
     max_tokens: flags.MaxTokens = flag.default(65_536, note="Held-out text for selection; at most half of it.")
     context: flags.OptionalContext = None
     storage: Storage = flag.default(None, "SQLite in runs/NAME/search/")
@@ -74,7 +73,7 @@ class SearchOptions(LayerOptions, RetrainsLayouts):
 class SearchSpecification:
     """Validated specification of a search, made without training."""
 
-    effort: "Effort"  # trials, sampler, seed and retrainings
+    effort: Effort  # trials, sampler, seed and retrainings
     context: int | None  # tokens of the sequence whose KV bytes are the second objective; None without one
     space: "Space"
     file: Path  # of the recipe
@@ -99,7 +98,7 @@ def _budgets(budget: str | None, table: "HeadScores", window: int, context: str 
 def specify(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> SearchSpecification:
     """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
     from spkv_nas.artifacts.proposal import Proposal, distinct
-    from spkv_nas.contrib.search.space import Effort, Space, starting_layouts
+    from spkv_nas.contrib.search.space import Space, starting_layouts
     from spkv_nas.stages import engines, lookup
     from spkv_nas.training.recipe import Recipe
 

@@ -136,6 +136,16 @@ SAMPLERS: registry.Registry[Sampler] = registry.Registry(
 )
 
 
+@dataclass(frozen=True)
+class Effort:
+    """Effort of a search."""
+
+    trials: int = 100  # layouts to score without training
+    sampler: str = ThompsonSampling.name
+    seed: int = 0
+    num_retrained: int = 4  # best layouts to retrain, besides those to compare with
+
+
 class StudySampler:
     """Sample the layouts of one study in rounds: a trial sees the results of all rounds before its own."""
 

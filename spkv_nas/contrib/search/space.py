@@ -11,7 +11,6 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity
 from spkv_nas.base.arrays import Float, Mask
-from spkv_nas.contrib.defaults import SAMPLER
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import CONSTRAINED, Constraints, solve
 from spkv_nas.proposal.integer_program import Problem
@@ -134,16 +133,6 @@ class LayoutCost:
 
     name: str
     of: Callable[[Layout], float]
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Effort of a search."""
-
-    trials: int = 100  # layouts to score without training
-    sampler: str = SAMPLER  # name of the sampler
-    seed: int = 0
-    num_retrained: int = 4  # best layouts to retrain, besides those to compare with
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base import arguments, errors
 from spkv_nas.base.progress import LOGGER
-from spkv_nas.contrib.defaults import SAMPLER
 from spkv_nas.contrib.search.results import front, result_table
-from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Sampler, StudySampler
+from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Effort, Sampler, StudySampler
 from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, starting_layouts
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
@@ -55,7 +54,7 @@ class Study:
         score: Callable[[Sequence[Layout]], list[PairedDifference]],
         starts: Mapping[str, Layout],
         *,
-        sampler: str | Sampler = SAMPLER,
+        sampler: str | Sampler = Effort.sampler,
         seed: int = 0,
         cost: LayoutCost | None = None,
     ) -> None:
@@ -134,7 +133,7 @@ def search_layouts(
     *,
     trials: int = 100,
     window: int | None = None,
-    sampler: str | Sampler = SAMPLER,
+    sampler: str | Sampler = Effort.sampler,
     seed: int = 0,
     signals: Sequence[HeadScores] = (),
     starts: Mapping[str, Layout] | None = None,

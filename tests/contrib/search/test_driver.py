@@ -25,8 +25,8 @@ from spkv_nas.base.records import read_record
 from spkv_nas.contrib.search.driver import Search
 from spkv_nas.contrib.search.options import _budgets
 from spkv_nas.contrib.search.results import front, write_results
-from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Sampler, StudySampler
-from spkv_nas.contrib.search.space import Effort, LayoutCost, Space, Trial, ranked
+from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Effort, Sampler, StudySampler
+from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, ranked
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategy import densest

@@ -139,7 +139,7 @@ class TestTable:
 
     def test_refused_inputs(self, blocks: TokenBlocks) -> None:
         with pytest.raises(UserError, match="distinct layouts; found 1 with 8 of 8 heads global"):
-            regression(loud(), blocks, WINDOW, budget=8)
+            regression(loud(), blocks, WINDOW, budget=8, num_layouts=200)
         with pytest.raises(UserError, match="no keys beyond a window of 40 keys"):
             measure_signal("regression", loud(), blocks, window=40)
 
@@ -152,7 +152,7 @@ class TestTable:
 
         monkeypatch.setattr(module, "zero_shot", noise)
         with pytest.warns(UserWarning, match="a sum of head gains predicts only"):
-            regression(tiny_model(vocab_size=300), blocks, WINDOW)
+            regression(tiny_model(vocab_size=300), blocks, WINDOW, num_layouts=200)
 
 
 @pytest.mark.filterwarnings("ignore:a sum of head gains:UserWarning")

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from spkv_nas.base import assets, errors, flag
-from spkv_nas.contrib.defaults import AGREEMENT_TOKENS
 from spkv_nas.evaluation.verdict.continuations import NewTokens
 from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 from spkv_nas.stages.options import DENSE, SubjectOptions
+
+TOKENS = 16_384  # of prompts and continuations by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class AgreementOptions(CheckpointOptions, SubjectOptions):
     """
 
     against: flags.Against = flag.default(None, f"{DENSE} for embedded models")
-    max_tokens: flags.OptionalMaxTokens = flag.default(None, f"{AGREEMENT_TOKENS:,}")
+    max_tokens: flags.OptionalMaxTokens = flag.default(None, f"{TOKENS:,}")
     new_tokens: NewTokens = flag.default(None, "half a block")
     seed: flags.Seed = 0
 

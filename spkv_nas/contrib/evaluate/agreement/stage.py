@@ -28,9 +28,8 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.result_tables import AGREEMENT
 from spkv_nas.base import arrays, console, distributed, errors, progress, statistics, version
-from spkv_nas.contrib.defaults import AGREEMENT_TOKENS, DRAFT_TOKENS
 from spkv_nas.contrib.evaluate import samples
-from spkv_nas.contrib.evaluate.agreement.options import AgreementOptions
+from spkv_nas.contrib.evaluate.agreement.options import TOKENS, AgreementOptions
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import continuations, micro_batch
 from spkv_nas.model import model_shape, transformers_logging
@@ -38,6 +37,7 @@ from spkv_nas.stages import checkpoints, checks
 from spkv_nas.stages.result import Result
 
 GREEDY, SAMPLED = "greedy", "sampled"
+DRAFT_TOKENS = (1, 2, 4, 8)  # tokens that a model drafts for each pass of the dense model
 _TEMPERATURE = 1.0  # of sampled continuations
 
 
@@ -173,7 +173,7 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
     subject = checkpoints.evaluated(options)
     checkpoints.check_pair(subject.source, options.dense)
     # Load both models and the prompts
-    measured = subject.load(reporter, with_logits=False, tokens=AGREEMENT_TOKENS)
+    measured = subject.load(reporter, with_logits=False, tokens=TOKENS)
     length = measured.blocks.block_size
     new_tokens = options.new_tokens or length // 2
     if new_tokens >= length:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from spkv_nas.base import errors, flag
-from spkv_nas.contrib import defaults
 from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.evaluate.evaluation import CHECKPOINT_TAU, Evaluation
 from spkv_nas.stages.options import DENSE, SubjectOptions
@@ -16,6 +15,8 @@ METHODS = (STREAMING, RANDOM, KVZAP, H2O, EXPECTED)
 
 EXACT, KVPRESS = "exact", "kvpress"
 PROTOCOLS = (EXACT, KVPRESS)
+
+TOKENS = 16_384  # of text to evaluate on by default
 
 Value = TypeVar("Value")
 
@@ -48,7 +49,7 @@ class BaselinesOptions(SubjectOptions):
     """
 
     model: flags.Model = DENSE
-    max_tokens: flags.OptionalMaxTokens = flag.default(None, f"{defaults.BASELINE_TOKENS:,}")
+    max_tokens: flags.OptionalMaxTokens = flag.default(None, f"{TOKENS:,}")
     methods: Methods = flag.default(None, "all")
     densities: Densities = "20%,15%"
     window: flags.OptionalWindow = flag.default(None, "the window of --against, else 1/16 of a block, at most 128")

@@ -19,7 +19,6 @@ from spkv_nas.artifacts import comparison, result_tables
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.base import console, errors
 from spkv_nas.base.progress import SILENT, Progress, Reporter, part_of
-from spkv_nas.contrib.defaults import BASELINE_CHUNK, BASELINE_TOKENS
 from spkv_nas.contrib.evaluate.baselines import options as choices
 from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation, expected_attention
 from spkv_nas.contrib.evaluate.baselines.kvzap import fit_kvzap
@@ -37,6 +36,7 @@ from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
+_CHUNK = 16  # tokens between two evictions, as in the paper
 SEED = 0  # of random keys and of kvzap's networks
 _THRESHOLD_TOKENS = 16_384  # maximum number of tokens used to find the threshold for a density
 
@@ -62,12 +62,12 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> Result:
     # Load the models and the text
     subject = Subject.of(options, DENSE, "prune on")
     checkpoints.check_pair(subject.source, options.against)
-    measured = subject.load(reporter, tokens=BASELINE_TOKENS, learns=True)
+    measured = subject.load(reporter, tokens=choices.TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks, options.max_tokens)
     gated, gates = _load_gated(options, measured)
     # Fix the protocol
     window = options.window or (suitable_window(measured.blocks.block_size) if gates is None else gates.window)
-    chunk = min(BASELINE_CHUNK, window)
+    chunk = min(_CHUNK, window)
     protocols = [Protocol(window, sinks, chunk, options.protocol) for sinks in choices.parse_sinks(options.sinks)]
     for protocol in protocols:
         protocol.check(measured.blocks.block_size)

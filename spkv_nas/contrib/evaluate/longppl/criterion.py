@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.base import arrays, errors, flag
-from spkv_nas.contrib.defaults import LONGPPL_SHORT
-from spkv_nas.contrib.evaluate.longppl.options import ShortContext
+from spkv_nas.contrib.evaluate.longppl.options import SHORT_CONTEXT, ShortContext
 from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class KeyTokenNLL(criterion.Criterion):
     help = "rise of the NLL of key tokens, which need a long context, in percent"
     test = loss_tests.RelativeRise()
 
-    short_context: ShortContext = flag.default(None, f"{LONGPPL_SHORT:,}, at most 1/4 of a block")
+    short_context: ShortContext = flag.default(None, f"{SHORT_CONTEXT:,}, at most 1/4 of a block")
 
     def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
         """Return the documents of the text whose parts in a block are longer than the short context."""

@@ -5,11 +5,12 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_BLOCK_SIZE
-from spkv_nas.contrib import defaults
 from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
 
+SHORT_CONTEXT = 4096  # tokens, as of the LongPPL authors
+MAX_LENGTH = 1 << 15  # tokens per text by default
 Evaluator = Annotated[
     str | None, Flag("Checkpoint that selects the key tokens; its gates are all open.", metavar="CHECKPOINT")
 ]
@@ -26,10 +27,10 @@ class LongPPLOptions(CheckpointOptions, SubjectOptions):
     """
 
     block_size: flags.BlockSize = default(
-        None, f"the models' maximum, at most {defaults.LONGPPL_LENGTH >> 10}k", note="Here the maximum per text."
+        None, f"the models' maximum, at most {MAX_LENGTH >> 10}k", note="Here the maximum per text."
     )
     evaluator: Evaluator = default(None, "--against, or the model")
-    short_context: ShortContext = default(None, f"{defaults.LONGPPL_SHORT:,}, at most 1/4 of a text")
+    short_context: ShortContext = default(None, f"{SHORT_CONTEXT:,}, at most 1/4 of a text")
 
 
 def check(options: LongPPLOptions) -> None:

@@ -22,10 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base import errors, memory, special_tokens
 from spkv_nas.base.arrays import Float, Int, Mask
-from spkv_nas.contrib.defaults import LONGPPL_ALPHA, LONGPPL_BETA, LONGPPL_SHORT
+from spkv_nas.contrib.evaluate.longppl.options import SHORT_CONTEXT
 from spkv_nas.data.sources import Document
 from spkv_nas.model import config_section, density_tracker, loss, model_shape
 
+LONGPPL_ALPHA, LONGPPL_BETA = 2.0, -2.0  # nats, as of the LongPPL authors
 _TOGETHER = 1 << 12  # tokens of short contexts per batch
 _PART = 4  # default ratio of text to short context, and of short context to stride
 
@@ -60,7 +61,7 @@ class Criterion:
 
         Raises ``UserError`` if the short context leaves nothing of a text.
         """
-        short = short or max(1, min(LONGPPL_SHORT, length // _PART))
+        short = short or max(1, min(SHORT_CONTEXT, length // _PART))
         if short >= length:
             raise errors.UserError(
                 f"the short context ({short} tokens) must be shorter than a text ({length} tokens)\n"

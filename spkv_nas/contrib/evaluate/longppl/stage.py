@@ -15,9 +15,8 @@ import pandas as pd
 from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base import arrays, assets, console, distributed, errors, special_tokens, statistics, version
 from spkv_nas.base.progress import SILENT, Progress, Reporter
-from spkv_nas.contrib.defaults import LONGPPL_LENGTH
 from spkv_nas.contrib.evaluate import samples
-from spkv_nas.contrib.evaluate.longppl.options import LongPPLOptions
+from spkv_nas.contrib.evaluate.longppl.options import MAX_LENGTH, LongPPLOptions
 from spkv_nas.contrib.evaluate.longppl.reading import Criterion, LongText, Reading, Spans, key_spans, read, stretches
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import heldout_share
@@ -55,7 +54,7 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> Result:
     length = options.block_size
     if length is None:
         positions = (read_size(source).positions for source in [evaluator, *(source for source, _ in sources)])
-        length = min([LONGPPL_LENGTH, *(number for number in positions if number is not None)])
+        length = min([MAX_LENGTH, *(number for number in positions if number is not None)])
     criterion = Criterion.of(length, options.short_context)
     texts, spans, evaluator_record = _keys(options, evaluator, length, criterion, sample_folder, reporter)
     # Score them by each checkpoint

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from spkv_nas.base import flag, limits
-from spkv_nas.contrib import defaults
 from spkv_nas.stages import command_group, flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 
+SAMPLES = 100  # per task and length by default
 _LENGTHS = flag.Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")
 Lengths = Annotated[str, _LENGTHS]
 OptionalLengths = Annotated[str | None, _LENGTHS]
@@ -31,7 +31,7 @@ class RulerOptions(CheckpointOptions):
 
     lengths: Lengths
     tasks: RulerTasks = flag.default(None, "all")
-    samples: Samples = flag.default(None, str(defaults.RULER_SAMPLES))
+    samples: Samples = flag.default(None, str(SAMPLES))
     haystack: Haystack = flag.default(None, "RULER's noise")
     qa: Questions = flag.default(None, "none; qa_1 and qa_2 are skipped")
     window: flags.OptionalWindow = flag.default(None, "the checkpoint's", note="Applies to the floor.")

@@ -19,9 +19,8 @@ from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base import arrays, console, distributed, memory, statistics, units
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, part_of
 from spkv_nas.base.version import environment
-from spkv_nas.contrib.defaults import RULER_SAMPLES
 from spkv_nas.contrib.evaluate import samples
-from spkv_nas.contrib.evaluate.ruler.options import RulerOptions
+from spkv_nas.contrib.evaluate.ruler.options import SAMPLES, RulerOptions
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import VERSION, NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import accepts_any, available, generate
@@ -206,7 +205,7 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> Result:
     quiet_transformers(reporter)
     checks.check(options)
     questions = Questions.read(options.lengths, options.tasks, options.haystack, options.qa)
-    lengths, number = questions.lengths, options.samples or RULER_SAMPLES
+    lengths, number = questions.lengths, options.samples or SAMPLES
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "ruler"
     # Load the checkpoint, and check that each task's first sample fits

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.contrib import defaults
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import InWorkspace, OnDevice
 
 BatchSize = Annotated[int | None, Flag("Sequences per training step.", low=1, high=2**20)]
+STEPS, BATCH_SIZE = 500, 32  # by default
 NAME = "palindrome"  # default name of the results
 
 
@@ -20,7 +20,7 @@ class PalindromeOptions(InWorkspace, OnDevice):
     reports/NAME/palindrome.csv and a figure. Runs resume where they stopped; finished ones are reused.
     """
 
-    steps: flags.Steps = default(None, str(defaults.PALINDROME_STEPS), note="Applies to each model.")
-    batch_size: BatchSize = default(None, str(defaults.PALINDROME_BATCH))
+    steps: flags.Steps = default(None, str(STEPS), note="Applies to each model.")
+    batch_size: BatchSize = default(None, str(BATCH_SIZE))
     seed: flags.Seed = default(0, note="Used for weights, predictors and sequences.")
     name: flags.Name = default(None, NAME)

@@ -23,8 +23,7 @@ from spkv_nas.artifacts import comparison, layout
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base import console, files, manifest, progress, records, replace, tables, version
 from spkv_nas.base.device import choose_device
-from spkv_nas.contrib import defaults
-from spkv_nas.contrib.reproduce.palindrome.options import NAME, PalindromeOptions
+from spkv_nas.contrib.reproduce.palindrome.options import BATCH_SIZE, NAME, STEPS, PalindromeOptions
 from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, GateWatch, Measures, Palindromes, take_measures
 from spkv_nas.model import attach, checkpoint, transformers_logging, windows
 from spkv_nas.report import axes, chart, plot
@@ -53,8 +52,8 @@ _STYLES: tuple[tuple[chart.Tone, chart.Dash], ...] = (("ink", "solid"), ("second
 class PalindromeSettings:
     """Settings that determine the result."""
 
-    steps: int = defaults.PALINDROME_STEPS
-    batch_size: int = defaults.PALINDROME_BATCH
+    steps: int = STEPS
+    batch_size: int = BATCH_SIZE
     seed: int = 0
     num_layers: int = 2
     hidden_size: int = 64
@@ -67,7 +66,7 @@ class PalindromeSettings:
     warmup_steps: int = 50
     final_learning_rate: float = 0.01  # share of the peak
     weight_decay: float = 0.1
-    window: int = defaults.PALINDROME_WINDOW
+    window: int = 32
     bias: float = 2.0
     learning_rate_multiplier: float = 5.0  # of the predictors
     tau: float = 0.5

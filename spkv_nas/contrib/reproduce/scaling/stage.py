@@ -23,7 +23,6 @@ from spkv_nas.base import assets, console, limits, records, replace, tables, ver
 from spkv_nas.base.arrays import Float
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.contrib.defaults import PAPER
 from spkv_nas.report import axes, chart, figures
 
 _RUNS = (
@@ -262,15 +261,14 @@ class ScalingResult:
     figure: Path | None
 
 
-def scaling(workspace: Workspace, file: Path | None) -> ScalingResult:
+def scaling(workspace: Workspace, name: str, file: Path | None) -> ScalingResult:
     """Fit the scaling law to runs, by default the paper's, and write law and figure to ``reports/<name>/``."""
     runs = read_runs(file or assets.PAPER_TABLE)
     laws = fit_runs(runs)
     described = describe_laws(runs, laws)
-    name = PAPER if file is None else file.stem
     workspace.check_writable()
     folder = workspace.report_dir(name)
-    record = {"source": PAPER if file is None else str(file), "fits": described, "environment": version.environment()}
+    record = {"source": name if file is None else str(file), "fits": described, "environment": version.environment()}
     with replace.replacing(folder) as new:
         records.write_record(new / "scaling.yaml", record)
     figure = figures.save_figure(folder, scaling_chart(runs, laws))

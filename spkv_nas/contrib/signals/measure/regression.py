@@ -24,7 +24,6 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.arrays import Float, Int
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress, Reporter
-from spkv_nas.contrib.defaults import REGRESSION_LAYOUTS
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
 from spkv_nas.model.windows import full_attention
@@ -43,7 +42,7 @@ def regression(
     *,
     sinks: int = 0,
     budget: int | str | None = None,
-    num_layouts: int = REGRESSION_LAYOUTS,
+    num_layouts: int,
     seed: int = 0,
     batch_size: int = 8,
     cache: Path | None = None,
