@@ -134,12 +134,8 @@ def _comparisons(workspace: Workspace, layout: Layout, *, with_scores: bool) -> 
             hashes = set(rows["hash"]) - {""}
             if layout.hash in hashes and (with_scores or command != "score"):
                 record = records.read_unchecked(file.with_suffix(".yaml"), table, _Record)
-                yield f"{command} {file.parent.name}{_among(len(hashes), record)}", record.get(SELECTION)
-
-
-def _among(num_layouts: int, record: Mapping[str, Any]) -> str:
-    """Return the words for the layouts that were compared, and for the number of documents if it is known."""
-    layouts = f"{num_layouts} layout{'s' if num_layouts != 1 else ''}"
-    number = (record.get("documents") or {}).get("chosen_on") or record.get("num_documents")
-    documents = f" on {number} document{'s' if number != 1 else ''}" if number else ""
-    return f" among {layouts} scored{documents}"
+                # Count the layouts that were compared, and the documents if their number is known
+                layouts = f"{len(hashes)} layout{'s' if len(hashes) != 1 else ''}"
+                number = (record.get("documents") or {}).get("chosen_on") or record.get("num_documents")
+                documents = f" on {number} document{'s' if number != 1 else ''}" if number else ""
+                yield f"{command} {file.parent.name} among {layouts} scored{documents}", record.get(SELECTION)

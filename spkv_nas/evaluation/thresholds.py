@@ -31,23 +31,19 @@ def parse_taus(text: str) -> list[float]:
     outside = [tau for tau in taus if not 0.0 <= tau <= 1.0]
     if outside:
         raise UserError(f"thresholds must lie in [0, 1]; found {outside[0]:g} in '{text}'")
+    if not dots:
+        if len(set(taus)) < 2:
+            raise UserError(f"a sweep needs at least two thresholds; found '{text}'")
+        return sorted(set(taus))
     # Space a range evenly in logit
-    if dots:
-        return _logit_spaced(taus[0], taus[1])
-    if len(set(taus)) < 2:
-        raise UserError(f"a sweep needs at least two thresholds; found '{text}'")
-    return sorted(set(taus))
-
-
-def _logit_spaced(low: float, high: float) -> list[float]:
-    """Return ``TAU_POINTS`` thresholds from ``low`` to ``high``, evenly spaced in logit."""
-    if low >= high:
-        raise UserError(f"a range LOW..HIGH must be ascending; found {low:g}..{high:g}")
-    if low == 0.0 or high == 1.0:
+    first, last = taus
+    if first >= last:
+        raise UserError(f"a range LOW..HIGH must be ascending; found {first:g}..{last:g}")
+    if first == 0.0 or last == 1.0:
         raise UserError(
-            f"a range is evenly spaced in logit(tau), so its ends must lie inside (0, 1); found {low:g}..{high:g}\n"
+            f"a range is evenly spaced in logit(tau), so its ends must lie inside (0, 1); found {first:g}..{last:g}\n"
             "tau 0 (open gates) is always measured; to measure tau 1, give a list such as 0.5,0.9,1"
         )
-    logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), TAU_POINTS)[1:-1]
+    logits = np.linspace(math.log(first / (1.0 - first)), math.log(last / (1.0 - last)), TAU_POINTS)[1:-1]
     between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits, as in the CSV
-    return [low, *between, high]
+    return [first, *between, last]

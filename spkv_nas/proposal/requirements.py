@@ -54,8 +54,10 @@ class Requirements:
         Raises ``UserError``: several budgets are combined with head costs, a memory limit or the threshold
         "match-budget", each of which needs a single budget.
         """
-        if not asks_for_several(budget, tau):
+        if not is_several(budget):
             return False
+        if tau == MATCH_BUDGET:
+            raise UserError(f"--tau {MATCH_BUDGET} needs a single budget; with several, give the threshold as a number")
         if self.head_costs is not None or self.kv_bytes is not None:
             option = "--head-costs" if self.head_costs is not None else "--memory"
             raise UserError(f"{option} needs a single budget: give one, or leave out {option}")
@@ -241,13 +243,6 @@ class Limit:
         """Return the limit in heads: divided by the mean weight and rounded, at least 1."""
         share = self.budget / (table.num_heads if self.weights is None else float(self.weights.sum()))
         return max(1, round(share * table.num_heads))
-
-
-def asks_for_several(budget: int | str | None, tau: str | None) -> bool:
-    """Return true if ``budget`` names several budgets. Raises ``UserError`` for these with "match-budget"."""
-    if is_several(budget) and tau == MATCH_BUDGET:
-        raise UserError(f"--tau {MATCH_BUDGET} needs a single budget; with several, give the threshold as a number")
-    return is_several(budget)
 
 
 def _parse_weight(budget: int | str | None, total: float) -> float:
