@@ -55,7 +55,7 @@ def write_continuations(
             for index, document, tokens in zip(part, documents, rows, strict=True)
         ]
 
-    return _in_batches(run, blocks.num_blocks, _TOGETHER // blocks.block_size, progress)
+    return in_batches(run, blocks.num_blocks, _TOGETHER // blocks.block_size, progress)
 
 
 def predict(
@@ -110,7 +110,7 @@ def by_continuation(
 
     logit_tokens = memory.chunk_tokens(model_shape.vocabulary_size(models[0])) // new_tokens
     together = max(1, min(_TOGETHER // blocks.block_size, logit_tokens))
-    return _in_batches(run, len(continuations), together, progress)
+    return in_batches(run, len(continuations), together, progress)
 
 
 def _continued(blocks: TokenBlocks, continuations: Sequence[Mapping[str, Any]], prompt_length: int) -> torch.Tensor:
@@ -134,9 +134,7 @@ def _last_logits(model: PreTrainedModel, tokens: torch.Tensor, number: int) -> t
     return logits
 
 
-def _in_batches(
-    run: Callable[[range], list[Line]], number: int, together: int, progress: Progress | None
-) -> list[Line]:
+def in_batches(run: Callable[[range], list[Line]], number: int, together: int, progress: Progress | None) -> list[Line]:
     """Collect the records of ``run`` for 0 to ``number`` - 1, shared by all ranks, in order."""
     lines = memory.AdaptiveBatchSize(together).run_all(run, distributed.own_share(number), progress)
     return [line for part in distributed.gathered(lines) for line in part]

@@ -1,34 +1,34 @@
 """Evaluate a checkpoint by LongPPL, alone or beside a second one, to ``reports/<name>/``."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base import arrays, assets, console, distributed, errors, special_tokens, statistics, version
-from spkv_nas.base.progress import SILENT, Progress, Reporter
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.longppl.options import MAX_LENGTH, LongPPLOptions
 from spkv_nas.contrib.evaluate.longppl.reading import Criterion, LongText, Reading, Spans, key_spans, read, stretches
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import heldout_share
 from spkv_nas.data.tokenizer import piece_size
+from spkv_nas.evaluation.continuations import in_batches
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.model import config_section, modes, transformers_logging
 from spkv_nas.model.checkpoint import read_size
 from spkv_nas.stages import checkpoints, checks, printing, sized_model
 from spkv_nas.stages.result import Result
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from spkv_nas.training.recipe import Recipe
 
 ALL = "all"
 MIN_KEYS = 100  # minimum number of key tokens to report a perplexity
@@ -85,17 +85,20 @@ def _keys(
     check_positions(model, length, "--block-size")
     texts = _texts(options, tokenizer, length, criterion.short)
     reporter.detail(f"{len(texts)} texts of at most {length} tokens")
-    identity = evaluator.identity(f"open {criterion} {_hash(texts)}{_opening(tokenizer)}")
+    identity = evaluator.identity(f"open {criterion} {_depends_on(tokenizer, texts)}")
 
-    def line(text: LongText, number: int) -> dict[str, Any]:
-        spans = key_spans(model, tokenizer, text.text, criterion)
-        return {"text": number, "name": text.name, "spans": spans, "keys": [text.text[a:b] for a, b in spans]}
+    def find(part: range) -> list[dict[str, Any]]:
+        found = [(number, texts[number], key_spans(model, tokenizer, texts[number].text, criterion)) for number in part]
+        return [
+            {"text": number, "name": text.name, "spans": spans, "keys": [text.text[a:b] for a, b in spans]}
+            for number, text, spans in found
+        ]
 
     # Find the key tokens, with open gates
     open_gates = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "open")
     file = samples.sample_file(sample_folder, "keys", identity)
     with modes.evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
-        lines = samples.kept_samples(file, partial(_by_text, texts, line, progress))
+        lines = samples.kept_samples(file, partial(in_batches, find, len(texts), 1, progress))
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**evaluator.origin, "tau": None}
 
@@ -114,30 +117,23 @@ def _readings(
     checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
     model, tokenizer, origin = checkpoint.model, checkpoint.tokenizer, checkpoint.origin
     check_positions(model, length, "--block-size")
-    identity = checkpoint.identity(f"{origin['tau']} {_hash(texts)} {_hash(spans)}{_opening(tokenizer)}")
+    identity = checkpoint.identity(f"{origin['tau']} {_depends_on(tokenizer, texts, spans)}")
 
-    def line(text: LongText, number: int) -> dict[str, Any]:
-        return {"text": number, "name": text.name, **asdict(read(model, tokenizer, text.text, spans[number]))}
+    def score(part: range) -> list[dict[str, Any]]:
+        chosen = [(number, texts[number]) for number in part]
+        return [
+            {"text": number, "name": text.name, **asdict(read(model, tokenizer, text.text, spans[number]))}
+            for number, text in chosen
+        ]
 
     # Read every text, with hard gates
     file, title = samples.sample_file(sample_folder, "nll", identity), f"scoring with {sized_model.model_name(source)}"
     with modes.evaluation_mode(model), checkpoint.hard(), reporter.bar(title) as progress:
-        lines = samples.kept_samples(file, partial(_by_text, texts, line, progress))
+        lines = samples.kept_samples(file, partial(in_batches, score, len(texts), 1, progress))
     return [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines], origin
 
 
-def _by_text(
-    texts: list[LongText], line: Callable[[LongText, int], dict[str, Any]], progress: Progress
-) -> list[dict[str, Any]]:
-    """Return the line of every text, each rank computing its share; must be called on all ranks."""
-    share, lines = distributed.own_share(len(texts)), []
-    for num_done, number in enumerate(share, 1):
-        lines.append(line(texts[number], number))
-        progress(num_done, len(share))
-    return [row for part in distributed.gathered(lines) for row in part]
-
-
-def _texts(options: LongPPLOptions, tokenizer: "PreTrainedTokenizerBase", length: int, short: int) -> list[LongText]:
+def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
     """Read the texts. Raises ``UserError`` if none is long enough."""
     if options.max_tokens is not None and options.max_tokens <= short:
         raise errors.UserError(
@@ -155,8 +151,6 @@ def _texts(options: LongPPLOptions, tokenizer: "PreTrainedTokenizerBase", length
 
 def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
     """Return the user's documents, or the embedded models' held-out ones in the random order of their hashes."""
-    from spkv_nas.training.recipe import Recipe
-
     if options.data:
         return documents(options.data, Path(), piece=piece_size(length))
     data = Recipe.read(assets.EMBEDDED / "recipe.yaml").data
@@ -166,15 +160,11 @@ def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
     return iter(sorted(held_out, key=lambda document: document.id))
 
 
-def _opening(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the part of an identity that says how sequences begin; empty where they begin with the text."""
+def _depends_on(tokenizer: PreTrainedTokenizerBase, *values: object) -> str:
+    """Return what identifies values by their ``repr``, and how sequences begin unless with the text."""
+    hashes = " ".join(sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()[:16] for value in values)
     opening = special_tokens.tokens_before(tokenizer)
-    return f" opening {opening}" if opening else ""
-
-
-def _hash(value: object) -> str:
-    """Return 16 hex digits that identify a value by its ``repr``."""
-    return sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return f"{hashes} opening {opening}" if opening else hashes
 
 
 def show(result: LongPPLResult) -> None:

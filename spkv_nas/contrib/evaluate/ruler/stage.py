@@ -16,7 +16,7 @@ import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import RULER
-from spkv_nas.base import arrays, console, distributed, memory, statistics, units
+from spkv_nas.base import arrays, console, distributed, statistics, units
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, part_of
 from spkv_nas.base.version import environment
 from spkv_nas.contrib.evaluate import samples
@@ -24,6 +24,7 @@ from spkv_nas.contrib.evaluate.ruler.options import SAMPLES, RulerOptions
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import VERSION, NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import accepts_any, available, generate
+from spkv_nas.evaluation.continuations import in_batches
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.model.generation import continue_greedily
 from spkv_nas.model.transformers_logging import quiet_transformers
@@ -129,41 +130,30 @@ def answer(
     The caller sets the model's gates. ``make`` returns a sample by index, or None if it does not fit in the length.
     Raises ``UserError`` if logits are not finite.
     """
-    first = make(0)
 
     def run(part: range) -> list[dict[str, Any]]:
-        return _answer(model, tokenizer, {index: make(index) for index in part})
+        """Answer, as one batch, the samples that fit in the length."""
+        batch = [(index, sample) for index in part if (sample := make(index)) is not None]
+        if not batch:
+            return []
+        texts, new_tokens = zip(*((sample.text, sample.new_tokens) for _, sample in batch), strict=True)
+        continuations = continue_greedily(model, tokenizer, list(texts), list(new_tokens))
+        outputs = zip(batch, continuations.texts, continuations.densities, strict=True)
+        return [
+            {
+                "index": index,
+                "question": sample.text[-_QUESTION:],
+                "answers": sample.answers,
+                "output": output,
+                "score": score(output, sample.answers, any_will_do=accepts_any(sample.task)),
+                "density": float(density),
+            }
+            for (index, sample), output, density in outputs
+        ]
 
     # Answer this process's share in batches that fit in memory
-    batching = memory.AdaptiveBatchSize(_TOGETHER // first.num_tokens if first else 1)
-    lines = batching.run_all(run, distributed.own_share(number), progress)
-    return [line for part in distributed.gathered(lines) for line in part]
-
-
-def _answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drawn: Mapping[int, Sample | None]
-) -> list[dict[str, Any]]:
-    """Answer, as one batch, the samples that are not None."""
-    existing = {index: sample for index, sample in drawn.items() if sample is not None}
-    if not existing:
-        return []
-    batch = existing.values()
-    continuations = continue_greedily(
-        model, tokenizer, [sample.text for sample in batch], [sample.new_tokens for sample in batch]
-    )
-    return [
-        {
-            "index": index,
-            "question": sample.text[-_QUESTION:],
-            "answers": sample.answers,
-            "output": output,
-            "score": score(output, sample.answers, any_will_do=accepts_any(sample.task)),
-            "density": float(density),
-        }
-        for (index, sample), output, density in zip(
-            existing.items(), continuations.texts, continuations.densities, strict=True
-        )
-    ]
+    first = make(0)
+    return in_batches(run, number, _TOGETHER // first.num_tokens if first else 1, progress)
 
 
 def ruler_table(cells: Sequence[Cell]) -> pd.DataFrame:
