@@ -1,7 +1,7 @@
 """Continue held-out text with a dense model, and predict the continuations with others by teacher forcing."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -59,12 +59,7 @@ def write_continuations(
 
 
 def predict(
-    model: PreTrainedModel,
-    blocks: TokenBlocks,
-    continuations: Sequence[Mapping[str, Any]],
-    new_tokens: int,
-    *,
-    temperature: float = 0.0,
+    model: PreTrainedModel, blocks: TokenBlocks, continuations: Sequence[Line], new_tokens: int, *, temperature: float
 ) -> list[Line]:
     """Predict the tokens of continuations with one model, by teacher forcing; must be called on all ranks.
 
@@ -85,7 +80,7 @@ def predict(
 def by_continuation(
     models: tuple[PreTrainedModel, ...],
     blocks: TokenBlocks,
-    continuations: Sequence[Mapping[str, Any]],
+    continuations: Sequence[Line],
     new_tokens: int,
     columns: Callable[..., dict[str, torch.Tensor]],
     progress: Progress | None,
@@ -113,7 +108,7 @@ def by_continuation(
     return in_batches(run, len(continuations), together, progress)
 
 
-def _continued(blocks: TokenBlocks, continuations: Sequence[Mapping[str, Any]], prompt_length: int) -> torch.Tensor:
+def _continued(blocks: TokenBlocks, continuations: Sequence[Line], prompt_length: int) -> torch.Tensor:
     """Return prompts with their continuations, int64 [B, T], padded on the right, which earlier positions ignore."""
     tokens = torch.zeros(len(continuations), blocks.block_size, dtype=torch.long)
     for row, line in zip(tokens, continuations, strict=True):

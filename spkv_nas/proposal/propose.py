@@ -73,13 +73,7 @@ def propose(
 
 
 def layout_by(
-    strategy: Strategy,
-    table: HeadScores,
-    heads: int,
-    *,
-    name: str | None = None,
-    window: int | None = None,
-    seed: int = 0,
+    strategy: Strategy, table: HeadScores, heads: int, *, name: str = "", window: int | None = None, seed: int = 0
 ) -> Layout:
     """Choose the global heads by one strategy, and record their provenance; sink tokens are the table's.
 
@@ -118,7 +112,7 @@ def _candidates(table: HeadScores) -> HeadScores:
     return replace(table, rows=rows.reset_index(drop=True), metadata=metadata, **only_whole)
 
 
-def densest_layout(table: HeadScores, heads: int, *, name: str | None = None, window: int | None = None) -> Layout:
+def densest_layout(table: HeadScores, heads: int, *, name: str = "", window: int | None = None) -> Layout:
     """Return the layout of the heads of highest score; see ``layout_by``."""
     return layout_by(strategies.DENSEST, table, heads, name=name, window=window)
 

@@ -12,7 +12,8 @@ import scipy  # submodules load lazily on use
 
 from spkv_nas.artifacts import grid, head_scores, proposal
 from spkv_nas.artifacts.agreement import COLUMNS
-from spkv_nas.base import console, errors, files, locks, progress, records, version
+from spkv_nas.base import console, errors, files, locks, records, version
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import read_table, write_csv
 from spkv_nas.contrib.compare.options import CompareOptions
@@ -32,7 +33,7 @@ class AgreementResult:
     folder: Path
 
 
-def run(options: CompareOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
+def run(options: CompareOptions, reporter: Reporter = SILENT) -> Result:
     """Measure how far probes, or with ``split_by`` the parts of each probe, agree on the heads to choose.
 
     The table is written to ``reports/<name>/``.
@@ -175,11 +176,7 @@ def short_labels(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def write_agreement(
-    folder: Path,
-    rows: pd.DataFrame,
-    windows: Mapping[str, int | None] | None = None,
-    *,
-    reporter: progress.Reporter = progress.SILENT,
+    folder: Path, rows: pd.DataFrame, windows: Mapping[str, int | None] | None = None, *, reporter: Reporter = SILENT
 ) -> None:
     """Write ``agreement.csv`` and ``.yaml`` (probes, ``windows``, versions), in a locked folder, over a former one."""
     probes = list(dict.fromkeys([*rows["first"], *rows["second"]]))

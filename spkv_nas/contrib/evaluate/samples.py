@@ -47,8 +47,11 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
         raise errors.UserError(f"{file} is damaged\nremove it and run the command again") from error
 
 
-def kept_samples(file: Path, compute: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Read the records of a finished computation, or compute and write them; must be called on all ranks."""
+def kept_samples(
+    folder: Path, name: str, depends_on: str, compute: Callable[[], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Read the records of a finished computation (``sample_file``), or compute and write them; call on all ranks."""
+    file = sample_file(folder, name, depends_on)
     if not distributed.on_main(file.is_file):
         lines = compute()
         distributed.on_main(lambda: write_samples(file, lines))

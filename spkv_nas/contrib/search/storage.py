@@ -108,7 +108,7 @@ def work(
         progress(len(done), number)
         if _free(_read(study), number, num_prior):
             try:
-                study.optimize(partial(_run_free, study, number, run, num_prior, first_seen), n_trials=1)
+                study.optimize(partial(_run_free, number, run, num_prior, first_seen), n_trials=1)
             except (ValueError, AssertionError, UnboundLocalError) as error:
                 if "Cannot tell" in f"{error} {error.__context__}":
                     continue  # another worker took it for dead, and runs the task
@@ -129,15 +129,10 @@ def work(
 
 
 def _run_free(
-    study: optuna.Study,
-    number: int,
-    run: Run,
-    num_prior: Callable[[int], int],
-    first_seen: dict[int, float],
-    trial: Trial,
+    number: int, run: Run, num_prior: Callable[[int], int], first_seen: dict[int, float], trial: Trial
 ) -> Sequence[float]:
     """Run a free task as a trial; of several trials without a task, the first takes the first, and so on."""
-    trials, now = _read(study), time.monotonic()
+    trials, now = _read(trial.study), time.monotonic()
     waiting = [each.number for each in trials if each.state == TrialState.RUNNING and INDEX not in each.user_attrs]
     # Pass over trials of workers that died before their first heartbeat, which Optuna never fails
     waiting = [each for each in waiting if now - first_seen.setdefault(each, now) < GRACE]
@@ -145,8 +140,9 @@ def _run_free(
     if rank >= len(free):  # other workers were faster
         time.sleep(_POLL)
         raise TrialPruned
-    if is_heartbeat_enabled(study._storage):  # else a worker that dies before Optuna's first one holds the task forever
-        study._storage.record_heartbeat(trial._trial_id)
+    # Else a worker that dies before Optuna's first heartbeat holds the task forever
+    if is_heartbeat_enabled(trial.storage):
+        trial.storage.record_heartbeat(trial._trial_id)
     trial.set_user_attr(INDEX, free[rank])
     return run(trial, free[rank])
 

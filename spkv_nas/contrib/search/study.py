@@ -178,7 +178,16 @@ def search_layouts(
                 "window or sinks differ"
             )
 
-    # Score layouts against full attention, which is scored once
+    # Run the trials
+    study = Study(space, _scorer(model, blocks, batch_size), first, sampler=sampler, seed=seed, cost=cost)
+    return study.optimize(trials, callbacks)
+
+
+def _scorer(
+    model: PreTrainedModel, blocks: TokenBlocks, batch_size: int
+) -> Callable[[Sequence[Layout]], list[PairedDifference]]:
+    """Return the function that scores layouts against full attention, which is scored once."""
+
     @cache
     def full_attention() -> DocumentNLL:
         return zero_shot(model, [None], blocks, batch_size=batch_size)[0]
@@ -189,6 +198,4 @@ def search_layouts(
         LOGGER.info(f"scored {len(changes)} layouts, the best at {min(change.percent for change in changes):+.2f} %")
         return changes
 
-    # Run the trials
-    study = Study(space, score, first, sampler=sampler, seed=seed, cost=cost)
-    return study.optimize(trials, callbacks)
+    return score

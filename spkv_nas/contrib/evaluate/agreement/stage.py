@@ -117,7 +117,7 @@ def compare(
     model: PreTrainedModel,
     dense: PreTrainedModel,
     blocks: TokenBlocks,
-    texts: Sequence[Mapping[str, Any]],
+    texts: Sequence[continuations.Line],
     new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -228,18 +228,14 @@ class _Comparison:
         written_by = dense.identity(f"{key} {self.new_tokens} temperature {temperature}{seed}")
         with dense.hard(), self.reporter.bar(f"continuing, {decoding}") as bar:
             write = partial(continuations.write_continuations, dense.model, dense.tokenizer, blocks, self.new_tokens)
-            texts = samples.kept_samples(
-                samples.sample_file(self.folder, f"{decoding}-continuations", written_by),
-                lambda: write(temperature=temperature, seed=self.seed, progress=bar),
-            )
+            write = partial(write, temperature=temperature, seed=self.seed, progress=bar)
+            texts = samples.kept_samples(self.folder, f"{decoding}-continuations", written_by, write)
         # Compare the models on the continuations
         compared = model.identity(f"{model.origin['tau']} after {written_by}")
         with model.hard(), dense.hard(), self.reporter.bar(f"comparing, {decoding}") as bar:
             measure = partial(compare, model.model, dense.model, blocks, texts, self.new_tokens)
-            lines = samples.kept_samples(
-                samples.sample_file(self.folder, decoding, compared),
-                lambda: measure(temperature=temperature, progress=bar),
-            )
+            measure = partial(measure, temperature=temperature, progress=bar)
+            lines = samples.kept_samples(self.folder, decoding, compared, measure)
         return Agreement.of(lines, temperature)
 
 

@@ -143,9 +143,4 @@ class ExpectedAttention:
 
 def expected_attention(protocol: Protocol, density: float, rotation: Rotation) -> Rule:
     """Return the rule that keeps a share ``density`` of the keys outside the window in every head."""
-
-    def rule(read: Read) -> tuple[torch.Tensor, torch.Tensor]:
-        expected = ExpectedAttention(read, rotation, protocol.sinks)
-        return ranking(read, protocol, density, expected.scores)
-
-    return rule
+    return lambda read: ranking(read, protocol, density, ExpectedAttention(read, rotation, protocol.sinks).scores)

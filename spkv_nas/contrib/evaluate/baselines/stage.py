@@ -40,7 +40,7 @@ _CHUNK = 16  # tokens between two evictions, as in the paper
 SEED = 0  # of random keys and of kvzap's networks
 _THRESHOLD_TOKENS = 16_384  # maximum number of tokens used to find the threshold for a density
 
-MakeRule = Callable[[Protocol, float], Rule]  # of a density
+Methods = dict[str, Callable[[Protocol, float], Rule]]  # by name, what makes the rule for a density
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,10 @@ def _load_gated(
     return model, gates
 
 
-def _methods(
-    measured: Measured, names: Sequence[str], seed: int, reporter: Reporter
-) -> tuple[dict[str, MakeRule], dict[str, Any]]:
+def _methods(measured: Measured, names: Sequence[str], seed: int, reporter: Reporter) -> tuple[Methods, dict[str, Any]]:
     """Return what makes the rule of each method, and the record of networks that were fitted for them."""
     model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
-    methods: dict[str, MakeRule] = {
+    methods: Methods = {
         choices.STREAMING: lambda protocol, density: streaming(protocol),
         choices.RANDOM: partial(random_keys, seed=seed),
         choices.H2O: heavy_hitters,
@@ -159,11 +157,7 @@ def _methods(
 
 
 def _measure(
-    measured: Measured,
-    methods: dict[str, MakeRule],
-    densities: Sequence[float],
-    protocols: Sequence[Protocol],
-    reporter: Reporter,
+    measured: Measured, methods: Methods, densities: list[float], protocols: list[Protocol], reporter: Reporter
 ) -> list[Measurement]:
     """Measure the dense model, and then every method by protocol, and at every density if it has any."""
     model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size

@@ -96,9 +96,10 @@ def _keys(
 
     # Find the key tokens, with open gates
     open_gates = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "open")
-    file = samples.sample_file(sample_folder, "keys", identity)
     with modes.evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
-        lines = samples.kept_samples(file, partial(in_batches, find, len(texts), 1, progress))
+        lines = samples.kept_samples(
+            sample_folder, "keys", identity, partial(in_batches, find, len(texts), 1, progress)
+        )
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**evaluator.origin, "tau": None}
 
@@ -127,9 +128,11 @@ def _readings(
         ]
 
     # Read every text, with hard gates
-    file, title = samples.sample_file(sample_folder, "nll", identity), f"scoring with {sized_model.model_name(source)}"
+    title = f"scoring with {sized_model.model_name(source)}"
     with modes.evaluation_mode(model), checkpoint.hard(), reporter.bar(title) as progress:
-        lines = samples.kept_samples(file, partial(in_batches, score, len(texts), 1, progress))
+        lines = samples.kept_samples(
+            sample_folder, "nll", identity, partial(in_batches, score, len(texts), 1, progress)
+        )
     return [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines], origin
 
 

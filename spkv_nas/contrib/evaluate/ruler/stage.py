@@ -266,7 +266,7 @@ class _Exam:
             progress = part_of(self.bar, index, self.passes * len(self.cells), task)
             make = partial(self.make, task, length)
             compute = partial(answer, checkpoint.model, checkpoint.tokenizer, make, self.number, progress)
-            lines = samples.kept_samples(samples.sample_file(self.folder, f"{task}-{length}", identity), compute)
+            lines = samples.kept_samples(self.folder, f"{task}-{length}", identity, compute)
             answers.append(Answers.of(lines, self.number))
         return answers
 

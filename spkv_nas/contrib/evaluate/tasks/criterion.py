@@ -67,12 +67,7 @@ class TaskRounds(rounds.Rounds):
     """
 
     def __init__(
-        self,
-        suite: "Sequence[SelectedTasks]",
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        seed: int,
-        allow_code: bool = False,
+        self, suite: "Sequence[SelectedTasks]", tokenizer: "PreTrainedTokenizerBase", *, seed: int, allow_code: bool
     ) -> None:
         """Draw the order of all samples; ``seed`` is that of the order and of few-shot examples."""
         from spkv_nas.contrib.evaluate.tasks.stage import task_identity

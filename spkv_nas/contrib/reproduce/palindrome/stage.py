@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 
 from spkv_nas.artifacts import comparison, layout
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.base import console, files, manifest, progress, records, replace, tables, version
+from spkv_nas.base import console, files, manifest, records, replace, tables, version
 from spkv_nas.base.device import choose_device
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.reproduce.palindrome.options import BATCH_SIZE, NAME, STEPS, PalindromeOptions
 from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, GateWatch, Measures, Palindromes, take_measures
 from spkv_nas.model import attach, checkpoint, transformers_logging, windows
@@ -106,7 +107,7 @@ class PalindromeResult:
     folder: Path
 
 
-def run(options: PalindromeOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
+def run(options: PalindromeOptions, reporter: Reporter = SILENT) -> Result:
     """Train every variant on the same sequences in the same order, reusing finished ones, to ``reports/<name>/``."""
     transformers_logging.quiet_transformers(reporter)
     options.folders.check_writable()
@@ -147,12 +148,7 @@ def show(result: PalindromeResult) -> None:
 
 
 def train_variant(
-    settings: PalindromeSettings,
-    variant: str,
-    folder: Path,
-    *,
-    device: str = "cpu",
-    reporter: progress.Reporter = progress.SILENT,
+    settings: PalindromeSettings, variant: str, folder: Path, *, device: str = "cpu", reporter: Reporter = SILENT
 ) -> PalindromeRun:
     """Train and evaluate one of ``VARIANTS``; an interrupted run resumes, a finished one is read."""
     if not is_finished(folder):
@@ -168,7 +164,7 @@ def is_finished(folder: Path) -> bool:
     return manifest.is_complete(folder / "final", _FILES)
 
 
-def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str, reporter: progress.Reporter) -> None:
+def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str, reporter: Reporter) -> None:
     """Train and evaluate a variant, and write the subfolder ``final`` of ``folder``."""
     # Train
     model = new_model(settings, variant)
