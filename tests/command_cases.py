@@ -11,8 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli.app import COMMANDS, TwoWordGroup
-from spkv_nas.cli.evaluate import EVALUATIONS
+from spkv_nas.cli.app import COMMANDS, EVALUATIONS, TwoWordGroup
 from spkv_nas.cli.options import command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
 from spkv_nas.stages.command_group import ADDED_COMMANDS

@@ -16,12 +16,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from spkv_nas.artifacts import diagnosis, head_tables, local_layers, probe_file, score_kind
-from spkv_nas.artifacts.grid import OnGrid, grid_html, grid_words
+from spkv_nas.artifacts import diagnosis, grid, head_tables, local_layers, score_kind
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.kinds import DENSITY, SCORE
 from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, digest, read_selection, write_selection
-from spkv_nas.artifacts.window_costs import WindowCosts
 from spkv_nas.base import arguments, files, records, schema, tables
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.replace import replacing, settle
@@ -32,7 +30,7 @@ _GAINS, _WINDOWS = "gains.csv", "windows.csv"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HeadScores(OnGrid):
+class HeadScores(grid.OnGrid):
     """Head scores per layer, KV head and domain, at one threshold.
 
     Where layers have different numbers of heads, ``values`` and ``standard_error`` [L, Hkv] are NaN beyond the heads of
@@ -72,7 +70,7 @@ class HeadScores(OnGrid):
     metadata: Mapping[str, Any] = field(default_factory=dict)
     probe_hash: str | None = None
     gains: head_tables.Gains | None = None
-    window_costs: WindowCosts | None = None
+    window_costs: head_tables.WindowCosts | None = None
     selected_on: Selection | None = None
 
     @cached_property
@@ -266,12 +264,12 @@ class HeadScores(OnGrid):
             [scale.text(v) for v in row[:size]] for row, size in zip(self.values, self.heads_per_layer, strict=True)
         ]
         caption = f"{self.name}: {self.measure.noun}, {self.measure.shown}{at_tau}; mean {scale.factor * self.mean:.1f}"
-        return grid_html(caption, scale.fraction(self.values), texts)
+        return grid.grid_html(caption, scale.fraction(self.values), texts)
 
     def __repr__(self) -> str:
         """Return name, signal, kind, grid and unit on one line."""
         facts = f"signal {self.signal}, kind {self.kind}, unit {self.measure.unit}"
-        return f"HeadScores({self.name!r}, {grid_words(self.heads_per_layer)}, {facts})"
+        return f"HeadScores({self.name!r}, {grid.grid_words(self.heads_per_layer)}, {facts})"
 
     @classmethod
     def from_array(
@@ -287,7 +285,7 @@ class HeadScores(OnGrid):
             record: entries of ``probe.yaml``, such as ``unit`` and ``sinks``.
         """
         window = arguments.convert("window", int | None, window)
-        schema.validate(probe_file.ProbeFile, {**record, "name": name, "window": window}, "head scores")
+        schema.validate(head_tables.ProbeFile, {**record, "name": name, "window": window}, "head scores")
         return cls(name, head_tables.array_rows(values, kind), window=window, metadata={**record, "kind": kind})
 
     def to_frame(self) -> pd.DataFrame:
@@ -313,7 +311,7 @@ class HeadScores(OnGrid):
         if file.name == _TABLE and files.is_file(folder / RECORD):
             metadata = records.read_record(folder / RECORD, "probe")
         has_record = bool(metadata)
-        record = schema.validate(probe_file.ProbeFile, metadata, f"probe {folder / RECORD}")
+        record = schema.validate(head_tables.ProbeFile, metadata, f"probe {folder / RECORD}")
         # Read the table
         rows, kind = head_tables.read_rows(file, record.kind, record.heads_per_layer)
         table = cls(
@@ -334,7 +332,7 @@ class HeadScores(OnGrid):
                 folder / _DOCUMENTS, table.domains, [table.domain_density(domain) for domain in table.domains]
             ),
             gains=head_tables.Gains.read(folder / _GAINS, table.heads_per_layer),
-            window_costs=WindowCosts.read(folder / _WINDOWS, table.heads_per_layer, table.domains),
+            window_costs=head_tables.WindowCosts.read(folder / _WINDOWS, table.heads_per_layer, table.domains),
             selected_on=read_selection(metadata[SELECTION], [folder]) if SELECTION in metadata else None,
         )
 

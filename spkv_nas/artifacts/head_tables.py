@@ -9,6 +9,9 @@ a gain.
 ``gains.csv`` validates the ranking: the gain of a head is the NLL, in nats per token, that its global attention saves
 in a model whose other heads are all local (signal ``add-one-head`` of ``probing.gains``). Such gains, of a few thousand
 tokens, are noisy and ignore interactions, so they only validate a table as a whole and name what it clearly misses.
+
+``windows.csv`` has what each window of local heads costs each KV head. ``ProbeFile`` checks ``probe.yaml``, which says
+where the tables come from.
 """
 
 import csv
@@ -16,23 +19,25 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ConfigDict, Field, field_validator
 
 from spkv_nas.artifacts.grid import check_grid, grid_words, head_cells
 from spkv_nas.artifacts.kinds import DENSITY, GAIN, KINDS, SCORE
-from spkv_nas.base import files, limits
+from spkv_nas.base import arrays, files, limits, names, schema
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.tables import MAX_BYTES, Column, read_table, write_csv
 
-MAX_NATS = 1e3  # bound of gains and of their standard errors
+MAX_NATS = 1e3  # bound of gains, of their standard errors, and of costs
 _MAX_SIZE = {GAIN: MAX_NATS, SCORE: limits.MAX_SHOWN}  # by kind: bound of signed scores; others are in [0, 1]
 _SCORE = "score"  # the column in memory
+_HEAD_COLUMNS = (Column("layer", "whole"), Column("kv_head", "whole"))
 _SCORE_COLUMNS = (
-    Column("layer", "whole"),
-    Column("kv_head", "whole"),
+    *_HEAD_COLUMNS,
     Column(_SCORE, "number", high=1.0),
     Column("domain", default="all"),
     Column("num_tokens", "whole", low=1, default="1"),
@@ -41,8 +46,7 @@ _SCORE_COLUMNS = (
 )
 COLUMNS = tuple(column.name for column in _SCORE_COLUMNS)
 _POSITION_COLUMNS = (
-    Column("layer", "whole"),
-    Column("kv_head", "whole"),
+    *_HEAD_COLUMNS,
     Column("start", "whole"),
     Column("end", "whole"),
     Column("density", "number", high=1.0),
@@ -50,17 +54,58 @@ _POSITION_COLUMNS = (
 )
 _LOG_COLUMNS = (
     Column("step", "number", high=1e15),
-    Column("layer", "whole"),
-    Column("kv_head", "whole"),
+    *_HEAD_COLUMNS,
     Column("density", "number", high=1.0),
 )
 _GAIN_COLUMNS = (
-    Column("layer", "whole"),
-    Column("kv_head", "whole"),
+    *_HEAD_COLUMNS,
     Column("gain", "number", low=-MAX_NATS, high=MAX_NATS),
     Column("standard_error", "number", high=MAX_NATS, gaps=True),
 )
+_WINDOW_COLUMNS = (
+    *_HEAD_COLUMNS,
+    Column("domain"),
+    Column("window", "whole", low=1, high=limits.MAX_WINDOW),
+    Column("cost", "number", low=-MAX_NATS, high=MAX_NATS),
+)
+_WINDOW_ORDER = ["domain", "layer", "kv_head", "window"]
 _GAIN_REMEDY = "probe again, or remove it: only what propose says of trust needs it"
+
+
+class ProbeFile(schema.Section):
+    """Content of ``probe.yaml``; other keys are kept as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str | None = None
+    tau: float = Field(default=0.5, ge=0, le=1)
+    window: int | None = Field(default=None, ge=1, le=limits.MAX_WINDOW)
+    sinks: int = Field(default=0, ge=0, le=limits.MAX_WINDOW)
+    native_windows: list[Annotated[int, Field(ge=1, le=limits.MAX_WINDOW)] | None] | None = None
+    head_dim: int | None = Field(default=None, ge=1, le=limits.MAX_SIZE)
+    # by layer, where layers differ
+    head_dims: list[Annotated[int, Field(ge=1, le=limits.MAX_SIZE)]] | None = None
+    heads_per_layer: list[Annotated[int, Field(ge=1, le=limits.MAX_SIZE)]] | None = None
+    dtype: str | None = None
+    positions: int | None = Field(default=None, ge=1, le=limits.MAX_SIZE)
+    kind: Literal["density", "share", "gain", "score"] | None = None
+    unit: str | None = None
+    target_density: float | None = Field(default=None, gt=0, lt=1)
+    reached_density: float | None = Field(default=None, ge=0, le=1)
+    mean_density: float | None = None
+    price: float | None = None
+    signal: str | None = None
+    granularity: str | None = None
+    budget: int | None = Field(default=None, ge=1)
+    options: dict[str, Any] | None = None
+    gains: dict[str, Any] | None = None
+    selection: str | None = None
+    inputs: str | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _can_name_a_file(cls, name: str | None) -> str | None:
+        return name if name is None else names.check_name(name, "the probe")
 
 
 def file_rows(rows: pd.DataFrame, kind: str = DENSITY) -> pd.DataFrame:
@@ -226,3 +271,57 @@ class Gains:
         layer, head = np.nonzero(~np.isnan(self.values))
         columns = (layer, head, self.values[layer, head], self.standard_error[layer, head])
         write_csv(path, pd.DataFrame(dict(zip((column.name for column in _GAIN_COLUMNS), columns, strict=True))))
+
+
+@dataclass(frozen=True, eq=False)
+class WindowCosts:
+    """Cost of each window to each KV head against global attention, in nats per token, to first order."""
+
+    windows: tuple[int, ...]  # the windows, ascending, in keys
+    # float64 [P, L, Hkv, W], cost by domain; negative if a head attends better locally, or appears to by chance; 0 in
+    # layers that are local by design, and NaN beyond the heads of a layer
+    values: arrays.Float
+    domains: tuple[str, ...]  # names of the domains, sorted
+
+    def at(self, window: int) -> arrays.Float:
+        """Return the costs [P, L, Hkv] of any window, interpolated in its logarithm between those measured."""
+        position = np.interp(np.log2(window), np.log2(self.windows), np.arange(len(self.windows)))
+        low = min(int(position), len(self.windows) - 2) if len(self.windows) > 1 else 0
+        high = min(low + 1, len(self.windows) - 1)
+        share = position - low
+        return np.asarray((1.0 - share) * self.values[..., low] + share * self.values[..., high])
+
+    def only(self, windows: tuple[int, ...]) -> "WindowCosts":
+        """Return the costs of some windows, interpolated where they were not measured."""
+        chosen = tuple(sorted(set(windows)))
+        return WindowCosts(chosen, np.stack([self.at(window) for window in chosen], -1), self.domains)
+
+    @classmethod
+    def read(cls, path: Path, heads_per_layer: Sequence[int], domains: tuple[str, ...]) -> "WindowCosts | None":
+        """Read the costs, None without a file; ``UserError`` unless they have every head, domain and window once."""
+        if not files.is_file(path):
+            return None
+        rows = read_table(path, "window costs", _WINDOW_COLUMNS).sort_values(_WINDOW_ORDER)
+        windows = tuple(int(window) for window in sorted(rows["window"].unique()))
+        heads = [(layer, head) for layer, number in enumerate(heads_per_layer) for head in range(number)]
+        product = itertools.product(domains, heads, windows)
+        expected = pd.MultiIndex.from_tuples([(domain, *head, window) for domain, head, window in product])
+        if len(rows) != len(expected) or not (pd.MultiIndex.from_frame(rows[_WINDOW_ORDER]) == expected).all():
+            raise UserError(
+                f"window costs {path}: expected every head of {grid_words(heads_per_layer)}, domain and window once\n"
+                "probe again, or remove it: only layouts of several windows, and those for another memory, need it"
+            )
+        costs = rows["cost"].to_numpy().reshape(len(domains), len(heads), len(windows)).swapaxes(1, 2)
+        return cls(windows, np.moveaxis(on_grid(costs, heads_per_layer), 1, -1), domains)
+
+    def write(self, path: Path) -> None:
+        """Write the file atomically."""
+        index = np.nonzero(~np.isnan(self.values))
+        columns = {
+            "layer": index[1],
+            "kv_head": index[2],
+            "domain": np.array(self.domains)[index[0]],
+            "window": np.array(self.windows)[index[3]],
+            "cost": self.values[index],
+        }
+        write_csv(path, pd.DataFrame(columns))

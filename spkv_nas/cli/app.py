@@ -18,14 +18,16 @@ from spkv_nas.base import console, errors, extras, interrupt, registry
 from spkv_nas.base.distributed import is_lost_process, leave, num_processes, process_index
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
-from spkv_nas.cli import evaluate, options
+from spkv_nas.cli import options
 from spkv_nas.cli.auto import auto
 from spkv_nas.cli.demo import demo
-from spkv_nas.stages.command_group import ADDED_COMMANDS, COMMAND_GROUPS, runner
+from spkv_nas.stages.command_group import ADDED_COMMANDS, COMMAND_GROUPS, AddedCommand, runner
+from spkv_nas.stages.evaluate.evaluation import Evaluation
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options import plan, plan_attention, probe, propose, report, score, train, train_hybrid, verdict
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
+from spkv_nas.stages.options.evaluate.nll import NLLOptions
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
@@ -37,6 +39,38 @@ _TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")  # 
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
+
+
+NLL = Evaluation("nll", runner(NLLOptions), distributed=True)  # evaluation of a plain ``spkv-nas evaluate``
+EVALUATIONS = registry.Registry("spkv_nas.evaluations", "evaluation", Evaluation, (NLL,))
+
+
+class EvaluationGroup(TyperGroup):
+    """Group of the registered evaluations. Those of installed packages are imported when ``evaluate`` is used.
+
+    Contexts and commands are those of click, of which some versions of typer have a copy: their types are not named.
+    """
+
+    def list_commands(self, _context: Any) -> list[str]:
+        """Return the names of all evaluations."""
+        return list(EVALUATIONS.names)
+
+    def get_command(self, _context: Any, name: str) -> Any:
+        """Return the command of an evaluation; None if there is none of that name."""
+        return built(EVALUATIONS[name]) if name in EVALUATIONS.names else None
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        """Put the default evaluation before options that follow ``evaluate``."""
+        is_help = arguments[:1] and arguments[0] in context.help_option_names
+        is_completed = not arguments and context.resilient_parsing
+        if not (is_help or is_completed) and (not arguments or arguments[0].startswith("-")):
+            arguments = [NLL.name, *arguments]
+        return super().parse_args(context, arguments)
+
+    def shell_complete(self, context: Any, incomplete: str) -> list[Any]:
+        """Complete evaluations, and the options of the default one."""
+        items = super().shell_complete(context, incomplete)
+        return items + built(NLL).shell_complete(context, incomplete) if incomplete.startswith("-") else items
 
 
 class TwoWordGroup(TyperGroup):
@@ -60,12 +94,18 @@ class TwoWordGroup(TyperGroup):
 
 
 @cache
+def built(entry: AddedCommand | Evaluation) -> Any:
+    """Return the command of an entry."""
+    holder = typer.Typer(add_completion=False)
+    options.command(holder, entry.name)(entry.run)
+    return typer.main.get_command(holder)
+
+
+@cache
 def _added(name: str) -> Any:
     """Return a command, or a group of commands, that an entry point adds; None if there is none of that name."""
     if name in ADDED_COMMANDS.names:
-        holder = typer.Typer(add_completion=False)
-        options.command(holder, name)(ADDED_COMMANDS[name].run)
-        return typer.main.get_command(holder)
+        return built(ADDED_COMMANDS[name])
     if name not in COMMAND_GROUPS.names:
         return None
     entry = COMMAND_GROUPS[name]
@@ -86,6 +126,7 @@ app = typer.Typer(
     "hybrid. To retrain layouts, start with spkv-nas init MODEL TEXT; each command then prints the next one (next: "
     "spkv-nas ...). spkv-nas probe without arguments measures the embedded reference model (21 layers x 3 KV heads).",
 )
+evaluate = typer.Typer(name="evaluate", cls=EvaluationGroup)
 LAYOUT_COMMANDS = (runner(ShowLayoutsOptions, "show"), runner(DiffOptions, "diff"), runner(ConvertOptions, "convert"))
 layout = typer.Typer(help="Show, compare and convert layout files.", no_args_is_help=True)
 for _function in LAYOUT_COMMANDS:
@@ -98,7 +139,7 @@ COMMANDS: dict[str, Callable[[Any, Reporter], Results | None] | typer.Typer] = {
     "propose": runner(propose.ProposeOptions),
     "score": runner(score.ScoreOptions),
     "train-hybrid": runner(train_hybrid.TrainHybridOptions),
-    "evaluate": evaluate.app,
+    "evaluate": evaluate,
     "verdict": runner(verdict.VerdictOptions),
     "critical-budget": runner(CriticalBudgetOptions),
     "report": runner(report.ReportOptions),
@@ -142,6 +183,17 @@ def _options(
     if num_processes() > 1 and (name := context.invoked_subcommand) not in DISTRIBUTED:
         raise errors.UserError(
             f"{name} does not run under torchrun (only {', '.join(DISTRIBUTED)} do): run it without torchrun"
+        )
+
+
+@evaluate.callback()
+def _check_processes(context: typer.Context) -> None:
+    """Evaluate a checkpoint on text, tasks or questions. Without a subcommand, runs evaluate nll."""
+    name = context.invoked_subcommand
+    if name is not None and num_processes() > 1 and not EVALUATIONS[name].distributed:
+        distributed = ", ".join(entry.name for entry in EVALUATIONS if entry.distributed)
+        raise errors.UserError(
+            f"evaluate {name} does not run under torchrun (only {distributed} do): run it without torchrun"
         )
 
 

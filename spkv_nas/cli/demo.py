@@ -8,9 +8,8 @@ from typing import Any
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages import flags
+from spkv_nas.stages import flags, result
 from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice
-from spkv_nas.stages.result import Result
 
 DEMO_ABLATION_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
@@ -30,7 +29,7 @@ def check(options: DemoOptions) -> None:
     options.folders.check_writable()
 
 
-def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
+def demo(options: DemoOptions, reporter: Reporter) -> Iterator[result.Result]:
     """Run the whole workflow on the embedded reference: probe, propose, train-hybrid, report.
 
     Takes a few minutes on two cores and writes to a separate workspace, the folder demo/.

@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts import head_scores, local_layers
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.artifacts.local_layers import cache_facts, candidate_layers, config_layers
 from spkv_nas.base import errors, limits
 from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes
 from spkv_nas.cost.formulas import head_bytes, visible_keys
-from spkv_nas.engines.cache import CachePlan, ServedCache, Serving
+from spkv_nas.engines.engine import CachePlan, ServedCache, Serving
 
 CONTEXT = 131_072  # tokens; longest sequence whose cache is counted by default
 
@@ -187,7 +186,7 @@ class EngineCost(CacheCost):
         return next((number for number in larger if self.total(number, num_heads) <= limit), num_global)
 
 
-def token_bytes(table: HeadScores) -> float | None:
+def token_bytes(table: head_scores.HeadScores) -> float | None:
     """Return the bytes of one token in one KV head's cache; None if the probe does not record them."""
     head_dim, dtype = (table.metadata.get(key) for key in ("head_dim", "dtype"))
     if head_dim is None or dtype not in ITEM_BYTES:
@@ -195,7 +194,7 @@ def token_bytes(table: HeadScores) -> float | None:
     return head_bytes(1, int(head_dim), ITEM_BYTES[dtype])
 
 
-def cache_share(table: HeadScores, density: float, context: int = CONTEXT) -> float:
+def cache_share(table: head_scores.HeadScores, density: float, context: int = CONTEXT) -> float:
     """Return the cache of one sequence of ``context`` tokens as a share of the unchanged model's.
 
     ``density`` is the share of the tokens outside the window that is kept, averaged over heads; for a layout, the share
@@ -219,28 +218,28 @@ def layout_share(
     ``head_dims`` are the sizes of their heads; empty: all are equal. Raises ``UserError`` if the model has another
     number of layers.
     """
-    layers = config_layers(native_windows or [None] * layout.num_layers)
+    layers = local_layers.config_layers(native_windows or [None] * layout.num_layers)
     if len(layers) != layout.num_layers:
         raise errors.UserError(f"layout '{layout.strategy}' has {layout.num_layers} layers, the model {len(layers)}")
     # Count numbers: a share does not depend on the dtype, nor on the head dimension if all heads have the same
-    facts = cache_facts(layers, layout.heads_per_layer, head_dims or (1,) * layout.num_layers)
+    facts = local_layers.cache_facts(layers, layout.heads_per_layer, head_dims or (1,) * layout.num_layers)
     cost = CacheCost(context, 1, layout.window, dtype="float32", sinks=layout.sinks, **facts)
-    heads = [window for layer in candidate_layers(layers) for window in layout.head_windows[layer]]
+    heads = [window for layer in local_layers.candidate_layers(layers) for window in layout.head_windows[layer]]
     return cost.of_heads(heads) / cost.full(layout.num_heads)
 
 
-def full_bytes(table: HeadScores, context: int = CONTEXT) -> float | None:
+def full_bytes(table: head_scores.HeadScores, context: int = CONTEXT) -> float | None:
     """Return the bytes of the unchanged model's cache for one sequence of ``context`` tokens; None if unknown."""
     token = token_bytes(table)
     return None if token is None else token * _full_keys(table, context)
 
 
-def _full_keys(table: HeadScores, context: int) -> float:
+def _full_keys(table: head_scores.HeadScores, context: int) -> float:
     """Return the keys that all heads of the unchanged model keep of one sequence."""
     return table.num_candidates * min(context, table.global_window) + _native_keys(table, context)
 
 
-def _native_keys(table: HeadScores, context: int) -> float:
+def _native_keys(table: head_scores.HeadScores, context: int) -> float:
     """Return those of the heads that are local by design, in keys of the size of the heads that can be global."""
     size, sizes = table.cache_facts["head_dim"], table.cache_facts.get("native_dims", ())
     shares: list[float] = [each / size for each in sizes] or [1] * len(table.native_heads)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base import errors, limits, registry, units
-from spkv_nas.engines import cache, known, vllm
-from spkv_nas.engines.engine import Engine, Outcome
+from spkv_nas.engines import known, vllm
+from spkv_nas.engines.engine import Engine, Outcome, PlannedEngine, Serving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,12 +35,12 @@ ENGINES: registry.Registry[Engine] = registry.Registry(
 GUARD_KEYS = tuple(engine.guard_key for engine in ENGINES.built_in if engine.guard_key is not None)
 
 
-def planned_engines() -> dict[str, cache.PlannedEngine]:
+def planned_engines() -> dict[str, PlannedEngine]:
     """Return the engines whose cache is planned, by name."""
-    return {engine.name: engine for engine in ENGINES if isinstance(engine, cache.PlannedEngine)}
+    return {engine.name: engine for engine in ENGINES if isinstance(engine, PlannedEngine)}
 
 
-def planned_engine(name: str) -> cache.PlannedEngine:
+def planned_engine(name: str) -> PlannedEngine:
     """Return an engine whose cache is planned. Raises ``UserError``, which lists the names, if there is none."""
     engines = planned_engines()
     if name not in engines:
@@ -48,7 +48,7 @@ def planned_engine(name: str) -> cache.PlannedEngine:
     return engines[name]
 
 
-def read_serving(text: str) -> cache.Serving:
+def read_serving(text: str) -> Serving:
     """Return the engine and the settings of a text such as "vllm:page-size=32:kv-dtype=float8".
 
     Raises ``UserError``: as ``planned_engine``; a setting is unknown, or its value is no such number or data type.
@@ -68,7 +68,7 @@ def read_serving(text: str) -> cache.Serving:
             raise errors.UserError(f"--engine {text}: {setting} must be a number of tokens, 1 or more")
         else:
             numbers[setting] = int(value)
-    return cache.Serving(engine, numbers["page-size"], numbers["in-flight-tokens"], kv_dtype)
+    return Serving(engine, numbers["page-size"], numbers["in-flight-tokens"], kv_dtype)
 
 
 def checked_engines() -> tuple[str, ...]:

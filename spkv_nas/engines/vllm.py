@@ -26,8 +26,7 @@ from math import gcd
 from typing import ClassVar
 
 from spkv_nas.engines import engine
-from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache
-from spkv_nas.engines.engine import EXACT, OTHER_LAYERS, REFUSED, SPKV_FORMS, Cell, Outcome, Program, tried_with
+from spkv_nas.engines.engine import CachePlan, Cell, Outcome, PlannedEngine, ServedCache, tried_with
 
 _FEW_PADDING = 1.5  # the largest bucket sets the size of groups below this multiple of the smallest
 _SINK_TOKEN = 0  # in place of a window: the cache of first tokens alone
@@ -97,16 +96,26 @@ class Vllm(PlannedEngine):
     title = "vLLM 0.32"
     outcomes: ClassVar = {
         **dict.fromkeys(
-            ("ministral", "gemma3_text", f"gemma3_text{OTHER_LAYERS}", "olmo3", "smollm3", "exaone4", "granite_swa"),
-            EXACT,
+            (
+                "ministral",
+                "gemma3_text",
+                f"gemma3_text{engine.OTHER_LAYERS}",
+                "olmo3",
+                "smollm3",
+                "exaone4",
+                "granite_swa",
+            ),
+            engine.EXACT,
         ),
         **dict.fromkeys(("qwen2", "qwen3"), Cell(Outcome.EXACT, "with --model-impl transformers; refused without")),
         **dict.fromkeys(
-            ("cohere2", f"cohere2{OTHER_LAYERS}"),
+            ("cohere2", f"cohere2{engine.OTHER_LAYERS}"),
             Cell(Outcome.DIFFERENT, "one key more than the window; exact with --model-impl transformers"),
         ),
-        **dict.fromkeys(SPKV_FORMS[:2], Cell(Outcome.EXACT, "with spkv-nas in its environment; refused otherwise")),
-        **dict.fromkeys(SPKV_FORMS[2:], REFUSED),
+        **dict.fromkeys(
+            engine.SPKV_FORMS[:2], Cell(Outcome.EXACT, "with spkv-nas in its environment; refused otherwise")
+        ),
+        **dict.fromkeys(engine.SPKV_FORMS[2:], engine.REFUSED),
     }
     tried: ClassVar = {
         "ministral": tried_with(
@@ -145,7 +154,7 @@ class Vllm(PlannedEngine):
         "spkv olmo3": tried_with("rope_theta", rope_type=("yarn",), sliding_rope_type=("yarn",)),
         "spkv smollm3": tried_with("rope_theta", "tie_word_embeddings", "no_rope_layers", rope_type=("llama3",)),
     }  # fmt: skip
-    program = Program("run_vllm.py", "vllm")
+    program = engine.Program("run_vllm.py", "vllm")
     evidence = "equal to vLLM's report of its capacity"
     note = "layouts per head take the memory of whole layers with as many global heads"
     page_size = 16  # DEFAULT_BLOCK_SIZE on GPUs; 128 on CPUs

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts import head_scores, kinds, local_layers
 from spkv_nas.artifacts.defaults import FROZEN_STEP_PASSES, LEARNING_TOKENS
 from spkv_nas.artifacts.grid import head_cells
-from spkv_nas.artifacts.window_costs import WindowCosts
+from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.base import distributed, statistics
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks

@@ -12,7 +12,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_cost import CONTEXT, CacheCost, EngineCost, memory_bytes
-from spkv_nas.engines.cache import Serving
+from spkv_nas.engines.engine import Serving
 from spkv_nas.proposal import integer_program, stability, windows
 from spkv_nas.proposal.budget import MATCH_BUDGET, is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, best_layout, read_head_costs, solve

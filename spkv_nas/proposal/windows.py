@@ -15,8 +15,8 @@ import scipy  # submodules load lazily on use
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.window_costs import WindowCosts
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost

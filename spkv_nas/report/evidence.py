@@ -1,6 +1,7 @@
-"""Collect the measured changes of NLL of layouts, by evaluation mode: zero-shot, and each retraining."""
+"""Collect the measured changes of NLL of layouts, by evaluation mode, and say in sentences what is known of one."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts import head_scores, proposal, search_table
+from spkv_nas.artifacts import head_scores, proposal, result_tables, search_table
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, counted_from
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.arrays import Mask
-from spkv_nas.base.statistics import critical_errors
+from spkv_nas.base import arrays, statistics
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
-from spkv_nas.report.inputs import ReportInputs
+from spkv_nas.report.formatting import change, signed, without_folder
+from spkv_nas.report.inputs import ReportInputs, ResultFile, result_files
 
 COMPARISON, SEARCH, SCORES, VERDICT = "comparison", "search", "scores", "verdict"
 PASSES = "passes"  # first word of what a verdict says of a layout that it lets replace the dense model
@@ -33,7 +35,7 @@ class Result:
     delta: float  # NLL relative to the baseline of its ``Evidence``, in percent; NaN: unknown
     error: float = math.nan  # standard error of ``delta``, in percentage points; NaN: unknown
     num_global: float = math.nan  # number of global KV heads; NaN: unknown
-    mask: Mask | None = None  # bool [L, Hkv], the global heads; None if only the layout's name is known
+    mask: arrays.Mask | None = None  # bool [L, Hkv], the global heads; None if only the layout's name is known
     nll: float = math.nan  # nats per token; NaN: unknown
     verdict: str = ""  # what a verdict says of it, such as "passes 1 % (nll)"; "" without one
     share: float = math.nan  # KV cache of one sequence, as a share of full attention's; NaN: unknown
@@ -86,7 +88,7 @@ class Evidence:
     @property
     def critical(self) -> float:
         """Return the number of standard errors on either side of a 95 % interval."""
-        return critical_errors(self.num_documents if math.isnan(self.effective) else self.effective)
+        return statistics.critical_errors(self.num_documents if math.isnan(self.effective) else self.effective)
 
 
 def all_evidence(inputs: ReportInputs) -> list[Evidence]:
@@ -237,7 +239,7 @@ def _mode(steps: float) -> str:
     return "retrained" if math.isnan(steps) else f"retrained for {steps:.0f} steps"
 
 
-def _mask(heads: str, table: head_scores.HeadScores) -> Mask | None:
+def _mask(heads: str, table: head_scores.HeadScores) -> arrays.Mask | None:
     """Return the global heads in a row of a search's table, bool [L, Hkv]; None for another grid."""
     rows = str(heads).split()
     if tuple(map(len, rows)) != table.heads_per_layer:
@@ -248,3 +250,69 @@ def _mask(heads: str, table: head_scores.HeadScores) -> Mask | None:
 def _number(value: Any) -> float:
     """Return a recorded number; NaN for a missing one."""
     return math.nan if value is None else float(value)
+
+
+_ANSWERS = {"passes": "passes", "fails": "fails", "open": "is undecided at"}
+
+
+def layout_evidence(workspace: Workspace, checkpoint: str, layout: Layout) -> list[str]:
+    """Return sentences on the verdicts and scores of a layout with the weights of a checkpoint; empty without any.
+
+    They are for the model card of an export. Results whose numbers make no sense (``evaluation.alarms``) are left out.
+    Raises ``UserError`` if a result cannot be read.
+    """
+    sentences: list[str] = []
+    for kind in (result_tables.CRITICAL_BUDGET, result_tables.VERDICT, result_tables.SCORES):
+        describe = _of_scores if kind is result_tables.SCORES else _of_verdict
+        for file in result_files(workspace, kind):
+            if not file.record.get(result_tables.ALARM):
+                sentences += describe(file, checkpoint, layout)
+    return sentences
+
+
+def _of_verdict(file: ResultFile, checkpoint: str, layout: Layout) -> Iterator[str]:
+    """Yield a sentence for each criterion of a verdict on the layout."""
+    record = file.record
+    for name, recorded in record.get("layouts", {}).items():
+        judged = file.layout(name, recorded["heads"])
+        is_same = judged is not None and judged.content_hash == layout.content_hash
+        if not is_same or not _is_same_path(record.get("candidates", {}).get(name), checkpoint):
+            continue
+        for row in file.rows[file.rows["candidate"] == name].itertuples():
+            samples = f"{row.num_samples:,} {record.get('nouns', {}).get(row.criterion, 'samples')}"
+            is_known = not (math.isnan(row.low) and math.isnan(row.high))
+            interval = f"interval {signed(row.low, 2)} to {signed(row.high, 2)}" if is_known else "no interval yet"
+            yield (
+                f"{row.criterion}: a loss of {signed(row.loss, 2)} {row.unit} ({interval}) against "
+                f"`{without_folder(str(record.get('against')))}` on {samples}{_text(file)}; it "
+                f"{_ANSWERS[row.answer]} the margin of {row.margin:g} {row.unit} at a risk of "
+                f"{100 * record.get('risk', 0):g} %."
+            )
+
+
+def _of_scores(file: ResultFile, checkpoint: str, layout: Layout) -> Iterator[str]:
+    """Yield a sentence on the layout's NLL with the weights as they are."""
+    record = file.record
+    if not _is_same_path(record.get("model"), checkpoint):
+        return
+    favoured = ", some of which the layout was selected on" if record.get("num_selection") else ""
+    for row in file.rows[file.rows["hash"] == layout.hash].itertuples():
+        yield (
+            f"NLL: {change(row.delta_nll_percent, row.delta_nll_standard_error)} % against full attention with the "
+            f"same weights (standard error), {row.nll:.4f} nats per token, on {record.get('num_documents', 0):,} "
+            f"documents{_text(file)} in blocks of {record.get('block_size', 0):,} tokens{favoured}."
+        )
+
+
+def _text(file: ResultFile) -> str:
+    """Return the text of a result in words, without the folders of this machine; "" if none was read."""
+    data = file.record.get("data")
+    if isinstance(data, list):
+        return f" of {', '.join(f'`{without_folder(str(source))}`' for source in data)}"
+    return "" if data is None else f" of the {data}" if isinstance(data, str) else " of held-out text of its recipe"
+
+
+def _is_same_path(recorded: object, checkpoint: str) -> bool:
+    """Return whether a recorded checkpoint is the given one: the same id, or the same path."""
+    first, second = (os.path.abspath(os.path.expanduser(str(each))) for each in (recorded, checkpoint))
+    return first == second

@@ -7,7 +7,7 @@ import pandas as pd
 
 from spkv_nas.base.extras import missing_extra
 from spkv_nas.report.chart import Chart, Panels
-from spkv_nas.report.search_charts import search_charts
+from spkv_nas.report.result_charts import search_charts
 
 SEARCH_FIGURES = ("search-retrained", "search-front")
 

@@ -23,8 +23,7 @@ from spkv_nas.report import density_charts, formatting, layout_explorer, page_sv
 from spkv_nas.report.chart import Bars, Chart, Heatmap, Mark, Panels, Points
 from spkv_nas.report.figures import SEARCH_FIGURES
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.result_charts import cache_nll_chart, coverage_budget_chart, coverage_nll_chart
-from spkv_nas.report.search_charts import search_charts
+from spkv_nas.report.result_charts import cache_nll_chart, coverage_budget_chart, coverage_nll_chart, search_charts
 from spkv_nas.report.verdict import Step, Verdict, conclude
 
 _PAGE = "index.html"

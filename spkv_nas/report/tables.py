@@ -6,9 +6,8 @@ from typing import Any
 
 import pandas as pd
 
+from spkv_nas.artifacts import grid, head_scores
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
-from spkv_nas.artifacts.grid import grid_words
-from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.evaluation.ranking import MIN_ITEMS, best_layouts, correlations
 from spkv_nas.report import chart, evidence
@@ -39,7 +38,7 @@ def key_numbers(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, 
         description += f" at τ = {table.tau:g}"
     elif not measure.is_share:
         description, percent = f"{description}, {measure.shown}", ""
-    words = grid_words(table.heads_per_layer).removesuffix(" KV heads").replace(" x ", " of ")
+    words = grid.grid_words(table.heads_per_layer).removesuffix(" KV heads").replace(" x ", " of ")
     entries = [
         (f"{factor * table.mean:.1f}{percent}", f"{description}, ± {factor * table.std:.1f} across heads", "measure"),
         (str(table.num_heads), f"KV heads: {words}", ""),
@@ -51,7 +50,7 @@ def key_numbers(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, 
     return entries
 
 
-def score_rows(table: HeadScores) -> Table:
+def score_rows(table: head_scores.HeadScores) -> Table:
     """Return the value of every KV head, a row per layer, ± standard error where it is known."""
     exact = table.measure.exact
     cells = (

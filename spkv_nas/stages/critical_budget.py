@@ -19,11 +19,10 @@ from spkv_nas.evaluation.verdict import contenders, words
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.margins import parse_risk
 from spkv_nas.model import checkpoint, transformers_logging
-from spkv_nas.proposal import constraints, propose
+from spkv_nas.proposal import constraints, propose, windows
 from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.proposal.budget_curve import budget_curve
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.proposal.windows import layouts_by_memory
 from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, sized_model
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.export import ExportOptions
@@ -134,7 +133,7 @@ def _layouts(
     text = ",".join(options.budgets)
     # A layout for each memory
     if not files.layouts and text.startswith(MEMORY):
-        by_percent = layouts_by_memory(table, cost, parse_memories(text), requirements.constraints)
+        by_percent = windows.layouts_by_memory(table, cost, parse_memories(text), requirements.constraints)
         return {f"{percent:g}%": layout for percent, layout in by_percent.items()}, list(by_percent)
     # Files of which some have several windows, so that numbers of heads do not order them
     layouts = files.layouts or budget_curve(table, requirements, parse_budgets(text, table.num_candidates)).layouts

@@ -10,13 +10,12 @@ from rich.text import Text
 
 from spkv_nas.base import device, progress, version
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation import alarms, micro_batch
+from spkv_nas.evaluation import alarms, micro_batch, zero_shot
 from spkv_nas.evaluation.selected import Selected, find_selected, probe_of
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
 from spkv_nas.evaluation.verdict.trial import Outcome, Trial, text_in_random_order
-from spkv_nas.evaluation.zero_shot import cache_shares
 from spkv_nas.model import checkpoint, windows
 from spkv_nas.stages import sized_model
 from spkv_nas.stages.checkpoints import Loaded, load
@@ -81,7 +80,7 @@ def prepare(
     context = sized_model.choose_context(None, size.positions) if text is None else text.block_size
     heads = size.heads.heads_per_layer
     fitting = {key: each for key, each in chosen.items() if each.heads_per_layer == heads}
-    memory = cache_shares(model, fitting, context)
+    memory = zero_shot.cache_shares(model, fitting, context)
     return Compared(name, options.model, candidates, trial, selected, num_left_out, context, memory)
 
 

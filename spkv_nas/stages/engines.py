@@ -5,7 +5,7 @@ from typing import Any
 
 from spkv_nas.artifacts.shape import HeadShape
 from spkv_nas.base import errors, units
-from spkv_nas.engines.cache import CachePlan, PlannedEngine, ServedCache, Serving
+from spkv_nas.engines.engine import CachePlan, PlannedEngine, ServedCache, Serving
 from spkv_nas.engines.registry import read_serving
 from spkv_nas.proposal import constraints, requirements
 from spkv_nas.stages.options import EngineOptions, LayerOptions, propose

@@ -19,7 +19,7 @@ def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT
     """Export a checkpoint with a layout, by default its own, in the form of a target."""
     from spkv_nas.model import checkpoint, config_section, source
     from spkv_nas.model.export.export import export as export_layout
-    from spkv_nas.report.layout_evidence import layout_evidence
+    from spkv_nas.report.evidence import layout_evidence
 
     quiet_transformers(reporter)
     layout = None if options.layout is None else Layout.read(options.layout)

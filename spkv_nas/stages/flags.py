@@ -4,11 +4,13 @@
 from both. A flag name is declared twice only where its values differ: ``--tau`` is a number, or a choice of one.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
-from spkv_nas.base import device, limits
+from spkv_nas.base import device, entry, errors, flag, limits
 from spkv_nas.base.flag import Flag
+from spkv_nas.base.registry import Registry
 from spkv_nas.data import config
 from spkv_nas.engines.registry import planned_engines
 from spkv_nas.probing.signal import BUDGET, SEED, SINKS, STEPS
@@ -40,6 +42,42 @@ _CONTEXT = Flag("Sequence length in tokens; 1k is 1,024.", metavar="N|Nk", panel
 _GRANULARITY = Flag(
     "Choose single heads, or only whole layers.", metavar="head|layer", values=("head", "layer"), panel=MEMORY
 )
+
+Options = TypeVar("Options")
+
+
+def with_options_of(registry: Registry[Any], command: str) -> Callable[[type[Options]], type[Options]]:
+    """Return a decorator that declares the options of all entries in a class that becomes a dataclass.
+
+    Their default is None, for the entry's own. A field that the class declares without a flag keeps its position and
+    gets the flag.
+
+    Args:
+        registry: the entries.
+        command: the command that takes the options, such as "probe".
+
+    Raises ``UserError``: the class has a field with a flag that has the name of an option.
+    """
+
+    def declare(options_class: type[Options]) -> type[Options]:
+        for name, option in entry.shared_options(registry).items():
+            if get_origin(get_type_hints(options_class, include_extras=True).get(name)) is Annotated:
+                raise errors.UserError(
+                    f"{registry.noun} {next(iter(option.defaults))} has an option '{name}', which is one of {command} "
+                    "itself\nrename the option, or uninstall its package"
+                )
+            options_class.__annotations__[name] = Annotated[option.type | None, option.flag]
+            setattr(options_class, name, flag.default(None, option.default_text, note=takers_note([*option.defaults])))
+        return options_class
+
+    return declare
+
+
+def takers_note(names: list[str]) -> str:
+    """Return the sentence that names the entries to which an option applies."""
+    *most, last = names
+    return f"Applies to {', '.join(most)} and {last}." if most else f"Applies to {last}."
+
 
 # Workspace, names and devices
 WORKSPACE = Flag("Workspace folder; contains probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from spkv_nas.artifacts import diagnosis, gate_config, result_tables
+from spkv_nas.artifacts import diagnosis, gate_config, grid, result_tables
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS, STRONG_SINK
-from spkv_nas.artifacts.grid import grid_words
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.console import Table, caution, escape, out, say
@@ -22,18 +21,15 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation.alarms import check_text
-from spkv_nas.evaluation.micro_batch import fitting_batch, require_logits
+from spkv_nas.evaluation import alarms, micro_batch
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model import model_shape, transformers_logging, windows
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
-from spkv_nas.probing import priced, signals
+from spkv_nas.probing import priced, signals, window_choice, window_costs
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.signal import LAYER, Signal, parse_sinks
 from spkv_nas.probing.sinks import choose_sinks
-from spkv_nas.probing.window_choice import half_of
-from spkv_nas.probing.window_costs import NUM_BLOCKS
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages import checks, next_steps, printing, reference_run, result
 from spkv_nas.stages.options import REFERENCE
@@ -119,7 +115,7 @@ def _half(measured: Measured, options: ProbeOptions, reporter: Reporter, *, is_n
     """Leave half of the documents unseen, for verdicts on the same text; few blocks are enough for costs of windows."""
     whole = measured.blocks
     try:
-        part = half_of(whole, NUM_BLOCKS if options.memory is None else None)
+        part = window_choice.half_of(whole, window_costs.NUM_BLOCKS if options.memory is None else None)
     except UserError:
         if is_needed:
             raise
@@ -163,7 +159,7 @@ def _origin(subject: Subject, measured: Measured, options: ProbeOptions, reporte
     """Return the record of the model and the text, with a warning if the model does not know the text."""
     window = options.window or windows.default_window(measured.model, measured.whole.block_size)
     with reporter.bar("checking the text"):
-        _, text_alarm = check_text(measured.model, measured.whole, window, measured.separator)
+        _, text_alarm = alarms.check_text(measured.model, measured.whole, window, measured.separator)
     return {
         **(model_origin(subject.source) if options.recipe is None else {"model": subject.recipe.name}),
         "data": measured.text,
@@ -185,8 +181,8 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
     # Measure each head alone; if that is impossible, the ranking is not validated
     try:
         model_shape.check_tokens(model, blocks.largest_token)
-        size = fitting_batch(model, blocks)
-        on_main(lambda: require_logits(model, size, length))  # all ranks continue, or none
+        size = micro_batch.fitting_batch(model, blocks)
+        on_main(lambda: micro_batch.require_logits(model, size, length))  # all ranks continue, or none
         with reporter.bar("validating the ranking") as progress:
             gains, gains_record = add_one_head_gains(
                 model, blocks, table.window, sinks=table.sinks, batch_size=size, progress=progress
@@ -265,7 +261,7 @@ def show(table: HeadScores) -> None:
     measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
     digits = ".3f" if table.is_density else ".3g"
     out.print(
-        f"[bold]{escape(table.name)}[/bold]: {grid_words(table.heads_per_layer)}, "
+        f"[bold]{escape(table.name)}[/bold]: {grid.grid_words(table.heads_per_layer)}, "
         f"{measure} mean {table.mean:{digits}}, std {table.std:{digits}}; "
         f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else digits}})"
     )

@@ -32,8 +32,8 @@ from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, write_solut
 from spkv_nas.stages import engines, lookup, next_steps, printing, record
 from spkv_nas.stages.commands import Suggestion, command_line
 from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.record import neighbours, trust, unknown_trust, window_advice
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.table_trust import neighbours, trust, unknown_trust, window_advice
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
-"""Record the options of a probe in its ``probe.yaml``, and read them back to measure the model again.
+"""Record the options of a probe in its ``probe.yaml``, read them back to measure again, and compare probes of a model.
 
 The key ``options`` holds those of the command that are not at their defaults, with absolute paths::
 
     options: {model: /home/me/model, data: [/home/me/text], block_size: 256}
+
+Single-head gains say how far a probe's ranking can be trusted. They are stored with the probe, or are those of the
+signal ``add-one-head`` on the same model, window, sink tokens and grid.
 """
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -14,11 +18,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from spkv_nas.artifacts import kinds, probe_file
+from spkv_nas.artifacts import defaults, head_tables, kinds
 from spkv_nas.artifacts.head_scores import RECORD, HeadScores
-from spkv_nas.base import assets, entry, errors
+from spkv_nas.base import arrays, assets, entry, errors
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.evaluation.trust import Trust
 from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.options import init, probe
@@ -73,7 +78,7 @@ def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
     for name in workspace.probes():
         records[name] = {}
         with suppress(errors.UserError):
-            records[name] = read_unchecked(workspace.probe_dir(name) / RECORD, "probe", probe_file.ProbeFile)
+            records[name] = read_unchecked(workspace.probe_dir(name) / RECORD, "probe", head_tables.ProbeFile)
     return records
 
 
@@ -110,3 +115,77 @@ def first_recipe(recorded: probe.ProbeOptions) -> init.InitOptions:
         documents=recorded.documents,
         workspace=recorded.workspace,
     )
+
+
+_SINKS = ("sink tokens:", "--sinks")
+_ADD_ONE_HEAD = "add-one-head"  # signal whose values are gains
+
+
+def trust(workspace: Workspace, table: HeadScores, chosen: arrays.Mask) -> Trust | None:
+    """Say how well ``table`` ranks its heads, at its threshold; None where no gains were measured.
+
+    ``chosen`` bool [L, Hkv] are its densest heads. Warns of another probe of the same model that cannot be read.
+    """
+    for other in (table, *neighbours(workspace, table)):
+        if other.sinks == table.sinks and (gains := _gains(other, table)) is not None:
+            return Trust.of(table.values, chosen, gains, _num_documents(other))
+    return None
+
+
+def unknown_trust(table: HeadScores) -> str | None:
+    """Return a remark if the ranking by probed densities was not validated by gains, else None."""
+    if not table.is_density or "model" not in table.metadata:
+        return None
+    return "the table's ranking was not validated"
+
+
+def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
+    """Return a remark if the recommended probe has another window or other sinks, so that layouts do not compare."""
+    model = model_identity(table.metadata)
+    if table.window is None or model is None or table.signal == defaults.RECOMMENDED:
+        return None
+    for name, record in probe_records(workspace).items():
+        if not is_of(record, model, defaults.RECOMMENDED) or is_comparable(record, table):
+            continue
+        # Say whether the window or the sink tokens differ
+        seen, flag = ("window", "--window") if record.get("window") not in (None, table.window) else _SINKS
+        mine, other = (table.window, record["window"]) if seen == "window" else (table.sinks, record.get("sinks", 0))
+        return (
+            f"layouts of '{table.name}' ({seen} {mine}) and of '{name}' ({defaults.RECOMMENDED} of the same model, "
+            f"{seen} {other}) cannot be compared: probe again with {flag} {mine}"
+        )
+    return None
+
+
+def _gains(table: HeadScores, ranked_table: HeadScores) -> head_tables.Gains | None:
+    """Return the gains measured beside a table, or its values if it measures gains itself; else None."""
+    if table.gains is not None:
+        return table.gains
+    lacks_gains = (
+        table is ranked_table or table.signal != _ADD_ONE_HEAD or table.metadata.get("granularity", "head") != "head"
+    )
+    return None if lacks_gains else head_tables.Gains(table.values, table.standard_error)
+
+
+def _num_documents(table: HeadScores) -> int | None:
+    """Return the number of documents that a table's gains were measured on; None if not recorded."""
+    if table.gains is None:
+        return int(table.rows.drop_duplicates("domain")["num_documents"].sum())
+    return (table.metadata.get("gains") or {}).get("documents")
+
+
+def neighbours(workspace: Workspace, table: HeadScores) -> Iterator[HeadScores]:
+    """Yield other probes of the same model, window and grid; warn of those that cannot be read."""
+    model = model_identity(table.metadata)
+    for name in workspace.probes() if model is not None else ():
+        folder = workspace.probe_dir(name)
+        try:
+            record = read_unchecked(folder / RECORD, "probe", head_tables.ProbeFile)
+            if name == table.name or (model_identity(record), record.get("window")) != (model, table.window):
+                continue
+            other = HeadScores.read(folder)
+        except errors.UserError as error:
+            warnings.warn(f"ignoring a probe that cannot be read: {errors.first_line(error)}", stacklevel=2)
+            continue
+        if other.heads_per_layer == table.heads_per_layer:
+            yield other

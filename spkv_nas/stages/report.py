@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from spkv_nas.artifacts import agreement, checkpoints, comparison, head_scores, layout, search_table
-from spkv_nas.artifacts.grid import grid_words
+from spkv_nas.artifacts import agreement, checkpoints, comparison, grid, head_scores, layout, search_table
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import ALARM, CRITICAL_BUDGET, SCORES, VERDICT, AlarmRecord, ResultTable
-from spkv_nas.base import assets, console, errors, version
+from spkv_nas.base import assets, console, errors, schema, version
 from spkv_nas.base.files import is_file, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import read_record
-from spkv_nas.base.schema import Recorded
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.paired import DOCUMENTS_FILE, pair_error, read_documents
 from spkv_nas.evaluation.trust import Trust
@@ -27,13 +25,11 @@ from spkv_nas.report.benchmark_sections import file_section, read_benchmarks
 from spkv_nas.report.inputs import ReportInputs, ResultFile, result_files
 from spkv_nas.report.page import render, write_report
 from spkv_nas.report.verdict import Step, Verdict, conclude
-from spkv_nas.stages import checks, next_steps, result, table_trust
+from spkv_nas.stages import checks, lookup, next_steps, record, result
 from spkv_nas.stages.commands import command_line, in_folder
-from spkv_nas.stages.lookup import chosen_table, find_proposal, find_table
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.record import absolute, model_identity
 
 
 def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
@@ -44,8 +40,8 @@ def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
     checks.check(options)
     workspace = options.folders
     # Choose the probes
-    tables = [] if options.probe is not None else [find_table(workspace, name) for name in pages(workspace)]
-    tables = tables or [chosen_table(options, reporter)]
+    tables = [] if options.probe is not None else [lookup.find_table(workspace, name) for name in pages(workspace)]
+    tables = tables or [lookup.chosen_table(options, reporter)]
     # Write their pages and the index
     page_files = [_page(options, table, reporter) for table in tables]
     index = write_workspace_index(workspace)
@@ -55,13 +51,13 @@ def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
 def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Reporter) -> Path:
     """Write the page of a probe and return its path."""
     workspace = options.folders
-    proposal = find_proposal(workspace, table.name)
+    proposal = lookup.find_proposal(workspace, table.name)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     # Read probes and results
     folder = workspace.report_dir(table.name)
     table = _with_positions(table)
-    table_at_tau, probes = proposal.table(table), [table, *table_trust.neighbours(workspace, table)]
+    table_at_tau, probes = proposal.table(table), [table, *record.neighbours(workspace, table)]
     commands = {
         probe.name: in_folder(command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root)
         for probe in probes
@@ -77,7 +73,7 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
 
 def _with_positions(table: head_scores.HeadScores) -> head_scores.HeadScores:
     """Add the model's context to a table that does not record it, if the model's config is here."""
-    model = model_identity(table.metadata)
+    model = record.model_identity(table.metadata)
     if model is None or "positions" in table.metadata:
         return table
     if not (model.startswith(assets.EMBEDDED_PREFIX) or Path(model).is_dir()):
@@ -94,7 +90,7 @@ def _trust(options: ReportOptions, table: head_scores.HeadScores, layouts: Mappi
     densest = layouts.get("densest")
     if densest is None or densest.heads_per_layer != table.heads_per_layer:
         return None
-    return table_trust.trust(options.folders, table, densest.global_mask)
+    return record.trust(options.folders, table, densest.global_mask)
 
 
 def pages(workspace: Workspace) -> list[str]:
@@ -109,10 +105,10 @@ def write_workspace_index(workspace: Workspace) -> Path | None:
         return None
     cards = []
     for number, name in enumerate(names):
-        inputs = read_inputs(workspace, find_table(workspace, name), find_proposal(workspace, name))
+        inputs = read_inputs(workspace, lookup.find_table(workspace, name), lookup.find_proposal(workspace, name))
         table, measure = inputs.table, inputs.table.measure
         about = (
-            f"{grid_words(table.heads_per_layer).replace(' x ', ' of ')}; the mean {measure.noun} is "
+            f"{grid.grid_words(table.heads_per_layer).replace(' x ', ' of ')}; the mean {measure.noun} is "
             f"{measure.scale.factor * table.mean:.1f} {measure.shown}."
         )
         chart = density_charts.thumbnail(f"{measure.title} by {name}", table.values, measure.scale, number)
@@ -228,12 +224,12 @@ def read_results(folder: Path) -> dict[str, Any]:
         "probe_pairs": (folder / "agreement.csv", agreement.read_agreement),
         "search": (folder / SEARCH, search_table.read_search),
     }
-    records: dict[str, tuple[Path, str, type[Recorded]]] = {
+    record_files: dict[str, tuple[Path, str, type[schema.Recorded]]] = {
         "record": (folder / "comparison.yaml", "comparison", comparison.ComparisonRecord),
         "search_record": (folder / "search.yaml", "search", search_table.SearchRecord),
     }
     results: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
-    results |= {name: read_record(*record) for name, record in records.items() if is_file(record[0])}
+    results |= {name: read_record(*each) for name, each in record_files.items() if is_file(each[0])}
     if (folder / DOCUMENTS_FILE).is_file():
         results["pair_error"] = pair_error(read_documents(folder / DOCUMENTS_FILE))
     files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict", "critical-budget"))
@@ -243,10 +239,12 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 def _found(workspace: Workspace, table: head_scores.HeadScores, kind: ResultTable) -> Iterator[ResultFile]:
     """Yield the tables of a kind that were measured on the model of a probe, or have its name, in order of names."""
-    model = model_identity(table.metadata)
+    model = record.model_identity(table.metadata)
     for file in result_files(workspace, kind):
         measured = file.record.get("model" if kind is SCORES else "against")
-        is_same = model is not None and isinstance(measured, str) and absolute(measured) == absolute(model)
+        is_same = (
+            model is not None and isinstance(measured, str) and record.absolute(measured) == record.absolute(model)
+        )
         if is_same or file.name == table.name:
             yield file
 

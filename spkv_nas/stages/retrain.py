@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.base.progress import Reporter
-from spkv_nas.base.units import parse_length
+from spkv_nas.base import progress, units
 from spkv_nas.evaluation.verdict.critical_budget import first_by_costs
 from spkv_nas.probing.window_choice import half_of
 from spkv_nas.stages.critical_budget import BudgetResult
@@ -15,7 +14,7 @@ from spkv_nas.training import retraining
 RECOVERED = (2.0, 4.0, 8.0)  # layouts are retrained that lose up to these multiples of the margin by their costs
 
 
-def retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, reporter: Reporter) -> list[str]:
+def retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, reporter: progress.Reporter) -> list[str]:
     """Retrain the smallest layouts whose costs are below some multiples of the margin; return checkpoints, ascending.
 
     Only the costs of windows choose them, so that the documents of the verdict do not. None is retrained if a layout
@@ -39,7 +38,7 @@ def retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, repor
     # Retrain them on the half of the documents that selects
     subject = Subject.of(options.probe, options.model, "retrain on")
     measured = subject.load(reporter)
-    runs, length = options.folders.run_dir(table.name), parse_length(str(options.retrain))
+    runs, length = options.folders.run_dir(table.name), units.parse_length(str(options.retrain))
     checkpoints = retraining.retrain(
         layouts,
         options.model,

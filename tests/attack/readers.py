@@ -38,7 +38,7 @@ from spkv_nas.proposal.strategy import densest
 from spkv_nas.report.density_charts import density_evolution_chart
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data
-from spkv_nas.report.search_charts import search_charts
+from spkv_nas.report.result_charts import search_charts
 from spkv_nas.report.tables import findings, search_rows
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.report import read_results

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.console import out
 from spkv_nas.cli import main
-from spkv_nas.cli.present import plain, print_results
+from spkv_nas.cli.options import plain, print_results
 from spkv_nas.cli.screen import working
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.cost.stage_costs import HARDWARE

@@ -12,9 +12,8 @@ import pytest
 from helpers import fails
 
 from spkv_nas.base import registry
-from spkv_nas.cli import evaluate as group
 from spkv_nas.cli import main
-from spkv_nas.cli.evaluate import EVALUATIONS
+from spkv_nas.cli.app import EVALUATIONS, built
 
 PLUGIN = '''
 """Count the parameters of a checkpoint."""
@@ -60,10 +59,10 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     point = EntryPoint("parameters", "counting:PARAMETERS", EVALUATIONS.group)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
     EVALUATIONS.__dict__.pop("entries", None)
-    group._command.cache_clear()
+    built.cache_clear()
     yield
     EVALUATIONS.__dict__.pop("entries", None)
-    group._command.cache_clear()
+    built.cache_clear()
     sys.modules.pop("counting", None)
 
 
@@ -103,7 +102,7 @@ def test_an_unknown_evaluation_is_named(capsys: pytest.CaptureFixture[str]) -> N
 def test_torchrun_runs_only_distributed_evaluations(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("spkv_nas.cli.evaluate.num_processes", lambda: 2)
+    monkeypatch.setattr("spkv_nas.cli.app.num_processes", lambda: 2)
     message = fails(capsys, "evaluate", "baselines")
     assert "evaluate baselines does not run under torchrun (only nll, agreement, longppl, ruler, tasks do)" in message
     assert "--tau must lie in [0, 1]" in fails(capsys, "evaluate", "ruler", "--lengths", "512", "--tau", "2")

@@ -16,7 +16,7 @@ from vllm_server import PYTHON, needs_vllm
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.cache_cost import EngineCost
-from spkv_nas.engines.cache import ServedCache, Serving
+from spkv_nas.engines.engine import ServedCache, Serving
 from spkv_nas.engines.vllm import VLLM, Part, count_parts, plan_parts
 
 GIB = 2**30

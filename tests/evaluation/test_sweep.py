@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.cli.evaluate import NLL
+from spkv_nas.cli.app import NLL
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.sources import documents
 from spkv_nas.data.splits import load_text

@@ -40,7 +40,7 @@ from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.probe import ABLATION_TOKENS
 from spkv_nas.stages.propose import propose
-from spkv_nas.stages.table_trust import trust, unknown_trust
+from spkv_nas.stages.record import trust, unknown_trust
 
 GAINS = np.array([[0.040, 0.001], [0.020, 0.0], [-0.001, 0.010], [0.030, 0.002]])
 ERRORS = np.full((4, 2), 0.002)

@@ -11,7 +11,7 @@ import torch
 from helpers import sharpen_attention, tiny_model
 
 import spkv_nas
-from spkv_nas.artifacts.window_costs import WindowCosts
+from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.loss import mean_divergence

@@ -15,7 +15,7 @@ import tomllib
 from paths import ROOT
 
 from spkv_nas.base.registry import Registry
-from spkv_nas.cli.evaluate import EVALUATIONS
+from spkv_nas.cli.app import EVALUATIONS
 from spkv_nas.contrib.search.sampler import SAMPLERS
 from spkv_nas.engines.registry import ENGINES, planned_engines
 from spkv_nas.evaluation.verdict.registry import CRITERIA

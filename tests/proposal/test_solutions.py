@@ -18,7 +18,7 @@ from spkv_nas.artifacts.layout_difference import Difference
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import EngineCost
-from spkv_nas.engines.cache import Serving
+from spkv_nas.engines.engine import Serving
 from spkv_nas.engines.registry import planned_engine
 from spkv_nas.proposal.answer import Answer, propose_for
 from spkv_nas.proposal.constraints import Constraints

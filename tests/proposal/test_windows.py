@@ -12,10 +12,10 @@ from helpers import make_table
 
 import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.window_costs import WindowCosts
+from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
-from spkv_nas.engines.cache import Serving
+from spkv_nas.engines.engine import Serving
 from spkv_nas.engines.vllm import VLLM
 from spkv_nas.proposal.answer import propose_for
 from spkv_nas.proposal.constraints import Constraints

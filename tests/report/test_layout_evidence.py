@@ -11,7 +11,7 @@ import pytest
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import SCORES, VERDICT
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.report.layout_evidence import layout_evidence
+from spkv_nas.report.evidence import layout_evidence
 
 LAYOUT = Layout(("GL", "LL"), 6, "densest", sinks=1)
 NLL = "NLL: +3.400 ± 0.500 % against full attention with the same weights (standard error), 2.2500 nats per token, on "

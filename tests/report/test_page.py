@@ -35,7 +35,7 @@ from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.report.inputs import PairError, ReportInputs, ResultFile, no_pair_error
 from spkv_nas.report.page import page_data, write_report
-from spkv_nas.report.search_charts import front_chart, search_charts
+from spkv_nas.report.result_charts import front_chart, search_charts
 from spkv_nas.report.tables import findings, search_findings, search_rows
 from spkv_nas.report.verdict import conclude
 

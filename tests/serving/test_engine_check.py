@@ -20,7 +20,7 @@ from vllm_server import PYTHON, needs_vllm
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.engines.cache import ServedCache
+from spkv_nas.engines.engine import ServedCache
 from spkv_nas.engines.programs import run_transformers
 from spkv_nas.engines.vllm import VLLM
 from spkv_nas.model.checkpoint import save

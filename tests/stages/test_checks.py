@@ -12,7 +12,7 @@ import pytest
 from command_cases import commands
 from helpers import make_layouts, make_table
 
-from spkv_nas.cli.evaluate import EVALUATIONS
+from spkv_nas.cli.app import EVALUATIONS
 from spkv_nas.stages import options
 
 SCRIPT = """

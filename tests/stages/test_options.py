@@ -20,8 +20,7 @@ from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli.app import LAYOUT_COMMANDS, app
-from spkv_nas.cli.evaluate import EVALUATIONS
+from spkv_nas.cli.app import EVALUATIONS, LAYOUT_COMMANDS, app
 from spkv_nas.cli.options import command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions

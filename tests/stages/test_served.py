@@ -15,7 +15,7 @@ from helpers import fails, make_table
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import EngineCost
-from spkv_nas.engines.cache import Serving
+from spkv_nas.engines.engine import Serving
 from spkv_nas.engines.registry import planned_engines
 from spkv_nas.engines.vllm import VLLM
 

@@ -12,10 +12,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.engines.cache import ServedCache
+from spkv_nas.engines.engine import ServedCache
 from spkv_nas.engines.vllm import choose_unit
 from spkv_nas.serving.vllm import config, sink_tokens
-from spkv_nas.serving.vllm.heads import Part, parts
 
 _CACHE_DTYPES = ("auto", "float16", "bfloat16")  # those that are not quantized
 _DEFAULT_BLOCK = 16  # tokens, where the platform chooses after the model is built
@@ -33,7 +32,9 @@ class HeadwiseAttention(torch.nn.Module):
     query_order: torch.Tensor
     query_return: torch.Tensor
 
-    def __init__(self, stock: Any, divided: list[Part], first_head: int, layer: config.ServedLayer, vllm_config: Any):
+    def __init__(
+        self, stock: Any, divided: list[config.Part], first_head: int, layer: config.ServedLayer, vllm_config: Any
+    ):
         """Replace ``stock``, and take its place among the layers that have a cache.
 
         Args:
@@ -155,7 +156,7 @@ def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
     for index, (module, name, stock) in stock_layers.items():
         layer = layers[index]
         first = _starts(layer, ranks)[rank]
-        divided = parts(layer.windows[first : first + stock.num_kv_heads], unit)
+        divided = config.parts(layer.windows[first : first + stock.num_kv_heads], unit)
         setattr(module, name, HeadwiseAttention(stock, divided, first, layer, vllm_config))
 
 

@@ -5,17 +5,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from spkv_nas.artifacts import defaults
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import errors, units
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.units import parse_length
 from spkv_nas.evaluation.verdict.margins import parse_risk
 from spkv_nas.proposal.budget import MEMORIES, MEMORY, parse_memories
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import Trains
-from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
+from spkv_nas.stages.options import Trains, critical_budget, margins
 from spkv_nas.stages.options.export import ExportOptions, ForEngine, Out
 from spkv_nas.stages.options.init import Minutes, ModelArgument, Texts
-from spkv_nas.stages.options.margins import Margin, Risk, check_decision
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.verdict import VerdictOptions
 
@@ -50,8 +47,8 @@ class AutoOptions(Trains):
     model: ModelArgument
     data: Texts
     out: Out
-    margin: Margin = "nll=1%"
-    risk: Risk = "5%"
+    margin: margins.Margin = "nll=1%"
+    risk: margins.Risk = "5%"
     memory: Memories = default(None, f"{MEMORIES[0]}%..{MEMORIES[-1]}%")
     budget: flags.OptionalBudget = default(None, "none", note="Replaces --memory; all other heads have one window.")
     retrain: Retrain = default(None, "no retraining")
@@ -71,10 +68,10 @@ class AutoOptions(Trains):
         """Return the options that measure the costs of windows."""
         return ProbeOptions(signal="window-costs", dry_run=self.dry_run, **self.measured)
 
-    def search(self, probe: str | None) -> CriticalBudgetOptions:
+    def search(self, probe: str | None) -> critical_budget.CriticalBudgetOptions:
         """Return the options that find the smallest memory by the costs of a probe."""
         budget = self.budget or (MEMORY if self.memory is None else f"{MEMORY}={self.memory}")
-        return CriticalBudgetOptions(budgets=[budget], probe=probe, **self._decision(probe))
+        return critical_budget.CriticalBudgetOptions(budgets=[budget], probe=probe, **self._decision(probe))
 
     def verdict(self, probe: str, checkpoints: list[str]) -> VerdictOptions:
         """Return the options that decide whether retrained hybrids pass, on half of twice as much text."""
@@ -100,11 +97,11 @@ def check(options: AutoOptions) -> None:
     if options.memory is not None:
         parse_memories(f"{MEMORY}={options.memory}")
     if options.memory is not None and options.budget is not None:
-        raise UserError("give --memory or --budget, not both")
+        raise errors.UserError("give --memory or --budget, not both")
     if options.retrain is not None:
-        parse_length(options.retrain)
+        units.parse_length(options.retrain)
     if options.engine is not None:
         _ = ENGINES[options.engine]  # raises
-    check_decision(replace(options.search(None), max_tokens=options.max_tokens))
+    margins.check_decision(replace(options.search(None), max_tokens=options.max_tokens))
     if not (options.out / "layout.yaml").is_file():
         check_new(options.out)

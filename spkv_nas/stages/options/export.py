@@ -8,7 +8,7 @@ from spkv_nas.base import entry, hub
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.engines.registry import ENGINES
 from spkv_nas.model.export.registry import AUTO, TARGETS
-from spkv_nas.stages import entry_flags, flags
+from spkv_nas.stages import flags
 from spkv_nas.stages.options import InWorkspace
 
 Out = Annotated[Path, Flag("Output folder; must not exist.")]
@@ -45,7 +45,7 @@ PushToHub = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-@entry_flags.with_options_of(TARGETS, "export")
+@flags.with_options_of(TARGETS, "export")
 class ExportOptions(InWorkspace):
     """Export a checkpoint with a layout as a Hugging Face folder, in a native architecture where one fits.
 

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.stages import flags
-from spkv_nas.stages.options import InWorkspace
+from spkv_nas.stages import flags, options
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowLayoutsOptions(InWorkspace):
+class ShowLayoutsOptions(options.InWorkspace):
     """Print layouts as grids of global (G) and local (L) heads, with each layer's number of global heads."""
 
     command = "layout show"

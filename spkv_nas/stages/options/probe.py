@@ -6,14 +6,14 @@ from spkv_nas.artifacts import defaults
 from spkv_nas.base import entry, errors, flag
 from spkv_nas.probing.signal import LAYER, Signal
 from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS
-from spkv_nas.stages import entry_flags, flags
+from spkv_nas.stages import flags
 from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
 
 _SCORING = ", ".join(signal.name for signal in SIGNALS if signal.computes_logits)
 
 
 @dataclass(frozen=True, kw_only=True)
-@entry_flags.with_options_of(SIGNALS, "probe")
+@flags.with_options_of(SIGNALS, "probe")
 class ProbeOptions(SubjectOptions, Trains):
     """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
 

@@ -8,8 +8,7 @@ from spkv_nas.artifacts.defaults import SOLUTIONS_APART
 from spkv_nas.base import flag, limits
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.proposal.strategies import STRATEGIES
-from spkv_nas.stages import flags
-from spkv_nas.stages.options import ChoosesProbe, EngineOptions, LayerOptions
+from spkv_nas.stages import flags, options
 
 NumRandom = Annotated[int, flag.Flag("Number of random layouts.", low=0, high=limits.MAX_REPEATS)]
 Robust = Annotated[
@@ -34,7 +33,7 @@ SeveralSolutions = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposeOptions(LayerOptions, EngineOptions, ChoosesProbe):
+class ProposeOptions(options.LayerOptions, options.EngineOptions, options.ChoosesProbe):
     """Propose layouts for a budget of global heads, with every strategy. Writes layouts/NAME/.
 
     A constraint, --robust or --head-costs adds the best layout that satisfies it, and costs of windows add one with a

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from spkv_nas.engines.cache import ServedCache
+from spkv_nas.engines.engine import ServedCache
 from spkv_nas.engines.vllm import choose_unit, count_parts, plan_parts
-from spkv_nas.serving.vllm.heads import Part, Windows, parts
+from spkv_nas.serving.vllm.config import Part, Windows, parts
 
 CACHE = ServedCache((6, 4), 32, "float32", window=32, context=8192, page_size=32, in_flight=256)
 
