@@ -28,9 +28,9 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
     """Add a utility predictor to every attention layer that sees all tokens, and gate its attention, in place.
 
     Layers with a native sliding window (``layer_types``) are not gated: nothing outside their window is ever visible,
-    so there are no keys to select. Gates start in mode ``soft``, nearly open (``config.bias``). With ``config.heads``
-    only S heads have gates; G heads see all tokens, L heads only the window (SP-KV paper, appendix "Ablating design
-    choices", rows "3 SWA : 1 Full Attn").
+    so there are no keys to select. Layers that read another's keys follow its gates. Gates start in mode ``soft``,
+    nearly open (``config.bias``). With ``config.heads`` only S heads have gates; G heads see all tokens, L heads only
+    the window (SP-KV paper, appendix "Ablating design choices", rows "3 SWA : 1 Full Attn").
 
     Args:
         model: any Hugging Face decoder that uses the attention interface.
@@ -47,9 +47,6 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
     if any(state.windows is not None for state in attention.layer_states(model)):
         detach(model)
     hook_layers(model)
-    if any(state.num_readers for state in attention.layer_states(model)):
-        detach(model)
-        raise UserError("layers of this model read the keys of others, which have no gates here: use a layout instead")
     # Check the heads against the model
     layers = list(attention.attention_layers(model).values())
     try:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from spkv_nas.artifacts import gate_config, local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import attention_calls
-from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, priced
+from spkv_nas.model.gates import FixedGates, Gate, UtilityPredictor, gate_from_logits, priced
 from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
 
 GLOBAL_WINDOW = 1 << 30  # longer than any sequence
@@ -307,8 +307,23 @@ def _attention_function(
     # Attend with queries, keys and values of one size
     scaling, value_size = scaling or query.shape[-1] ** -0.5, value.shape[-1]
     q, k, v = _one_head_size(query, key, value)
-    out = _attend(state, q, k, v, attention_mask, scaling, kwargs)
+    out = _attend(state, q, k, v, attention_mask, scaling, {**kwargs, "spkv_gate": _shared_gate(state, key, kwargs)})
     return out[..., :value_size].transpose(1, 2).to(value.dtype).contiguous(), None
+
+
+def _shared_gate(state: LayerState, key: Tensor, kwargs: dict[str, Any]) -> Gate | None:
+    """Return the gate of a call; where layers share keys, that of the layer which computed them, kept on the keys.
+
+    The gate then lives as long as the keys, also where activation checkpointing computes a reader again.
+    """
+    gate: Gate | None = kwargs.get("spkv_gate")
+    if state.gate_window is None or not state.num_readers:
+        return gate
+    if not kwargs.get("spkv_reads"):
+        key.spkv_gate = gate  # type: ignore[attr-defined]
+    elif not hasattr(key, "spkv_gate"):
+        raise UserError("a layer reads a copy of another's keys, of which the gates are unknown: use one device")
+    return key.spkv_gate  # type: ignore[attr-defined, no-any-return]
 
 
 def _attend(
@@ -336,7 +351,7 @@ def _attend(
         return cached
     # Find the documents of each row, which the pre-hook passed to the gates
     starts = attention_calls.document_starts(mask, kwargs, q)
-    if gate is not None and starts is not None and kwargs.get("spkv_starts") is None:
+    if gate is not None and starts is not None and not is_reader and kwargs.get("spkv_starts") is None:
         raise UserError("this model's layers get their attention mask by position, so gates cannot tell documents")
     # Let an observer replace attention. One that only measures takes the layer with the keys alone
     if state.observer is not None and (not is_reader or getattr(state.observer, "replaces", False)):

@@ -1,22 +1,27 @@
 """Test hybrids of families whose layers store more than keys and values: with the cache they equal whole passes."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import logits, save_with_tokenizer, tiny_model
+from helpers import logits, recompute_activations, save_with_tokenizer, tiny_model
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas import SPKVCache, apply_layout, attach_gates, detach
+from spkv_nas import GateConfig, SPKVCache, apply_layout, attach_gates, detach, set_gate_mode
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.model import attach
-from spkv_nas.model.attention import LayerState, layer_states
+from spkv_nas.model.attention import LayerState, hooked_layers, layer_predictor, layer_state, layer_states
 from spkv_nas.model.checkpoint import load
+from spkv_nas.model.gates import predictors
 from spkv_nas.model.model_shape import config_shape
 
 LINEAR: dict[str, Any] = {
@@ -109,8 +114,11 @@ def explicit_attention(
     for window, sinks in zip(module.expected.windows, module.expected.sinks, strict=True):
         is_visible = (age >= 0) & ((age < window) | (torch.arange(k.shape[2]) < sinks))
         masks.append(torch.zeros_like(age, dtype=q.dtype).masked_fill(~is_visible, -torch.inf))
+    mask = torch.stack(masks)
+    if (gate := getattr(module, "expected_gate", None)) is not None:  # of keys outside the window [B, Hkv, T]
+        mask = torch.where(age >= module.expected.windows[0], gate.to(q.dtype)[..., None, :], mask)
     group = q.shape[1] // k.shape[1]
-    k, v, mask = (x.repeat_interleave(group, dim=-3) for x in (k, v, torch.stack(masks)))
+    k, v, mask = (x.repeat_interleave(group, dim=-3) for x in (k, v, mask))
     scores = q @ k.mT * (scaling or q.shape[-1] ** -0.5) + mask
     return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
 
@@ -118,12 +126,34 @@ def explicit_attention(
 AttentionInterface.register("explicit", explicit_attention)
 
 
+@contextmanager
+def explicit_gates(model: PreTrainedModel, mode: str) -> Iterator[None]:
+    """Attend under an explicit bias of the gates, the same in a layer and in those that read its keys."""
+    with attach.restored(model), ExitStack() as hooks:
+        layers = {layer: (layer_state(layer), layer_predictor(layer)) for layer in hooked_layers(model).values()}
+        detach(model)
+        gates: dict[int, Tensor] = {}
+        for layer, (state, predictor) in layers.items():
+
+            def compute(module: Any, args: Any, kwargs: Any, state: Any = state, predictor: Any = predictor) -> None:
+                if predictor is not None:
+                    u = predictor(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+                    gates[id(state)] = logsigmoid(u) if mode == "soft" else torch.where(u >= 0, 0.0, -torch.inf)
+                module.expected_gate = gates.get(id(state))
+                is_gated = module.expected_gate is not None
+                module.expected = replace(state, windows=state.head_windows(gated=is_gated), sinks=(0, 0))
+
+            hooks.callback(layer.register_forward_pre_hook(compute, with_kwargs=True).remove)
+        model.set_attn_implementation("explicit")
+        yield
+
+
 def prompts(length: int = 20) -> Tensor:
     return torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).abs().max() / expected.abs().max())
+    return float(((actual - expected).abs().max() / expected.abs().max()).detach())
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -216,5 +246,32 @@ def test_layers_that_share_keys_are_one_choice(tmp_path: Path, tiny_tokenizer: P
     assert torch.equal(logits(model, prompts()), expected)
     detach(model)
     assert not any(hasattr(module, "spkv") for module in model.modules())
-    with pytest.raises(UserError, match="read the keys of others, which have no gates"):
-        attach_gates(model)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
+def test_gates_of_layers_that_share_keys(family: str) -> None:
+    """They equal an explicit bias in the layer and in its readers, also recomputed; the cache holds what they keep."""
+    model = hybrid(family)
+    attach_gates(model, GateConfig(window=5, sinks=1, bias=0.0, init_scale=40.0), seed=0)
+    # Generate with hard gates
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    set_gate_mode(model, "hard")
+    cached = model.generate(prompts(), past_key_values=SPKVCache(model), **options)
+    assert torch.equal(cached, model.generate(prompts(), use_cache=False, **options))
+    set_gate_mode(model, "open")
+    assert not torch.equal(cached, model.generate(prompts(), use_cache=False, **options))
+    # Compare logits with those of an explicit bias, and gradients of the predictors, also with recomputed activations
+    model.double().train()
+    weights = [p for module in predictors(model).values() for p in module.parameters()]
+    for mode in ("hard", "soft"):
+        set_gate_mode(model, mode)
+        found = model(input_ids=prompts(), use_cache=False).logits
+        with explicit_gates(model, mode):
+            expected = model(input_ids=prompts(), use_cache=False).logits
+        assert error(found, expected) < 1e-6
+    slopes = torch.autograd.grad(expected.square().mean(), weights)
+    recompute_activations(model)
+    recomputed = model(input_ids=prompts(), use_cache=False).logits
+    for outputs in (found, recomputed):
+        actual = torch.autograd.grad(outputs.square().mean(), weights)
+        assert all(error(x, y) < 1e-5 for x, y in zip(actual, slopes, strict=True))

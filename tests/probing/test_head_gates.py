@@ -27,6 +27,11 @@ from spkv_nas.probing.head_gates import head_gates, project
 from spkv_nas.probing.mixture import Mixture
 
 WINDOW, LENGTH = 6, 40
+SHARED_KEYS: dict[str, Any] = {  # layers 4 and 5 read the keys of 2 and 3
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
+    "head_dim": 8, "global_head_dim": 8, "sliding_window": 10, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 300, "pad_token_id": 0,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -57,12 +62,14 @@ def gated_heads(model: PreTrainedModel, gates: Tensor) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text"])
 def test_gates_of_0_and_1_equal_the_layout(family: str, blocks: TokenBlocks) -> None:
-    model = tiny_model(family, vocab_size=300).double()
+    """Also of a layout that is proposed from learned gates, and where layers share keys."""
+    model = tiny_model(family, vocab_size=300, **(SHARED_KEYS if family == "gemma4_text" else {})).double()
     tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
     full = float(mean_nll(model, tokens).detach())
-    for rows in (("LL",) * 4, ("GG", "LG", "GL", "LG"), ("GG",) * 4):
+    learned = spkv_nas.propose(head_gates(model, blocks, WINDOW, sinks=0, budget=2, steps=2))["densest"]
+    for rows in (("LL",) * 4, ("GG", "LG", "GL", "LG"), ("GG",) * 4, learned.heads):
         gates = torch.tensor([[float(letter == "G") for letter in row] for row in rows])
         with gated_heads(model, gates):
             mixed = float(mean_nll(model, tokens).detach())
