@@ -118,7 +118,7 @@ class TokenBlocks:
 
     def take(self, num_blocks: int) -> "TokenBlocks":
         """Return the first ``num_blocks`` blocks."""
-        return self._part(slice(num_blocks))
+        return self.part(slice(num_blocks))
 
     def spread(self, num_blocks: int) -> "TokenBlocks":
         """Select ``num_blocks`` blocks, or all, from as many documents as possible, in text order.
@@ -140,9 +140,10 @@ class TokenBlocks:
         missing = num_blocks - int(per_round[:last_round].sum())
         candidates = np.flatnonzero(rank == last_round)
         some = candidates[np.arange(missing) * len(candidates) // max(missing, 1)]
-        return self._part(np.sort(np.concatenate([np.flatnonzero(rank < last_round), some])))
+        return self.part(np.sort(np.concatenate([np.flatnonzero(rank < last_round), some])))
 
-    def _part(self, blocks: NDArray[np.intp] | slice) -> "TokenBlocks":
+    def part(self, blocks: NDArray[np.intp] | slice) -> "TokenBlocks":
+        """Return the blocks with some indices."""
         return replace(self, tokens=self.tokens[blocks], document=self.document[blocks], largest=None)
 
     def nested(self, ends: Sequence[int]) -> "list[TokenBlocks]":
@@ -151,11 +152,11 @@ class TokenBlocks:
         They follow an order in which every prefix is evenly spread over the text (``spread_order``).
         """
         order = spread_order(self.num_blocks)
-        return [self._part(np.sort(order[start:end])) for start, end in pairwise((0, *ends))]
+        return [self.part(np.sort(order[start:end])) for start, end in pairwise((0, *ends))]
 
     def every(self, step: int, start: int) -> "TokenBlocks":
         """Return every ``step``-th block, from ``start`` on."""
-        return self._part(slice(start, None, step))
+        return self.part(slice(start, None, step))
 
     def and_(self, other: "TokenBlocks") -> "TokenBlocks":
         """Append the blocks of another text, of the same length and with the same opening tokens."""

@@ -104,6 +104,10 @@ class Boundaries:
         begins[..., 0] = False
         return begins
 
+    def is_filling(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Return which tokens [..., T] only fill up a block: nothing is measured on them."""
+        return np.zeros(tokens.shape, dtype=np.bool_)
+
     def inputs(self, tokens: "Tensor") -> "dict[str, Tensor]":
         """Return the keyword arguments of a model's pass over tokens [..., T]."""
         return {"input_ids": tokens}
@@ -121,6 +125,12 @@ class SeparateDocuments(Boundaries):
         begins[..., 0] = False
         return begins
 
+    def is_filling(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Return which tokens [..., T] only fill up a block: each is a document of its own."""
+        starts = self._starts(tokens)
+        is_last = np.roll(starts, -1, -1)  # the first token of a block is a start, too
+        return starts & is_last
+
     def inputs(self, tokens: "Tensor") -> "dict[str, Tensor]":
         """Return the keyword arguments of a pass over tokens [..., T]: positions tell the model the documents."""
         is_start = self._starts(tokens.cpu().numpy())
@@ -129,14 +139,22 @@ class SeparateDocuments(Boundaries):
         return {"input_ids": tokens, "position_ids": tokens.new_tensor(position - starts)}
 
     def _starts(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return which tokens [..., T] are the first of a document in their block: those after a separator's end."""
+        """Return which tokens [..., T] are the first of a document in their block: those after a separator's end.
+
+        Documents without text, as at the end of a filled block, are divided into single tokens.
+        """
         starts = np.zeros(tokens.shape, dtype=np.bool_)
         is_separator = (sliding_window_view(tokens, len(self.separator), -1) == self.separator).all(-1)
         first = len(self.separator) - len(self.opening)  # from the separator to the document that it begins
         is_separator = is_separator[..., : tokens.shape[-1] - first]
         starts[..., first : first + is_separator.shape[-1]] = is_separator
         starts[..., 0] = True
-        return starts
+        # Divide documents of special tokens alone
+        is_special = np.isin(tokens, (*self.opening, *self.separator))
+        first_tokens = np.flatnonzero(starts)
+        is_empty = np.logical_and.reduceat(is_special.ravel(), first_tokens)
+        sizes = np.diff(first_tokens, append=tokens.size)
+        return starts | is_empty.repeat(sizes).reshape(tokens.shape)
 
 
 PLAIN = Boundaries()  # text without special tokens

@@ -195,26 +195,30 @@ def layer_predictor(layer: nn.Module) -> UtilityPredictor | FixedGates | None:
     return predictor
 
 
-def watch_logits(model: nn.Module, see: Callable[[int, Tensor], None]) -> ExitStack:
-    """Call ``see(layer, logits [B, Hkv, T])`` each time that the gates of an attention layer run.
+See = Callable[[int, Tensor, Tensor | None], None]  # gets a layer's index, logits and text tokens
 
-    Layers are numbered from 0, including those without gates. Recomputation in a backward pass (activation
-    checkpointing) is not reported again. Leave the ``with`` block or call ``close()`` to remove the hooks.
+
+def watch_logits(model: nn.Module, see: See) -> ExitStack:
+    """Call ``see(layer, logits [B, Hkv, T], is_text)`` each time that the gates of an attention layer run.
+
+    ``is_text`` bool [B, T] is false for padding and filling; None: all are text. Layers are numbered from 0, including
+    those without gates. Recomputation in a backward pass (activation checkpointing) is not reported again. Leave the
+    ``with`` block or call ``close()`` to remove the hooks.
     """
     stack = ExitStack()
     for index, layer in enumerate(attention_layers(model).values()):
         predictor = layer_predictor(layer)
         if predictor is not None:
-            stack.callback(predictor.register_forward_hook(_hook(index, see)).remove)
+            stack.callback(predictor.register_forward_hook(_hook(index, see), with_kwargs=True).remove)
     return stack
 
 
-def _hook(layer: int, see: Callable[[int, Tensor], None]) -> Callable[[nn.Module, Any, Tensor], None]:
+def _hook(layer: int, see: See) -> Callable[[nn.Module, Any, dict[str, Any], Tensor], None]:
     """Make the forward hook of a predictor."""
 
-    def hook(_module: nn.Module, _args: Any, logits: Tensor) -> None:
+    def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any], logits: Tensor) -> None:
         if torch._C._current_graph_task_id() == -1:  # no backward pass runs
-            see(layer, logits)
+            see(layer, logits, kwargs.get("is_text"))
 
     return hook
 
@@ -252,12 +256,14 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     # Compute the gate; in open mode it only closes local heads
     if predictor is not None and (settings.mode != "open" or gate_config.LOCAL in predictor.row):
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        mask, starts, is_text = kwargs.get("attention_mask"), None, None
         # With a cache, token 0 need not be the first of the text
         if cache is None:
-            extra["spkv_starts"] = attention_calls.document_starts(kwargs.get("attention_mask"), kwargs, hidden_states)
-        logits = predictor(hidden_states, sinks=cache is None, starts=extra.get("spkv_starts"))
+            extra["spkv_starts"] = starts = attention_calls.document_starts(mask, kwargs, hidden_states)
+            is_text = attention_calls.text_tokens(mask, starts)
+        logits = predictor(hidden_states, sinks=cache is None, starts=starts, is_text=is_text)
         if settings.price and isinstance(predictor, UtilityPredictor):
-            logits = priced(logits, settings.price)
+            logits = priced(logits, settings.price, is_text)
         # Let windows override the gate
         if state.windows is None:
             extra["spkv_gate"] = gate_from_logits(logits, settings.mode, settings.tau, settings.anneal, settings.p_min)

@@ -276,6 +276,25 @@ def document_starts(mask: Tensor | None, kwargs: dict[str, Any], tokens: Tensor)
     return _latest(torch.cat([same.new_ones(batch, 1, dtype=torch.bool), same[:, 1:] != same[:, :-1]], 1))
 
 
+def text_tokens(mask: Tensor | None, starts: Tensor | None) -> Tensor | None:
+    """Return which tokens are text, bool [B, T]: no padding, and no documents of one token, such as filling.
+
+    Args:
+        mask: what ``padding_mask`` returned.
+        starts: what ``document_starts`` returned, int [B, T].
+
+    Returns:
+        None if all are.
+    """
+    if mask is not None and mask.dtype == torch.bool:
+        return mask
+    if starts is None:
+        return None
+    is_first = starts == torch.arange(starts.shape[1], device=starts.device)
+    is_last = torch.cat([is_first[:, 1:], is_first.new_ones(len(starts), 1)], 1)
+    return ~(is_first & is_last)
+
+
 def _latest(is_first: Tensor) -> Tensor:
     """Return the position of the latest true value up to each token, int64 [B, T]; the first one must be true."""
     position = torch.arange(is_first.shape[1], device=is_first.device)

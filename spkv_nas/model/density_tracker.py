@@ -15,7 +15,7 @@ from spkv_nas.model import attention, gates, modes
 class DensityTracker:
     """Measure the density of every KV head, the share of tokens with ``u >= tau``, from ``start`` to ``stop``.
 
-    Layers with a native sliding window do not count: if all gates are open the density is 1.
+    Padding, filling and layers with a native sliding window do not count: if all gates are open the density is 1.
     """
 
     def __init__(self, model: torch.nn.Module, *, only_learning: bool = False) -> None:
@@ -26,14 +26,14 @@ class DensityTracker:
         self._tau = 0.0
         # layer -> kept tokens, NaN utilities and tokens of its heads, int64 [3, Hkv], on the device
         self._seen: dict[int, torch.Tensor] = {}
-        self._real: tuple[torch.Tensor, int] | None = None
+        self._real: torch.Tensor | None = None
 
     def only(self, real: torch.Tensor | None) -> None:
-        """Count only some tokens of the following passes: those that ``real``, bool [B, T], marks; None: all.
+        """Count only some tokens of the following passes: those that ``real``, bool [B, T], marks; None: all text.
 
         The others are padding, or come after a row's EOS token.
         """
-        self._real = None if real is None else (real, int(real.sum()))
+        self._real = real
 
     def start(self) -> None:
         """Start counting, at the current threshold of the gates."""
@@ -42,19 +42,19 @@ class DensityTracker:
         self._tau = modes.gate_settings(self._model).tau
         self._watch = attention.watch_logits(self._model, self._count)
 
-    def _count(self, layer: int, logits: torch.Tensor) -> None:
+    def _count(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor | None) -> None:
         """Count kept tokens and NaN utilities in the logits [B, Hkv, T] of a layer."""
         if self._only_learning and not torch.is_grad_enabled():  # a teacher's pass through the same layers
             return
         logits = logits.detach()
-        kept_and_wrong = torch.stack([gates.keeps(logits, self._tau), logits.isnan()])
-        num_tokens = logits.shape[0] * logits.shape[2]
-        # Leave out padding
-        if self._real is not None:
-            real, num_tokens = self._real
-            kept_and_wrong &= real[:, None].to(logits.device)
-        sums = kept_and_wrong.sum((1, 3))
-        counts = torch.cat([sums, sums.new_full((1, sums.shape[1]), num_tokens)])
+        states = torch.stack(
+            [gates.keeps(logits, self._tau), logits.isnan(), torch.ones_like(logits, dtype=torch.bool)]
+        )
+        # Leave out padding and filling
+        counted = is_text if self._real is None else self._real
+        if counted is not None:
+            states &= counted[:, None].to(logits.device)
+        counts = states.sum((1, 3))
         self._seen[layer] = counts if layer not in self._seen else self._seen[layer] + counts
 
     @contextmanager

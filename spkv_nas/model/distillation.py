@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.model import attach, attention, modes, windows
-from spkv_nas.model.loss import NO_TARGET, DecoderPass, forward_inside, logits_of, replaced_forward
+from spkv_nas.model.loss import NO_TARGET, DecoderPass, TaughtPass, forward_inside, logits_of, replaced_forward
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Distillation:
         self.sums = self.sums.to(nll.device) + values
 
 
-class _DistilledPass(DecoderPass):
+class _DistilledPass(TaughtPass):
     """Decoder pass of a student, after its teacher's on the same arguments; the loss mixes NLL and divergence."""
 
     def __init__(self, student: PreTrainedModel, distillation: Distillation) -> None:
@@ -110,16 +110,8 @@ class _DistilledPass(DecoderPass):
         """Record the teacher's last hidden states, and run the student's decoder."""
         self._replaced.close()
         with torch.no_grad(), self._distillation.teacher.dense_state():
-            self._taught = self._teacher_decoder.forward(*args, **kwargs)
+            self.taught = self._teacher_decoder.forward(*args, **kwargs)
         return self._decoder.forward(*args, **kwargs)
-
-    def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Any]]:
-        """Yield chunks of last hidden states [n, C], and of the targets [n] with the teacher's states [n, C]."""
-        taught = self._taught.last_hidden_state[:, :-1].flatten(0, 1)
-        start = 0
-        for hidden, ids in super()._chunks(targets):
-            yield hidden, (ids, taught[start : start + len(hidden)])
-            start += len(hidden)
 
     def _loss(self, hidden: Tensor, targets: Any, forward: Callable[..., Any]) -> Tensor:
         """Compute the losses of a chunk, float32 [n], and add their parts to the sums."""
@@ -131,7 +123,7 @@ class _DistilledPass(DecoderPass):
         teacher = distillation.teacher
         with torch.no_grad(), teacher.dense_head():
             forward = forward_inside(teacher.model)
-            reference = logits_of(self._teacher_decoder, type(self._taught), taught[None], forward)[0]
+            reference = logits_of(self._teacher_decoder, type(self.taught), taught[None], forward)[0]
         # Compute the losses and add up their parts
         loss: Tensor
         loss, nll, divergence = _Distilled.apply(  # type: ignore[no-untyped-call]

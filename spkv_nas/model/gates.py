@@ -58,11 +58,18 @@ class UtilityPredictor(nn.Module):
         nn.init.normal_(self.down.weight, std=0.02 * self._config.init_scale)
         nn.init.constant_(self.down.bias, self._config.bias)
 
-    def forward(self, hidden_states: Tensor, *, sinks: bool = True, starts: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        sinks: bool = True,
+        starts: Tensor | None = None,
+        is_text: Tensor | None = None,
+    ) -> Tensor:
         """Compute logits float32 [B, Hkv, T] of hidden states [B, T, model_size].
 
         ``sinks`` tells that the first tokens start a document, ``starts`` int [B, T] where that of each token starts,
-        if there are several in a row.
+        if there are several in a row. ``is_text`` bool [B, T] is for hooks that average logits (``watch_logits``).
         """
         if self.mix is not None and starts is not None:
             raise UserError("the bidirectional predictor mixes tokens of packed documents: give one document per row")
@@ -97,7 +104,7 @@ class FixedGates(nn.Module):
         super().__init__()
         self.row = row
 
-    def forward(self, hidden_states: Tensor, *, sinks: bool = True, starts: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """Return logits [B, Hkv, T] for hidden states [B, T, model_size]."""
         logits = hidden_states.new_empty(len(self.row), 1, dtype=torch.float32)
         for head, letter in enumerate(self.row):
@@ -155,30 +162,34 @@ def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0,
 
 
 class _Priced(torch.autograd.Function):
-    """Identity on logits whose backward pass adds the gradient of ``price * mean(sigmoid(logits))``.
+    """Identity on logits whose backward pass adds the gradient of ``price * mean(sigmoid(logits))`` over text.
 
     The penalty is a gradient rather than a term of the loss, so that the logged loss stays the language model's and any
     kind of activation checkpointing can recompute it.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, price: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, price: float, is_text: Tensor) -> Tensor:
         """Return the logits unchanged."""
-        ctx.save_for_backward(logits)
+        ctx.save_for_backward(logits, is_text)
         ctx.price = price
         return logits.view_as(logits)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Add price * u (1 - u) / n, the derivative of ``price * mean(u)``."""
-        (logits,) = ctx.saved_tensors
-        u = torch.sigmoid(logits)
-        return grad + ctx.price / logits.numel() * u * (1.0 - u), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Add price * u (1 - u) / n, the derivative of ``price * mean(u)`` over n logits."""
+        logits, is_text = ctx.saved_tensors
+        u, number = torch.sigmoid(logits), logits.shape[1] * is_text.sum().clamp_min(1)
+        return grad + ctx.price / number * u * (1.0 - u) * is_text[:, None], None, None
 
 
-def priced(logits: Tensor, price: float) -> Tensor:
-    """Return ``logits`` with the gradient of ``price * mean(u)`` added in the backward pass."""
-    result: Tensor = _Priced.apply(logits, price)  # type: ignore[no-untyped-call]
+def priced(logits: Tensor, price: float, is_text: Tensor | None = None) -> Tensor:
+    """Return ``logits`` [B, Hkv, T] with the gradient of ``price * mean(u)`` added in the backward pass.
+
+    The mean is over the tokens that ``is_text``, bool [B, T], marks; None: all.
+    """
+    is_text = torch.ones_like(logits[:, 0], dtype=torch.bool) if is_text is None else is_text
+    result: Tensor = _Priced.apply(logits, price, is_text)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from spkv_nas.base import errors, memory
 from spkv_nas.model.model_shape import vocabulary_size
 
 NO_TARGET = -100  # label to ignore
+Pass = TypeVar("Pass", bound="DecoderPass")
 
 
 def token_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
@@ -40,15 +41,26 @@ def token_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) ->
     )
 
 
-def mean_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
-    """Compute the mean of ``token_nll``, with gradients, without the first token of a document. Warns as it does."""
+def target_tokens(input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    """Return the tokens to predict, int64 [B, T - 1]: ``NO_TARGET`` for the first of a document, as filling is."""
     targets = input_ids[:, 1:]
-    for each in positions.values():
-        targets = targets.masked_fill(each[:, 1:] == 0, NO_TARGET)
+    return targets if position_ids is None else targets.masked_fill(position_ids[:, 1:] == 0, NO_TARGET)
+
+
+def num_targets(input_ids: Tensor, **positions: Tensor) -> int:
+    """Return the number of tokens that the losses of a pass are means over."""
+    return int((target_tokens(input_ids, **positions) != NO_TARGET).sum())
+
+
+def mean_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
+    """Compute the mean of ``token_nll`` over ``target_tokens``, with gradients; 0 without any. Warns as it does."""
+    targets = target_tokens(input_ids, **positions)
     if (decoder_pass := _large_pass(model, input_ids, DecoderPass, **positions)) is not None:
-        return decoder_pass.total(targets, model) / (targets != NO_TARGET).sum()
-    logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NO_TARGET)
+        total = decoder_pass.total(targets, model)
+    else:
+        logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
+        total = F.cross_entropy(logits.float(), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
+    return total / (targets != NO_TARGET).sum().clamp_min(1)
 
 
 def mean_divergence(
@@ -59,24 +71,30 @@ def mean_divergence(
 ) -> Tensor:
     """Compute the KL divergence of next-token distributions from a reference's, in nats per token, with gradients.
 
-    It is the mean over all tokens ``input_ids`` [B, T] but the last of each block. ``reference`` returns a context in
+    It is the mean over the predictions of ``target_tokens`` of ``input_ids`` [B, T]. ``reference`` returns a context in
     which the model's passes are the reference's. Other arguments and warnings are those of ``token_nll``.
     """
-    decoder_pass, decoder = _large_pass(model, input_ids, _DivergencePass, **positions), model.get_decoder()
-    if decoder_pass is None:
+    targets = target_tokens(input_ids, **positions)
+    if (decoder_pass := _large_pass(model, input_ids, _DivergencePass, **positions)) is not None:
+        with torch.no_grad(), reference():
+            decoder_pass.taught = model.get_decoder()(input_ids=input_ids, use_cache=False, **positions)
+        total = decoder_pass.total(targets, model)
+    else:
         logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1]
         with torch.no_grad(), reference():
             reference_logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1]
-        return _divergence(logits, reference_logits).mean()
-    with torch.no_grad(), reference():
-        hidden = decoder(input_ids=input_ids, use_cache=False, **positions).last_hidden_state[:, :-1]
-    return decoder_pass.total(hidden, model) / input_ids[:, 1:].numel()
+        total = _divergence(logits, reference_logits, targets).sum()
+    return total / (targets != NO_TARGET).sum().clamp_min(1)
 
 
-def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
-    """Compute the KL divergence of softmax(``logits``) from softmax(``reference``), both [..., V]: float32 [...]."""
-    target = reference.float().log_softmax(-1)
-    return F.kl_div(logits.float().log_softmax(-1), target, reduction="none", log_target=True).sum(-1)
+def _divergence(logits: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
+    """Compute the KL divergence of softmax(``logits``) from softmax(``reference``), both [..., V]: float32 [...].
+
+    It is 0 where ``targets`` [...] are ``NO_TARGET``.
+    """
+    taught = reference.float().log_softmax(-1)
+    divergence = F.kl_div(logits.float().log_softmax(-1), taught, reduction="none", log_target=True).sum(-1)
+    return divergence * (targets != NO_TARGET)
 
 
 @contextmanager
@@ -206,7 +224,7 @@ class DecoderPass:
         return result
 
     def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Any]]:
-        """Yield chunks of last hidden states [n, C] and what ``_loss`` compares them with: targets [n] or [n, C]."""
+        """Yield chunks of last hidden states [n, C], and of what ``_loss`` compares them with, such as targets [n]."""
         size = memory.chunk_tokens(vocabulary_size(self._model))
         hidden: Tensor = self._output.last_hidden_state[:, :-1].flatten(0, 1)
         return zip(torch.split(hidden, size), torch.split(targets.flatten(0, 1), size), strict=True)
@@ -221,15 +239,29 @@ class DecoderPass:
         return logits_of(self._decoder, type(self._output), hidden, forward)
 
 
-class _DivergencePass(DecoderPass):
-    """Decoder pass whose targets are last hidden states of a reference, from whose predictions it diverges."""
+class TaughtPass(DecoderPass):
+    """Decoder pass that is compared with another pass, ``taught``: an output with last hidden states [B, T, C]."""
+
+    taught: Any
+
+    def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Any]]:
+        """Yield chunks of last hidden states [n, C], and of the targets [n] with the other pass's states [n, C]."""
+        taught, start = self.taught.last_hidden_state[:, :-1].flatten(0, 1), 0
+        for hidden, ids in super()._chunks(targets):
+            yield hidden, (ids, taught[start : start + len(hidden)])
+            start += len(hidden)
+
+
+class _DivergencePass(TaughtPass):
+    """Decoder pass whose loss is the divergence from the predictions of the other pass."""
 
     def _loss(self, hidden: Tensor, targets: Any, forward: Callable[..., Any]) -> Tensor:
-        """Compute the divergences of a chunk, float32 [n]; ``targets`` [n, C]."""
+        """Compute the divergences of a chunk, float32 [n]."""
+        ids, taught = targets
         logits = self._logits(hidden[None], forward)[0]
         with torch.no_grad():
-            reference_logits = self._logits(targets[None], forward)[0]
-        return _divergence(logits, reference_logits)
+            reference_logits = self._logits(taught[None], forward)[0]
+        return _divergence(logits, reference_logits, ids)
 
 
 def logits_of(decoder: nn.Module, output: type, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
@@ -273,8 +305,8 @@ class _Loss(torch.autograd.Function):
 
 
 def _large_pass(
-    model: PreTrainedModel, tokens: Tensor, begin_pass: Callable[[PreTrainedModel], DecoderPass], **positions: Tensor
-) -> DecoderPass | None:
+    model: PreTrainedModel, tokens: Tensor, begin_pass: Callable[[PreTrainedModel], Pass], **positions: Tensor
+) -> Pass | None:
     """Run the model over ``tokens`` [B, T] and return the decoder pass; None if chunks are not needed or possible."""
     if not _is_large(model, tokens) or not _keeps_some(model):
         return None

@@ -81,16 +81,17 @@ class KeyBenefitEstimator:
         self._watch = attention.watch_logits(model, self._see)
         self._benefits: dict[int, torch.Tensor] = {}  # layer -> [Hkv], on the device
 
-    def _see(self, layer: int, logits: torch.Tensor) -> None:
+    def _see(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor | None) -> None:
         """Register a hook on the gradient of the utility logits [B, Hkv, T] of a layer."""
         if logits.requires_grad:
-            logits.register_hook(partial(self._add, layer, logits.detach()))  # type: ignore[no-untyped-call]
+            counted = torch.ones_like(logits[:, 0], dtype=torch.bool) if is_text is None else is_text
+            logits.register_hook(partial(self._add, layer, logits.detach(), counted))  # type: ignore[no-untyped-call]
 
-    def _add(self, layer: int, logits: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add the benefits of a backward pass, from logits and their gradient [B, Hkv, T]."""
+    def _add(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add the benefits of a backward pass, from logits and their gradient [B, Hkv, T], over text [B, T]."""
         slope = torch.sigmoid(logits) * torch.sigmoid(-logits)  # du / dlogit; 0 without a gate
-        has_gate = slope > 0.0  # not in global and local heads, and not for sink tokens
-        num_keys, num_gated = logits.shape[0] * logits.shape[2], has_gate.sum((0, 2))
+        has_gate = (slope > 0.0) & is_text[:, None]  # not in global and local heads, and not for sink tokens
+        num_keys, num_gated = is_text.sum(), has_gate.sum((0, 2))
         sums = -(gradient / slope).where(has_gate, 0.0).sum((0, 2))
         benefit = sums * (num_keys / num_gated) * self._num_gates  # NaN without any gate
         self._benefits[layer] = self._benefits.get(layer, torch.zeros_like(benefit)) + benefit

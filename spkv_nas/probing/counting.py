@@ -38,7 +38,8 @@ class Counts:
     kept_squared: torch.Tensor  # [P, L, H] sum over documents of (kept tokens)^2
     kept_times_tokens: torch.Tensor  # [P, L, H] sum over documents of kept tokens x tokens
     bins: torch.Tensor  # [P * L * H * num_bins]
-    position: torch.Tensor  # [L, H, buckets]
+    position: torch.Tensor  # [L, H, buckets] tokens kept, by position in the document
+    position_tokens: NDArray[np.int64]  # [buckets]
     tokens: NDArray[np.int64]  # [P]
     tokens_squared: NDArray[np.float64]  # [P] sum over documents of tokens^2
     document_kept: torch.Tensor  # [groups, L, H] tokens kept, by group of documents
@@ -143,27 +144,32 @@ class GateCounter:
         """Start a forward pass and discard the logits of a failed one."""
         self._logits = {}
 
-    def see(self, layer: int, logits: torch.Tensor) -> None:
+    def see(self, layer: int, logits: torch.Tensor, _is_text: torch.Tensor | None) -> None:
         """Buffer the utility logits [B, H, T] of one layer."""
         absent = self._heads - logits.shape[1]  # beyond the heads of the layer
         self._logits[layer] = pad(logits, (0, 0, 0, absent), value=-math.inf) if absent else logits
 
     def _prepare(self, start: int, stop: int) -> None:
-        """Compute the document membership and histogram offsets of the blocks ``start:stop``."""
-        # Documents in these blocks, and their tokens
-        documents = self._blocks.document[start:stop]  # [B, T]
+        """Compute the documents, positions and histogram offsets of the n tokens of text in blocks ``start:stop``."""
+        # Documents in these blocks, and their tokens, without filling
+        tokens, device = self._blocks.tokens[start:stop], self.counts.kept.device
+        text = np.flatnonzero(~self._blocks.boundaries.is_filling(tokens))
+        documents = self._blocks.document[start:stop].ravel()[text]  # [n]
         self._numbers, index = np.unique(documents, return_inverse=True)
-        device = self.counts.kept.device
-        index = index.reshape(-1)  # [B * T], column of each token's document
+        self._text = torch.from_numpy(text).to(device)
         self._tokens = np.bincount(index, minlength=len(self._numbers))
-        self._membership = torch.zeros(index.size, len(self._numbers), device=device)
-        self._membership[torch.arange(index.size), torch.from_numpy(index).to(device)] = 1.0
+        column = torch.from_numpy(index).to(device)  # [n], of each token's document
+        self._membership = torch.nn.functional.one_hot(column, len(self._numbers)).float()
+        # Buckets of their positions in the documents
+        inputs = self._blocks.boundaries.inputs(torch.from_numpy(tokens.astype(np.int64)))
+        position = inputs.get("position_ids", torch.arange(tokens.shape[1])).expand(tokens.shape).flatten().to(device)
+        self._bucket = self.bucket_of[position[self._text]]
+        self.counts.position_tokens += np.bincount(self._bucket.cpu(), minlength=len(self.counts.position_tokens))
         # Offsets of each token's domain and document in the flattened histograms
-        domain = torch.from_numpy(self.domain_of[documents]).to(device)  # [B, T]
+        domain = torch.from_numpy(self.domain_of[documents]).to(device)
         self._bin_base = domain * (self._layers * self._heads * self.bins.num_fine)
         self._kept = torch.zeros(self._layers, self._heads, len(self._numbers), device=device)
-        column = torch.from_numpy(index.reshape(documents.shape)).to(device)
-        self._column_base = (column * (self._heads * self.bins.num_coarse))[:, None, :]  # [B, 1, T]
+        self._column_base = column * (self._heads * self.bins.num_coarse)
         # Group of each document
         self._groups = torch.from_numpy(self.group_of[self._numbers]).to(device)
         np.add.at(self.counts.document_tokens, self.group_of[self._numbers], self._tokens)
@@ -172,14 +178,15 @@ class GateCounter:
         """Count the logits [B, H, T] of one layer."""
         self.counts.wrong[layer] += logits.isnan().any(2).any(0)
         logits = logits.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)  # NaN has no bin; ``finish`` refuses it
+        logits = logits.transpose(0, 1).flatten(1)[:, self._text]  # [H, n]
         # Count kept tokens by document and by position
-        kept = gates.keeps(logits, self._tau).float().transpose(0, 1)  # [H, B, T]
-        self._kept[layer] = kept.flatten(1) @ self._membership
-        self.counts.position[layer].index_add_(1, self.bucket_of, kept.sum(1).double())
+        kept = gates.keeps(logits, self._tau).float()
+        self._kept[layer] = kept @ self._membership
+        self.counts.position[layer].index_add_(1, self._bucket, kept.double())
         # Add to the histograms by domain
         fine = self.bins.fine(logits)
-        head = torch.arange(self._heads, device=logits.device)[None, :, None]
-        flat = fine + (head + layer * self._heads) * self.bins.num_fine + self._bin_base[:, None, :]
+        head = torch.arange(self._heads, device=logits.device)[:, None]
+        flat = fine + (head + layer * self._heads) * self.bins.num_fine + self._bin_base
         self.counts.bins += torch.bincount(flat.flatten(), minlength=self.counts.bins.numel())
         # Add to the coarse histograms by group of documents
         flat = self.bins.coarse(fine) + head * self.bins.num_coarse + self._column_base
@@ -251,6 +258,7 @@ def _no_counts(sizes: tuple[int, int, int], grid: Grid, num_buckets: int, bins: 
         kept_times_tokens=kept_times_tokens,
         bins=torch.zeros(math.prod(shape) * bins.num_fine, dtype=torch.int64, device=device),
         position=torch.zeros(*grid, num_buckets, dtype=torch.float64, device=device),
+        position_tokens=np.zeros(num_buckets, dtype=np.int64),
         tokens=np.zeros(num_domains, dtype=np.int64),
         tokens_squared=np.zeros(num_domains),
         document_kept=torch.zeros(groups, *grid, dtype=torch.float64, device=device),

@@ -91,7 +91,7 @@ def _table(
         rows=_rows(counter, blocks.domains, present),
         tau=tau,
         window=config.window,
-        positions=_positions(counter, blocks.block_size),
+        positions=_positions(counter),
         histogram=_histogram(counter, blocks.domains, present),
         documents=_documents(counter, blocks.domains, present),
         metadata=metadata,
@@ -166,22 +166,20 @@ def _documents(counter: GateCounter, domains: tuple[str, ...], present: list[int
     )
 
 
-def _positions(counter: GateCounter, block_size: int) -> pd.DataFrame:
-    """Build the table of density by position in the block."""
-    # Count the tokens of each position bucket
+def _positions(counter: GateCounter) -> pd.DataFrame:
+    """Build the table of density by position in the block, or in separate documents."""
     width = np.bincount(counter.bucket_of.cpu().numpy())
     start = np.concatenate([[0], np.cumsum(width)[:-1]])
-    num_tokens = width * (int(counter.counts.tokens.sum()) // block_size)
-    kept = counter.counts.position.cpu().numpy()
-    # List heads and buckets as rows
-    layer, head, bucket = np.nonzero(np.broadcast_to(counter.is_head[..., None], kept.shape))
+    num_tokens, kept = counter.counts.position_tokens, counter.counts.position.cpu().numpy()
+    # List heads and buckets that have tokens as rows
+    layer, head, bucket = np.nonzero(counter.is_head[..., None] & (num_tokens > 0))
     return pd.DataFrame(
         {
             "layer": layer,
             "kv_head": head,
             "start": start[bucket],
             "end": (start + width)[bucket],
-            "density": kept[layer, head, bucket] / np.maximum(num_tokens[bucket], 1),
+            "density": kept[layer, head, bucket] / num_tokens[bucket],
             "num_tokens": num_tokens[bucket],
         }
     )

@@ -21,6 +21,7 @@ Layouts of a table give their local heads the sinks that were measured on the mo
 with as many. On a model without attention sinks it is learned with 4 as in the original, though layouts have none.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ from spkv_nas.base import distributed, memory
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.tokenizer import Boundaries
+from spkv_nas.data.tokenizer import PLAIN, Boundaries
 from spkv_nas.model import attention, windows
 from spkv_nas.probing.frozen import check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
 from spkv_nas.probing.mixture import Mixture
@@ -52,19 +53,19 @@ class AlphaMixture(Mixture):
             (state.num_kv_heads,), float(not state.is_always_local), device=device, requires_grad=True
         )
         super().__init__(state, self.share, [window], sinks)
-        self.records = False  # True during the forward pass of the unchanged model, whose output is stored
-        self._recorded: Tensor | None = None
+        self.records = False  # True during the forward pass of the unchanged model, whose outputs are stored
+        # outputs of the layer, then of those that read its keys
+        self._recorded: deque[Tensor] = deque(maxlen=1 + state.num_readers)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
     ) -> Tensor:
         """Record global attention or mix it with local attention; shapes as in ``Mixture``."""
         if self.records:
-            self._recorded = self.attend(-1, q, k, v, scale, sink_logits, starts)
-            return self._recorded
-        assert self._recorded is not None
+            self._recorded.append(self.attend(-1, q, k, v, scale, sink_logits, starts))
+            return self._recorded[-1]
         self.shares = torch.stack([1.0 - self.share, self.share], -1)
-        return self.mix([self.attend(0, q, k, v, scale, sink_logits, starts), self._recorded])
+        return self.mix([self.attend(0, q, k, v, scale, sink_logits, starts), self._recorded.popleft()])
 
 
 def duo(
@@ -90,7 +91,6 @@ def duo(
     hooked.
     """
     with windows.full_attention(model) as states, frozen(model):
-        attention.refuse_readers(states, "this signal")
         # Train alpha
         mixtures = [AlphaMixture(state, window, sinks, model.device) for state in states]
         for state, mixture in zip(states, mixtures, strict=True):
@@ -155,7 +155,7 @@ def _add_gradients(
             alpha.grad = None
         sums = torch.zeros(2, dtype=torch.float64)
         for tokens in parts:
-            error, full = sums_of_squares(model, mixtures, **boundaries.inputs(tokens))
+            error, full = sums_of_squares(model, mixtures, tokens, boundaries)
             torch.autograd.backward(error)
             sums += torch.stack([error.detach(), full]).cpu()
         return sums
@@ -172,19 +172,20 @@ def _add_gradients(
 
 
 def sums_of_squares(
-    model: PreTrainedModel, mixtures: list[AlphaMixture], input_ids: Tensor, **positions: Tensor
+    model: PreTrainedModel, mixtures: list[AlphaMixture], tokens: Tensor, boundaries: Boundaries = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """Compute the summed squared error of the mixture's last hidden states, and the summed square of the full model's.
 
-    Both sum over the same number of values, so the distillation loss is their ratio. The error is differentiable in the
-    alphas of the ``mixtures``, one per layer, which are attached to the model; other arguments as in ``token_nll``.
+    Both sum over the same tokens of blocks [B, T], without filling, so the distillation loss is their ratio. The error
+    is differentiable in the alphas of the ``mixtures``, one per layer, which are attached to the model.
     """
-    decoder = model.get_decoder()
+    decoder, inputs = model.get_decoder(), boundaries.inputs(tokens)
+    is_text = torch.from_numpy(~boundaries.is_filling(tokens.cpu().numpy())).to(model.device)
     for mixture in mixtures:
         mixture.records = True
     with torch.no_grad():
-        target = decoder(input_ids=input_ids, use_cache=False, **positions).last_hidden_state.float()
+        target = decoder(**inputs, use_cache=False).last_hidden_state[is_text].float()
     for mixture in mixtures:
         mixture.records = False
-    hidden = decoder(input_ids=input_ids, use_cache=False, **positions).last_hidden_state.float()
+    hidden = decoder(**inputs, use_cache=False).last_hidden_state[is_text].float()
     return F.mse_loss(hidden, target, reduction="sum"), target.square().sum()

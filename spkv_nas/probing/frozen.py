@@ -18,7 +18,8 @@ from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.cost.formulas import PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model import device_map, model_shape, modes
+from spkv_nas.data.tokenizer import Boundaries
+from spkv_nas.model import device_map, loss, model_shape, modes
 from spkv_nas.probing.heads import HeadMeans, signal_table
 
 ROOM = 0.5  # share of the free memory that a forward and backward pass may use
@@ -83,6 +84,12 @@ def rank_tokens(blocks: TokenBlocks, indices: arrays.Int, device: torch.device) 
     """Return this rank's part, int64 [B, T], B may be 0, of the blocks with ``indices``, the same on all ranks."""
     share = distributed.own_share(len(indices))
     return torch.from_numpy(blocks.tokens[indices[share.start : share.stop]].astype(np.int64)).to(device)
+
+
+def num_measured(boundaries: Boundaries, tokens: torch.Tensor) -> tuple[int, int]:
+    """Return the number of tokens to predict in blocks [B, T], and of those that are no filling; at least 1 each."""
+    num_text = int((~boundaries.is_filling(tokens.cpu().numpy())).sum())
+    return max(1, loss.num_targets(**boundaries.inputs(tokens))), max(1, num_text)
 
 
 def run_micro_batches(

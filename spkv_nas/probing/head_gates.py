@@ -119,11 +119,12 @@ def _slope(
     The gradient is with respect to the ``gates`` [layers, KV heads], a leaf tensor that the layers' mixtures use. The
     blocks [B] are the same on all ranks, on each of which it must be called.
     """
+    num_targets, _ = frozen.num_measured(blocks.boundaries, torch.from_numpy(blocks.tokens[block_indices]))
 
     def gradients(parts: Iterator[torch.Tensor]) -> torch.Tensor:
         sums = torch.zeros(1 + gates.numel(), device=model.device)
         for tokens in parts:
-            share = len(tokens) / len(block_indices)
+            share = frozen.num_measured(blocks.boundaries, tokens)[0] / num_targets
             inputs = blocks.boundaries.inputs(tokens)
             loss = mean_divergence(model, reference=partial(unobserved, states), **inputs) * share
             (gradient,) = torch.autograd.grad(loss, gates)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spkv_nas.artifacts import head_scores, head_tables, kinds
@@ -41,6 +42,7 @@ def attention_weights(
     window: int,
     start: int = 0,
     sink_logits: Tensor | None = None,
+    starts: Tensor | None = None,
     softcap: float | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield causal softmax attention weights in float32, in chunks of queries so that memory is O(T).
@@ -52,6 +54,7 @@ def attention_weights(
         window: number of recent keys visible to a query, including its own; T or more means all keys.
         start: position of the first query to return.
         sink_logits: learned sinks [Hq], which are in the denominator; None: none.
+        starts: first key that a query can see, where its document starts, int [B, T]; None: 0.
         softcap: cap of the scores, or None.
 
     Yields:
@@ -72,7 +75,10 @@ def attention_weights(
             scores = softcap * torch.tanh(scores / softcap)
         # Causal window mask, then softmax
         age = query[:, None] - key[None, :]
-        scores.masked_fill_((age < 0) | (age >= window), -torch.inf)
+        hidden = (age < 0) | (age >= window)
+        if starts is not None:
+            hidden = (hidden | (key < starts[:, first:stop, None]))[:, None, None]
+        scores.masked_fill_(hidden, -torch.inf)
         if sink_logits is None:
             yield query, scores.softmax(-1)
             continue
@@ -102,13 +108,21 @@ class HeadSums:
         self.sums = torch.zeros(num_layers, num_heads, len(blocks.documents), dtype=torch.float64, device=device)
         self.counts = np.zeros(len(blocks.documents), dtype=np.int64)  # int64 [documents], number of tokens summed
 
-    def add(self, start: int, layers: Sequence[Tensor], positions: slice) -> None:
-        """Add the values of each layer, [B, H, tokens], at ``positions`` of the B blocks from ``start`` on."""
-        owner = self._blocks.document[start : start + len(layers[0]), positions].ravel()
+    def add(
+        self, start: int, layers: Sequence[Tensor], positions: slice, counted: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Add the values of each layer, [B, H, tokens], at ``positions`` of the B blocks from ``start`` on.
+
+        Filling does not count, nor do the tokens that ``counted``, bool [B, tokens], leaves out.
+        """
+        part = slice(start, start + len(layers[0]))
+        is_text = ~self._blocks.boundaries.is_filling(self._blocks.tokens[part])[:, positions]
+        chosen = np.flatnonzero(is_text if counted is None else is_text & counted)
+        owner = self._blocks.document[part, positions].ravel()[chosen]
         self.counts += np.bincount(owner, minlength=len(self.counts))
-        owner_index = torch.from_numpy(owner.astype(np.int64)).to(self.sums.device)
+        owner_index, columns = (torch.from_numpy(x.astype(np.int64)).to(self.sums.device) for x in (owner, chosen))
         for layer, values in enumerate(layers):
-            rows = values.transpose(0, 1).flatten(1).to(self.sums.device, torch.float64)
+            rows = values.transpose(0, 1).flatten(1).to(self.sums.device, torch.float64)[:, columns]
             self.sums[layer, : len(rows)].index_add_(1, owner_index, rows)
 
     def add_up(self) -> None:

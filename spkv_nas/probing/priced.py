@@ -114,7 +114,8 @@ def learn_gates(
             if step < first:
                 continue
             tokens = frozen.rank_tokens(blocks, np.sort(block_indices), model.device)
-            learning.step(step, tokens, size, micro_batch)
+            sizes = frozen.num_measured(blocks.boundaries, torch.from_numpy(blocks.tokens[block_indices]))
+            learning.step(step, tokens, sizes, micro_batch)
             progress(step + 1, steps, f"density {learning.density:.2f}")
             if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
                 distributed.on_main(partial(learning.save, state, step + 1))
@@ -146,13 +147,16 @@ class _Learning:
         self._tracker = density_tracker.DensityTracker(model)
         self.density = self.last_price = math.nan  # mean density over heads, and price of a key, in the last step
 
-    def step(self, number: int, tokens: Tensor, num_blocks: int, micro_batch: memory.AdaptiveBatchSize) -> None:
-        """Apply update ``number`` from 0 on all ranks, with this rank's ``tokens`` int64 [B, T] of ``num_blocks``."""
+    def step(self, number: int, tokens: Tensor, sizes: tuple[int, int], micro_batch: memory.AdaptiveBatchSize) -> None:
+        """Apply update ``number`` from 0 on all ranks, with this rank's ``tokens`` int64 [B, T].
+
+        ``sizes`` are the tokens to predict and those of text (``frozen.num_measured``) of all ranks.
+        """
         price = self._price
         self.last_price = self._config.price if price is None else price.value
 
         # Gradients, summed over ranks
-        gradients = partial(self._add_gradients, num_blocks=num_blocks)
+        gradients = partial(self._add_gradients, sizes=sizes)
         total, benefits = frozen.run_micro_batches(gradients, tokens, micro_batch)
         frozen.check_finite("the training loss of the gates", float(distributed.sum_over_processes(total)), number)
         distributed.sum_gradients(self._parameters.values())
@@ -169,10 +173,10 @@ class _Learning:
             group["lr"] = self._rates[number]
         self._optimizer.step()
 
-    def _add_gradients(self, parts: Iterator[Tensor], num_blocks: int) -> tuple[Tensor, arrays.Float | None]:
-        """Compute a step's gradients from zero by ``parts`` int64 [b, T].
+    def _add_gradients(self, parts: Iterator[Tensor], sizes: tuple[int, int]) -> tuple[Tensor, arrays.Float | None]:
+        """Compute a step's gradients from zero by ``parts`` int64 [b, T]; ``sizes`` are those of the step.
 
-        Return this rank's share of the mean loss of ``num_blocks``, and benefits of keys until the first price is set.
+        Return this rank's share of the step's mean loss, and benefits of keys until the first price is set.
         """
         # Estimate the benefit of keys once, to start the price from
         measures = self._price is not None and not self._price.is_measured
@@ -182,10 +186,11 @@ class _Learning:
         total = torch.zeros((), device=self._model.device)
         try:
             for tokens in parts:
-                # Weight loss and price by the share of this micro-batch
-                share = len(tokens) / num_blocks  # the last micro-batch may be smaller
-                modes.set_price(self._model, self.last_price * share)
-                loss = mean_nll(self._model, **self._boundaries.inputs(tokens)) * share
+                # Weight loss and price by the shares of this micro-batch
+                own_sizes = frozen.num_measured(self._boundaries, tokens)
+                loss_share, price_share = (part / whole for part, whole in zip(own_sizes, sizes, strict=True))
+                modes.set_price(self._model, self.last_price * price_share)
+                loss = mean_nll(self._model, **self._boundaries.inputs(tokens)) * loss_share
                 total += loss.detach()
                 torch.autograd.backward(loss)
         finally:

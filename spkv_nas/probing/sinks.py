@@ -150,27 +150,30 @@ def measure_sinks(
 
     Memory is that of a forward pass plus a chunk of attention weights (``heads.attention_weights``). ``blocks`` begin
     as the tokenizer begins a text, of which ``tokens``, at least a block, are measured on, beyond ``window`` or
-    ``default_window``; separate documents are read as joined. Raises ``UserError``: the model cannot be hooked, or its
-    attention is not finite.
+    ``default_window``; of separate documents, the first tokens are those of each. Raises ``UserError``: the model
+    cannot be hooked, or its attention is not finite.
     """
     # Choose the blocks and the queries that count
     blocks = blocks.spread(max(1, tokens // blocks.block_size))
     window = windows.default_window(model, blocks.block_size) if window is None else window
-    start = max(1, min(window + _POSITIONS, blocks.block_size - 1))  # first query that counts
+    inputs = [blocks.boundaries.inputs(block_tokens(blocks, i, 1, model.device)) for i in range(blocks.num_blocks)]
+    in_document = [each.get("position_ids", torch.arange(blocks.block_size)).cpu().numpy().ravel() for each in inputs]
+    longest = 1 + max(positions.max() for positions in in_document)
+    start = max(1, min(window + _POSITIONS, longest - 1))  # position in the document of the first query that counts
     num_positions = min(_POSITIONS, max(1, start + 1 - window))  # of keys outside the window of the first query
     with windows.full_attention(model) as states, _watch_activations(model) as activations:
         candidates = local_layers.candidate_layers(states)
         # Queries beyond a native window do not see the first token
-        stop = max(start, min(blocks.block_size, *(states[layer].checkpoint_window for layer in candidates)))
+        stop = max(start, min(longest, *(states[layer].checkpoint_window for layer in candidates)))
         sums = {layer: torch.zeros(0) for layer in candidates}  # [Hq, positions], summed over queries and blocks
         for layer in candidates:
             states[layer].observer = _observer(sums, layer, states[layer], slice(start, stop), num_positions)
-        for block in range(blocks.num_blocks):  # one by one, to bound memory
-            model.get_decoder()(input_ids=block_tokens(blocks, block, 1, model.device), use_cache=False)
+        for each in inputs:  # one by one, to bound memory
+            model.get_decoder()(**each, use_cache=False)
         num_kv_heads = max(states[layer].num_kv_heads for layer in candidates)
     # Average the mass over queries and blocks
-    queries = np.arange(start, stop)
-    mass = np.stack([part.cpu().double().numpy() for part in sums.values()]) / max(1, len(queries) * blocks.num_blocks)
+    queries = np.concatenate([positions[(positions >= start) & (positions < stop)] for positions in in_document])
+    mass = np.stack([part.cpu().double().numpy() for part in sums.values()]) / max(1, len(queries))
     if not np.isfinite(mass).all():
         raise errors.UserError(
             "the model's attention is not finite\nits weights are damaged or diverged, or its activations overflow in "
@@ -183,16 +186,30 @@ def measure_sinks(
 def _observer(
     sums: dict[int, Tensor], layer: int, state: attention.LayerState, queries: slice, num_positions: int
 ) -> Callable[..., None]:
-    """Return an attention observer that adds one layer's weights on the first keys to ``sums``."""
+    """Return an attention observer that adds one layer's weights on the first keys of documents to ``sums``.
 
-    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
+    The ``queries`` are a range of positions in the document.
+    """
+
+    def observe(
+        q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+    ) -> None:
         total = torch.zeros(q.shape[1], num_positions, device=q.device)
-        q, k = q[:, :, : queries.stop], k[:, :, : queries.stop]
-        options: Any = {"sink_logits": sink_logits, "softcap": state.softcap}
-        for _, weights in attention_weights(q, k, scale, window=queries.stop, start=queries.start, **options):
-            total += weights[..., :num_positions].sum((0, -2)).flatten(0, 1)  # [Hq, positions]
+        stop = queries.stop if starts is None else q.shape[2]
+        first = torch.zeros(len(q), stop, dtype=torch.long, device=q.device) if starts is None else starts
+        options: Any = {"sink_logits": sink_logits, "softcap": state.softcap, "starts": starts}
+        weighted = attention_weights(q[:, :, :stop], k[:, :, :stop], scale, window=stop, start=queries.start, **options)
+        for query, weights in weighted:
+            # Weights on the first keys of each query's document [B, Hkv, G, c, positions]
+            position = query - first[:, query]
+            index = first[:, query, None] + torch.arange(num_positions, device=q.device)
+            index = index.clamp_max(weights.shape[-1] - 1)[:, None, None]
+            on_first = weights.gather(-1, index.expand(*weights.shape[:-1], -1))
+            counted = ((position >= queries.start) & (position < queries.stop))[:, None, None, :, None]
+            total += (on_first * counted).sum((0, -2)).flatten(0, 1)  # [Hq, positions]
         sums[layer] = sums[layer] + total if len(sums[layer]) else total
 
+    observe.knows_documents = True  # type: ignore[attr-defined]
     return observe
 
 

@@ -109,17 +109,19 @@ def window_costs(
 def _means(
     blocks: TokenBlocks, order: NDArray[np.int64], costs: Float, windows: tuple[int, ...], window: int
 ) -> tuple[list[heads.HeadMeans], WindowCosts]:
-    """Return the mean costs of one window, and of all, over the blocks of every domain.
+    """Return the mean costs of one window, and of all, over the tokens to predict of every domain.
 
-    ``costs`` [N, L, Hkv, W] are those of the blocks in ``order``.
+    ``costs`` [N, L, Hkv, W] are those of the blocks in ``order``, as ``_gradients`` returns them.
     """
     domain_of = np.array([_main_domain(blocks, index) for index in order])
     domains = tuple(sorted(set(domain_of.tolist())))
     means, by_domain = [], []
     for domain in domains:
+        indices = order[domain_of == domain]
         some = np.moveaxis(costs[domain_of == domain], 0, -1)  # [L, Hkv, W, blocks]
-        mean, error = statistics.jackknife_ratio(some, np.ones(some.shape[-1]))
-        score, tokens = windows.index(window), some.shape[-1] * blocks.block_size
+        sizes = np.array([frozen.num_measured(blocks.boundaries, _tokens(blocks, index)) for index in indices])
+        mean, error = statistics.jackknife_ratio(some, sizes[:, 0] / (blocks.block_size - 1))
+        score, tokens = windows.index(window), int(sizes[:, 1].sum())
         means.append(heads.HeadMeans(mean[..., score], domain, tokens, 0, error[..., score]))
         by_domain.append(mean)
     return means, WindowCosts(windows, np.stack(by_domain), domains)
@@ -137,7 +139,8 @@ def _gradients(
 ) -> Float:
     """Compute the gradients of the loss of every block in ``order`` [N, layers, Hkv, K]; must be called on all ranks.
 
-    ``layers`` are those whose heads can be global.
+    ``layers`` are those whose heads can be global. The loss is summed over the tokens to predict, of which blocks of
+    separate documents have fewer than others, and divided by those of a block of one document.
     """
     grid = len(layers), max(heads_per_layer(states)), len(windows) + 1
 
@@ -148,9 +151,10 @@ def _gradients(
         for layer, share in zip(layers, shares, strict=True):
             of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
             states[layer].observer = Mixture(states[layer], of_heads, windows, sinks)
-        tokens = torch.from_numpy(blocks.tokens[indices].astype(np.int64)).to(model.device)
+        tokens = _tokens(blocks, indices).to(model.device)
         inputs = blocks.boundaries.inputs(tokens)
-        loss = mean_divergence(model, reference=partial(unobserved, states), **inputs) * len(part)
+        size = frozen.num_measured(blocks.boundaries, tokens)[0] / (blocks.block_size - 1)  # in whole blocks
+        loss = mean_divergence(model, reference=partial(unobserved, states), **inputs) * size
         (gradient,) = torch.autograd.grad(loss, shares)
         frozen.check_finite("window costs: the loss", float(loss.detach()), part.start + 1, gradient)
         return list(gradient.double().cpu().numpy().swapaxes(0, 1))
@@ -164,6 +168,11 @@ def _gradients(
         for index, gradient in zip(rank_share, micro_batch.run_all(gradients, rank_share, progress), strict=True):
             by_block[index] = gradient
     return distributed.sum_over_processes(by_block)
+
+
+def _tokens(blocks: TokenBlocks, indices: NDArray[np.int64]) -> torch.Tensor:
+    """Return the tokens of some blocks, int64 [B, T]; of one index, B is 1."""
+    return torch.from_numpy(blocks.tokens[np.atleast_1d(indices)].astype(np.int64))
 
 
 def _main_domain(blocks: TokenBlocks, index: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_
 import spkv_nas
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.data.blocks import TokenBlocks, build_blocks
+from spkv_nas.contrib.signals.measure.attention_mass import attention_mass
+from spkv_nas.contrib.signals.measure.retrieval import retrieval
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
 from spkv_nas.data.splits import load_text
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.model import loss
+from spkv_nas.model import loss, modes, windows
+from spkv_nas.model.attention import watch_logits
+from spkv_nas.model.density_tracker import DensityTracker
+from spkv_nas.model.gates import predictors
+from spkv_nas.probing import frozen
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
+from spkv_nas.probing.sinks import measure_sinks
 from spkv_nas.probing.window_costs import window_costs
 from spkv_nas.training.dataset import BlockDataset
 
@@ -118,8 +127,84 @@ def test_signals_see_documents(model: PreTrainedModel, tokenizer: PreTrainedToke
         assert (gates.metadata["divergence"] < 1e-6) is is_free
         assert (alphas.metadata["distillation_loss"] < 1e-6) is is_free
         assert (float(np.abs(costs.values).max()) < 1e-6) is is_free
-    with pytest.raises(UserError, match="does not support separate documents"):
-        spkv_nas.probe(model, separate, signal="attention-mass", window=WINDOW)
+
+
+def document_batches(blocks: TokenBlocks) -> list[torch.Tensor]:
+    """Return each document as a batch [1, tokens] of its own."""
+    return [torch.from_numpy(part.astype(np.int64))[None] for part in parts(blocks)]
+
+
+def test_filling_does_not_count(model: PreTrainedModel, blocks: TokenBlocks) -> None:
+    """Divergence, price and densities are means over the tokens of documents, as if each were alone."""
+    batches, batch = document_batches(blocks), inputs(blocks)
+    num_tokens = sum(x.numel() for x in batches)
+    assert int(blocks.boundaries.is_filling(blocks.tokens).sum()) == blocks.tokens.size - num_tokens > 0
+    assert frozen.num_measured(blocks.boundaries, batch["input_ids"]) == (num_tokens - len(batches), num_tokens)
+    # Divergence of a layout
+    with spkv_nas.layout_applied(model, LAYOUT), torch.no_grad():
+        reference = partial(windows.full_attention, model)
+        sums = [loss.mean_divergence(model, x, reference) * (x.numel() - 1) for x in batches]
+        found = loss.mean_divergence(model, batch["input_ids"], reference, position_ids=batch["position_ids"])
+    assert found.item() == pytest.approx(sum(sums).item() / (num_tokens - len(batches)), rel=1e-4)
+    # Price and densities of gates, without effect on hidden states in any mode; the sink token has no gate
+    spkv_nas.attach_gates(model, spkv_nas.GateConfig(window=SIZE, sinks=1, bias=0.0, init_scale=40.0), seed=0)
+    *_, predictor = predictors(model).values()  # of the last layer, which no other layer's price moves
+    kept, slope = 0.0, 0.0
+    with watch_logits(model, lambda layer, logits, _: seen.append(logits)):
+        for tokens in batches:
+            seen: list[torch.Tensor] = []
+            model(input_ids=tokens, use_cache=False)
+            kept = kept + torch.stack([(logits >= 0).sum((0, 2)) for logits in seen])
+            (gradient,) = torch.autograd.grad(torch.sigmoid(seen[-1]).sum(), predictor.down.weight)
+            slope = slope + gradient
+    padded = torch.nn.utils.rnn.pad_sequence([x[0] for x in batches], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x[0]) for x in batches], batch_first=True)
+    for each in (batch, {"input_ids": padded, "attention_mask": mask}):
+        tracker, slopes = DensityTracker(model), []
+        tracker.start()
+        for price in (0.0, 1000.0):
+            modes.set_price(model, price)
+            nll = model(**each, use_cache=False).logits.square().mean()
+            slopes.append(torch.autograd.grad(nll, predictor.down.weight)[0])
+        assert tracker.stop() == pytest.approx((kept / num_tokens).numpy())
+        expected = 1000.0 / 4 * slope / (2 * num_tokens)  # 4 layers of 2 heads
+        assert torch.allclose(slopes[1] - slopes[0], expected, rtol=1e-2, atol=1e-4 * float(expected.abs().max()))
+    modes.set_price(model, 0.0)
+    table = spkv_nas.probe(model, blocks)
+    assert table.density == pytest.approx((kept / num_tokens).numpy(), abs=1e-4)
+    assert table.rows["num_tokens"].unique().tolist() == [num_tokens]
+    assert table.positions.groupby(["layer", "kv_head"])["num_tokens"].sum().unique().tolist() == [num_tokens]
+
+
+@pytest.mark.filterwarnings("ignore:the model predicts only")
+def test_attention_is_that_of_documents_alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Mass outside of the window and on first tokens, and retrieval inside of the longest document."""
+    blocks = build_blocks(TEXTS, tokenizer, SIZE, **SEPARATE)
+    infos = (DocumentInfo("a", "all", "a"),)
+    alone = [TokenBlocks(part[None], np.zeros_like(part[None]), infos) for part in parts(blocks)]
+    # Average over the queries that count in each document
+    beyond = [each for each in alone if each.block_size > WINDOW]
+    masses = [attention_mass(model, each, WINDOW, sinks=1).values for each in beyond]
+    expected = np.average(masses, 0, [each.block_size - WINDOW for each in beyond])
+    assert attention_mass(model, blocks, WINDOW, sinks=1).values == pytest.approx(expected, rel=1e-4)
+    beyond = [each for each in alone if each.block_size > WINDOW + 8]
+    reports = [measure_sinks(model, each, WINDOW) for each in beyond]
+    weights, found = [each.block_size - WINDOW - 8 for each in beyond], measure_sinks(model, blocks, WINDOW)
+    assert found.mass == pytest.approx(np.average([each.mass for each in reports], 0, weights), rel=1e-4)
+    assert found.average == pytest.approx(np.average([each.average for each in reports], 0, weights))
+    # Move all documents but the longest of each block, which retrieval reads last
+    rows = []
+    for row in blocks.tokens:
+        documents = np.split(row, np.flatnonzero(blocks.boundaries.begins_text(row)))
+        longest = documents.pop(int(np.argmax([len(part) for part in documents])))
+        rows.append(np.concatenate([longest, *reversed(documents)]))
+    moved = replace(blocks, tokens=np.stack(rows), document=np.zeros_like(blocks.document))
+    original = replace(blocks, document=moved.document)
+    assert retrieval(model, moved, 2, needle_length=3).values == pytest.approx(
+        retrieval(model, original, 2, needle_length=3).values, rel=1e-4
+    )
+    with pytest.raises(UserError, match="cannot hold a needle of 12"):
+        retrieval(model, blocks, 2, needle_length=12)
 
 
 def test_are_the_same_from_files(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ class TestWatch:
     def test_sees_the_gates_of_every_layer_that_has_some(self, tokens: Tensor) -> None:
         model = gated("gemma3_text")
         seen: list[tuple[int, tuple[int, ...]]] = []
-        watch = watch_logits(model, lambda layer, values: seen.append((layer, tuple(values.shape))))
+        watch = watch_logits(model, lambda layer, values, _: seen.append((layer, tuple(values.shape))))
         logits(model, tokens)
         watch.close()
         logits(model, tokens)

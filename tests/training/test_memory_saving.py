@@ -101,7 +101,7 @@ class TestRecomputed:
         layer.register_forward_pre_hook(lambda *_: passes.append(1))
         seen: list[int] = []
         watch = DensityTracker(model)
-        with recomputed(model), watch_logits(model, lambda number, _: seen.append(number)):
+        with recomputed(model), watch_logits(model, lambda number, *_: seen.append(number)):
             watch.start()
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
             assert sum(int(seen[2, 0]) for seen in watch._seen.values()) == 4 * tokens.numel()

@@ -35,7 +35,8 @@ def attention_mass(
 ) -> head_scores.HeadScores:
     """Measure the attention mass of every KV head by domain, over all queries that have keys outside the window.
 
-    The window includes the query's own key. ``sinks`` keys at the start of each block are excluded. Must be called on
+    The window includes the query's own key. ``sinks`` keys at the start of each document that is separate, or else of
+    each block, are excluded. Must be called on
     all ranks. Raises ``UserError`` if the model cannot be hooked.
     """
     with windows.full_attention(model) as states:
@@ -52,7 +53,10 @@ def attention_mass(
 
         # Add the masses to the sums of their documents
         def add(start: int, masses: list[Tensor]) -> None:
-            collected.add(start, masses, slice(window, None))
+            tokens = torch.from_numpy(blocks.tokens[start : start + len(masses[0])])
+            position = blocks.boundaries.inputs(tokens).get("position_ids", torch.arange(blocks.block_size))
+            has_far_keys = (position.expand(tokens.shape) >= window)[:, window:].numpy()
+            collected.add(start, masses, slice(window, None), has_far_keys)
 
         run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
@@ -65,14 +69,18 @@ def _observer(masses: list[Tensor], state: attention.LayerState, window: int, si
     """Return an attention observer that appends one layer's masses [B, Hkv, T - w] to ``masses``."""
     local_window = local_layers.layout_window(state, window, is_global=False)
 
-    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
+    def observe(
+        q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+    ) -> None:
         parts = []
-        shown: Any = {"window": state.checkpoint_window, "start": window, "sink_logits": sink_logits}
-        for query, weights in attention_weights(q, k, scale, softcap=state.softcap, **shown):
+        shown: Any = {"sink_logits": sink_logits, "starts": starts, "softcap": state.softcap}
+        for query, weights in attention_weights(q, k, scale, window=state.checkpoint_window, start=window, **shown):
             # Sum the weights of keys outside the window, sinks left out
             key = torch.arange(weights.shape[-1], device=q.device)
-            far = (query[:, None] - key >= local_window) & (key >= sinks)
+            first = 0 if starts is None else starts[:, query][:, None, None, :, None]  # of the query's document
+            far = (query[:, None] - key >= local_window) & (key - first >= sinks)
             parts.append((weights * far).sum(-1).mean(2))
         masses.append(torch.cat(parts, -1))
 
+    observe.knows_documents = True  # type: ignore[attr-defined]
     return observe

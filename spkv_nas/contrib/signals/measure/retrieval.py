@@ -13,7 +13,7 @@ model can copy it without instructions. There are three differences from the pap
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -27,6 +27,7 @@ from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.tokenizer import SeparateDocuments
 from spkv_nas.model import attention, model_shape, windows
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
@@ -56,6 +57,7 @@ def retrieval(
     """
     # Insert a needle into every block
     hidden = needles(blocks, window, needle_length, seed, sinks)
+    blocks = hidden.blocks
     queries = slice(blocks.block_size - needle_length, blocks.block_size - 1)  # the last token has no next one to copy
     num_correct = np.zeros(1, dtype=np.int64)
 
@@ -127,19 +129,25 @@ class Needles:
 
 
 def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sinks: int = 0) -> Needles:
-    """Draw a needle for each block of text, at a random depth, after the tokens that begin every block and ``sinks``.
+    """Draw a needle for each block of text, at a random depth, after the tokens that begin every text and ``sinks``.
 
-    Its tokens are drawn from the other tokens of the text, without repetition. Raises ``UserError`` if blocks are too
-    short.
+    Its tokens are drawn from the other tokens of the text, without repetition. Needle and copy are in one document:
+    where these are separate, in the longest, which becomes the last of the block; blocks in which it is too short are
+    left out. Raises ``UserError`` if all are.
     """
     # Collect the distinct tokens of the text, without loading memory-mapped blocks all at once
     parts = (blocks.tokens[start : start + _READ_BLOCKS] for start in range(0, blocks.num_blocks, _READ_BLOCKS))
-    vocabulary = np.setdiff1d(reduce(np.union1d, parts, np.empty(0, dtype=np.int32)), blocks.opening)
-    # Check that a needle and its copy fit into a block
+    special = (*blocks.opening, *blocks.boundaries.separator)
+    vocabulary = np.setdiff1d(reduce(np.union1d, parts, np.empty(0, dtype=np.int32)), special)
+    # Keep the blocks into which a needle and its copy fit
     length, rng = blocks.block_size, np.random.default_rng(seed)
     deepest = length - needle_length - max(needle_length, window + 1)
-    first = max(sinks, len(blocks.opening))
-    if needle_length < 2 or deepest < first or len(vocabulary) < needle_length:
+    first: int | arrays.Int = max(sinks, len(blocks.opening))
+    if isinstance(blocks.boundaries, SeparateDocuments):
+        blocks, start = _longest_last(blocks)
+        fits = start + first <= deepest
+        blocks, first = blocks.part(np.flatnonzero(fits)), (start + first)[fits]
+    if needle_length < 2 or not blocks.num_blocks or np.min(first) > deepest or len(vocabulary) < needle_length:
         raise errors.UserError(
             f"blocks of {length} tokens with {len(vocabulary)} distinct tokens cannot hold a needle of {needle_length} "
             f"tokens and its copy more than a window of {window} keys later\n"
@@ -150,13 +158,28 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
     return Needles(blocks, np.stack(tokens).astype(np.int64), depth)
 
 
+def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
+    """Move the longest of the separate documents of each block to its end; also return where it starts [N]."""
+    position = blocks.boundaries.inputs(torch.from_numpy(blocks.tokens))["position_ids"].numpy()
+    longest = position.max(1) + 1
+    end = position.argmax(1) + 1
+    columns = np.arange(blocks.block_size)
+    is_longest = (columns < end[:, None]) & (columns >= (end - longest)[:, None])
+    order = np.argsort(is_longest, axis=1, kind="stable")
+    tokens, document = (np.take_along_axis(array, order, 1) for array in (blocks.tokens, blocks.document))
+    return replace(blocks, tokens=tokens, document=document), blocks.block_size - longest
+
+
 def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor, query_positions: slice) -> Any:
     """Return an observer that appends the scores [B, Hq, m - 1] of a layer; needles begin at ``source``, int64 [B]."""
 
-    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None) -> None:
+    def observe(
+        q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+    ) -> None:
         # Compute the attention of the queries in the copy
         shown: Any = {"window": state.checkpoint_window, "start": query_positions.start, "sink_logits": sink_logits}
-        parts = [weights for _, weights in attention_weights(q, k, scale, softcap=state.softcap, **shown)]
+        shown |= {"starts": starts, "softcap": state.softcap}
+        parts = [weights for _, weights in attention_weights(q, k, scale, **shown)]
         rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)
         rows = rows.flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
         # Attention weight on the token after the current one's first occurrence
@@ -165,6 +188,7 @@ def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor,
         weights = rows.gather(-1, index)[..., 0]
         scores.append(torch.zeros_like(weights) if state.is_always_local else weights)
 
+    observe.knows_documents = True  # type: ignore[attr-defined]
     return observe
 
 
