@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe
     },
     "learned-sinks": {"variant": Variant.hybrid(Layout(("G", "L"), window=8)), "branch": {"sinks": "learned"}},
     "distilled-adapters": {"lora": {"rank": 2}, "branch": {"distill": {}}},
+    "distilled-gates": {"gates": {"training": "frozen-model"}, "branch": {"distill": {}}},
 }
 RUNS = {
     "ddp": (
@@ -63,7 +64,18 @@ RUNS = {
         "learned-sinks",
         "sampled",
     ),
-    "fsdp": ("dense", "sp-kv", "frozen-model", "frozen-gates", "one-layer", "adapters", "learned-sinks"),
+    "fsdp": (
+        "dense",
+        "sp-kv",
+        "frozen-model",
+        "frozen-gates",
+        "one-layer",
+        "adapters",
+        "learned-sinks",
+        "distilled",
+        "distilled-adapters",
+        "distilled-gates",
+    ),
 }
 
 
@@ -153,10 +165,11 @@ def with_ddp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
 def with_fsdp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
     for name in RUNS["fsdp"]:
         train(name, recipe, corpus, folder, sharding="fsdp")
-    train("adapters/offloaded", recipe, corpus, folder, sharding="fsdp-offload")
+    for name in ("adapters/offloaded", "distilled/offloaded"):
+        train(name, recipe, corpus, folder, sharding="fsdp-offload")
     for stop_at in (7, 0):
         train("sp-kv/offloaded", recipe, corpus, folder, sharding="fsdp-offload", stop_at=stop_at)
-    for name in ("sp-kv/resumed", "frozen-gates/resumed", "adapters/resumed"):
+    for name in ("sp-kv/resumed", "frozen-gates/resumed", "adapters/resumed", "distilled/resumed"):
         train(name, recipe, corpus, folder, sharding="fsdp", stop_at=7)
         with pytest.raises(UserError, match="was written with sharding: fsdp"):
             train(name, recipe, corpus, folder)

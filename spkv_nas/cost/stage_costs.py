@@ -226,15 +226,14 @@ class Stages:
         return _FIXED if self.site.is_cpu else f"{_FIXED}, or several devices with --device auto"
 
     def _training_remedy(self, training: Training, gated: bool) -> str:
-        """Return the smallest change of a recipe with which training fits; sharded training has no teacher."""
+        """Return the smallest change of a recipe with which training fits."""
         again, smallest = "gradient_checkpointing: true", "gradient_checkpointing: true, micro_batch_size: 1"
         recomputing, devices = replace(training, recomputes=True), self.site.devices
         changes = [(again, recomputing, devices, self._micro(training)), (smallest, recomputing, devices, 1)]
         for number in _SHARDS:
             if number >= devices:
-                dropped = ", no distill" if training.distills else ""
-                sharded = replace(recomputing, sharded=True, distills=False)
-                changes.append((f"sharding: fsdp on {number} devices, {smallest}{dropped}", sharded, number, 1))
+                sharded = replace(recomputing, sharded=True)
+                changes.append((f"sharding: fsdp on {number} devices, {smallest}", sharded, number, 1))
         for change, changed, number, blocks in changes:
             if self.site.holds(self.training_bytes(changed, number, blocks, gated=gated)):
                 return change
@@ -243,6 +242,7 @@ class Stages:
     def training_bytes(self, training: Training, devices: int, blocks: int, *, gated: bool) -> Bytes:
         """Return the memory on one of ``devices`` with micro-batches of ``blocks``."""
         # Count trained parameters
+        is_sharded = training.sharded and devices > 1
         size, passes = self.size, training.passes(self.size, self.gates if gated else None, on_cpu=self.site.is_cpu)
         predictors = self.num_predictor_parameters if gated else 0
         learning = predictors + training.adapters + (size.num_parameters if training.learns is Learns.ALL else 0)
@@ -255,10 +255,10 @@ class Stages:
         outside = size.num_parameters - size.without_embeddings
         weights = training.weight_item * size.num_parameters + FLOAT32 * (predictors + training.adapters)
         if training.distills and training.learns is Learns.ALL:  # a copy as teacher; frozen weights are their own
-            weights += passes.item * size.without_embeddings + FLOAT32 * outside
+            weights += passes.item * size.without_embeddings + (passes.item if is_sharded else FLOAT32) * outside
         gradients, moments = FLOAT32 * learning, training.moment_bytes * learning
         # FSDP2: a shard of everything, plus gathered layers
-        if training.sharded and devices > 1:
+        if is_sharded:
             gathered = passes.item * (outside + _GATHERED * layer) + FLOAT32 * layer  # and one layer's gradient
             share = 0.0 if training.offloads else 1.0 / devices
             return Bytes(weights * share, (gradients + moments) * share + gathered, passing)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from spkv_nas.model import attach, attention, modes, windows
@@ -109,9 +110,22 @@ class _DistilledPass(TaughtPass):
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
         """Record the teacher's last hidden states, and run the student's decoder."""
         self._replaced.close()
+        teacher, decode = self._distillation.teacher.model, self._teacher_decoder.forward
         with torch.no_grad(), self._distillation.teacher.dense_state():
-            self.taught = self._teacher_decoder.forward(*args, **kwargs)
+            if teacher is self._model:  # whose pass this is
+                self.taught = decode(*args, **kwargs)
+            else:  # as a pass of the model, whose hooks gather the weights of a sharded one
+                with replaced_forward(teacher, decode):
+                    self.taught = teacher(*args, **kwargs)
         return self._decoder.forward(*args, **kwargs)
+
+    def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
+        """Compute the sum of losses with gradients, then free what a sharded copy of the dense model has gathered."""
+        total = super().total(targets, forward)
+        teacher = self._distillation.teacher.model
+        if isinstance(teacher, FSDPModule) and teacher is not self._model:
+            teacher.reshard()
+        return total
 
     def _loss(self, hidden: Tensor, targets: Any, forward: Callable[..., Any]) -> Tensor:
         """Compute the losses of a chunk, float32 [n], and add their parts to the sums."""

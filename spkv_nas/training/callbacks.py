@@ -77,9 +77,9 @@ class DistillationCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"sums": self._saved}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any) -> None:
-        """Move a copied teacher to the device, and restore the sums of a resumed run."""
+        """Move a copied teacher to the device, unless it is sharded, and restore the sums of a resumed run."""
         teacher = self.loss.teacher.model
-        if teacher is not kwargs["model"]:
+        if teacher is not kwargs["model"] and not distributed.is_sharded(teacher):
             teacher.to(args.device)
         saved = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and saved and saved["attributes"]["sums"]:

@@ -175,7 +175,6 @@ class Recipe(schema.Section):
             if size is not None and phase is not None and phase.batch_size > size and phase.batch_size % size:
                 raise ValueError(f"micro_batch_size {size} does not divide {name}.batch_size {phase.batch_size}")
         self._check_extension()
-        self._check_distillation()
         return self
 
     def _check_extension(self) -> None:
@@ -205,10 +204,6 @@ class Recipe(schema.Section):
         for key in ("batch_size", "learning_rate", "weight_decay", "max_grad_norm"):
             if getattr(self.dense, key) != getattr(self.branch, key):
                 raise ValueError(f"gates.training: from-scratch is one run: dense.{key} and branch.{key} must be equal")
-
-    def _check_distillation(self) -> None:
-        if self.branch.distill is not None and self.sharding != "none":
-            raise ValueError(f"branch.distill does not work with sharding: {self.sharding}; leave one of them out")
 
     def least_blocks(self, phase: DenseConfig | BranchConfig) -> int:
         """Return the minimum micro-batch in blocks of ``data.block_size``: one block of ``branch.extend``, if any."""

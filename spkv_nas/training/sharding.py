@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spkv_nas.base.distributed import is_sharded, pass_device
 from spkv_nas.data.batches import block_tokens, num_spare_batches
@@ -34,6 +35,23 @@ def shard_added_modules(model: torch.nn.Module, plugin: Any, *, bfloat16: bool) 
     for module in (*gates.predictors(model).values(), *learned_sinks(model)):
         if not isinstance(module, FSDPModule):
             fully_shard(module, offload_policy=plugin.cpu_offload)
+
+
+def shard_teacher(teacher: PreTrainedModel, plugin: Any) -> None:
+    """Shard a frozen copy of the dense model as accelerate's ``plugin`` shards the model that learns from it.
+
+    Embeddings and output matrix stay gathered from the decoder's pass until the loss is computed.
+    """
+    # Store weights in the dtype in which the student's are gathered
+    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    for parameter in teacher.parameters():
+        parameter.data = parameter.data.to(policy.param_dtype or parameter.dtype)
+    # Shard layers, inner ones first, then the rest
+    options = {"mp_policy": policy, "offload_policy": plugin.cpu_offload}
+    layers = [module for module in teacher.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in reversed(layers):
+        fully_shard(layer, **options)
+    fully_shard(teacher, reshard_after_forward=False, **options)
 
 
 def sharded_checkpoint(folder: Path) -> bool:

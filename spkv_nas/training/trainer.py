@@ -153,7 +153,10 @@ class SPKVTrainer(Trainer):
         if self.args.fsdp:
             if not self.is_fsdp_enabled:
                 raise UserError(f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would hold all")
-            sharding.shard_added_modules(model, self.accelerator.state.fsdp_plugin, bfloat16=self.args.bf16)
+            plugin = self.accelerator.state.fsdp_plugin
+            sharding.shard_added_modules(model, plugin, bfloat16=self.args.bf16)
+            if self._distillation is not None and (teacher := self._distillation.loss.teacher.model) is not model:
+                sharding.shard_teacher(teacher, plugin)
         self.optimizer = arguments.make_optimizer(model, self.args, self._gate_options)
         # Remember the names of parameters, by which create_scheduler finds their shards
         names = {parameter: name for name, parameter in model.named_parameters()}

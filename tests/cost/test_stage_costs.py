@@ -257,7 +257,7 @@ class TestCommand:
             assert words in output.out
         assert "does not fit: train the SP-KV reference\n" in output.err
         assert "does not fit: retrain a hybrid\n" in output.err
-        change = "sharding: fsdp on 2 devices, gradient_checkpointing: true, micro_batch_size: 1, no distill"
+        change = "sharding: fsdp on 4 devices, gradient_checkpointing: true, micro_batch_size: 1"
         assert change in output.err
 
     def test_for_programs(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

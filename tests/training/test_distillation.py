@@ -43,7 +43,6 @@ class TestRecipe:
             ({"branch": {"distill": {"temperature": 0.0}}}, "temperature"),
             ({"branch": {"distill": {"weights": 1.0}}}, "weights"),
             ({"branch": {"distill": {}, "extend": {"block_size": 64}}}, "'distill' and 'extend' exclude each other"),
-            ({"branch": {"distill": {}}, "sharding": "fsdp"}, "branch.distill does not work with sharding: fsdp"),
             (
                 {"branch": {"distill": {}, "weight_decay": 0.1}, "gates": {"training": "from-scratch"}},
                 "needs a dense checkpoint",
