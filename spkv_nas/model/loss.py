@@ -2,8 +2,8 @@
 
 The logits of a chunk are computed by the model's forward pass, in which the decoder returns last hidden states that it
 computed before: the model's soft caps, scales and biases apply, whatever they are (PyTorch's ``linear_cross_entropy``
-and liger-kernel take only a weight and a bias). In every pass the logits of the last positions are compared with those
-of a chunk. If they differ, all logits are computed at once, with a warning.
+and liger-kernel take only a weight and a bias). The logits of a pass's last positions are compared with those of a
+chunk. If they differ, all logits are computed at once, with a warning.
 """
 
 import inspect
@@ -104,23 +104,25 @@ def loss_in_chunks(
     """Compute the loss of passes with ``labels`` in chunks inside the ``with`` block, where several are needed.
 
     The model calls the loss within its forward pass, as DDP and FSDP2 require, and adds its auxiliary losses as usual,
-    such as those of mixtures of experts. ``begin_pass`` starts the decoder pass of another loss than the NLL, which is
-    always computed in chunks. Warns as ``token_nll``. Raises ``UserError`` if ``begin_pass`` is given, but the model
-    does not compute logits from last hidden states alone.
+    such as those of mixtures of experts. Logits are compared in the first pass only, because that waits for the device.
+    ``begin_pass`` starts the decoder pass of another loss than the NLL, which is always computed in chunks. Warns as
+    ``token_nll``. Raises ``UserError`` if ``begin_pass`` is given, but the model does not compute logits from last
+    hidden states alone.
     """
     # Capture the decoder pass, and the logits of the last position only
     model_loss = model.loss_function
     if begin_pass is not None and not _keeps_some(model, model_loss, warns=False):
         raise _not_in_chunks(model)
     pending: list[tuple[DecoderPass, dict[str, Any]]] = []
-    chunks_agree = True
+    chunks_agree: bool | None = None  # None before the first pass
 
     def begin(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         pending.clear()
         labels = kwargs.get("labels")
         if labels is None:
             return None
-        if begin_pass is None and not (chunks_agree and _is_large(model, labels) and _keeps_some(model, model_loss)):
+        can_chunk = chunks_agree is not False  # it may not have been tried yet
+        if begin_pass is None and not (can_chunk and _is_large(model, labels) and _keeps_some(model, model_loss)):
             return None
         pending.append(((begin_pass or DecoderPass)(model), {**kwargs, "labels": None}))
         return args, {**kwargs, "logits_to_keep": 1}
@@ -131,13 +133,14 @@ def loss_in_chunks(
         if pending:
             decoder_pass, arguments = pending.pop()
             forward = forward_inside(model)
-            if decoder_pass.makes(logits, forward):
+            if chunks_agree is None:
+                chunks_agree = decoder_pass.makes(logits, forward)
+            if chunks_agree:
                 count = (labels[:, 1:] != NO_TARGET).sum() if num_items_in_batch is None else num_items_in_batch
                 total = decoder_pass.total(labels[:, 1:], forward)
                 return total / torch.as_tensor(count, device=total.device)
             if begin_pass is not None:
                 raise _not_in_chunks(model)
-            chunks_agree = False
             logits = forward(**arguments).logits
         result: Tensor = model_loss(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
         return result

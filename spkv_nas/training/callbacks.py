@@ -22,8 +22,9 @@ class InterruptCallback(TrainerCallback):
 
     def on_step_end(self, _args: object, _state: object, control: TrainerControl, **_: object) -> None:
         """Stop on all ranks if any of them received a signal."""
-        received = torch.tensor(float(self._pending.number is not None))
-        self.ended = bool(distributed.sum_over_processes(received) > 0)  # all ranks stop at the same step
+        self.ended = self._pending.number is not None
+        if distributed.num_connected() > 1:  # all ranks stop at the same step
+            self.ended = bool(distributed.sum_over_processes(torch.tensor(float(self.ended))) > 0)
         if self.ended:
             control.should_save = control.should_training_stop = True
 
@@ -110,6 +111,11 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
         return {"args": {}, "attributes": {"price": None if self._controller is None else self._controller.state()}}
+
+    @property
+    def reads_density(self) -> bool:
+        """Return whether the host reads the density in every step, to adjust the price."""
+        return self._controller is not None
 
     def frozen(self, step: int) -> bool:
         """Return True if predictors are frozen in training step ``step``."""

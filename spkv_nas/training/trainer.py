@@ -22,7 +22,7 @@ from spkv_nas.base import manifest, memory, progress
 from spkv_nas.base.distributed import num_processes, on_main, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, deferred
-from spkv_nas.model import modes, weight_files, weights
+from spkv_nas.model import attention_calls, modes, weight_files, weights
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
@@ -89,6 +89,7 @@ class SPKVTrainer(Trainer):
             self.add_callback(EndWandbRun())
         self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
         self._last_log: tuple[int, float] | None = None  # step and time of the last log
+        self._recorded: list[tuple[int, str, torch.Tensor]] = []  # step, name and value of numbers to check
         # Add the callbacks of distillation and gates
         self._distillation = None if distillation is None else DistillationCallback(distillation)
         if self._distillation is not None:
@@ -207,15 +208,14 @@ class SPKVTrainer(Trainer):
         if heads is not None:
             self.state.log_history[-1]["head_density"] = heads.round(4).tolist()
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the next-token loss, and stop the run on all ranks before the update if it is not finite."""
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the next-token loss, and record it for ``_check_recorded``."""
         self._last_log = self._last_log or (self.state.global_step, time.perf_counter())
-        result = super().compute_loss(*args, **kwargs)
+        with nullcontext() if "position_ids" in inputs else attention_calls.one_document_per_row():
+            result = super().compute_loss(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self.model.training:
-            mean = sum_over_processes(loss.detach()) / num_processes()
-            if not torch.isfinite(mean):
-                self._stop("loss", float(mean))
+            self._recorded.append((self.state.global_step, "loss", loss.detach()))
             replicated = self.args.world_size > 1 and not self.args.fsdp
             if replicated and self._phases is not None and self._phases.frozen(self.state.global_step):
                 # DDP waits for a gradient of every parameter, so keep frozen predictors in the graph
@@ -224,6 +224,7 @@ class SPKVTrainer(Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Save a checkpoint after checking that all numbers are finite, and complete it with a manifest."""
+        self._check_recorded()
         self.check_finite()
         self._log_state.take()
         if self._distillation is not None:
@@ -271,18 +272,37 @@ class SPKVTrainer(Trainer):
         if sum_over_processes(torch.tensor(float(sizes[name] > self._max_weight))) > 0:
             self._stop(f"largest weight, of {name},", sizes[name])
 
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        """Clip gradients, and stop the run if their norm is not finite."""
-        norm = super()._clip_grad_norm(model)
-        if norm is not None and not math.isfinite(float(norm)):
-            self._stop("gradient norm", float(norm))
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of the gradients, on the device, after recording it.
+
+        Recorded numbers are checked before the update of every step that reads from the device anyway, because it logs
+        or adjusts the price of keys. Other steps wait for nothing.
+        """
+        norm = super()._get_grad_norm(model, grad_norm)
+        step = self.state.global_step
+        self._recorded.append((step, "gradient norm", norm.detach()))
+        reads = self._phases is not None and self._phases.reads_density
+        if reads or (step + 1) % self.args.logging_steps == 0:
+            self._check_recorded()
         return norm
 
-    def _stop(self, what: str, value: float) -> None:
-        """Raise ``TrainingStoppedError`` with the step and the last good checkpoint."""
+    def _check_recorded(self) -> None:
+        """Stop the run on all ranks if a loss or gradient norm since the last call is not finite, naming the first."""
+        if not self._recorded:
+            return
+        values = torch.stack([sharding.whole(value).float() for _, _, value in self._recorded])
+        means = (sum_over_processes(values) / num_processes()).tolist()
+        for (step, what, _), mean in zip(self._recorded, means, strict=True):
+            if not math.isfinite(mean):
+                self._stop(what, mean, step)
+        self._recorded.clear()
+
+    def _stop(self, what: str, value: float, step: int | None = None) -> None:
+        """Raise ``TrainingStoppedError`` with the step, by default the current one, and the last good checkpoint."""
         checkpoint = run_files.newest_checkpoint(self._folder)
+        step = self.state.global_step if step is None else step
         raise TrainingStoppedError(
-            f"training stopped at step {self.state.global_step}: the {what} is {value:.6g}; nothing was saved with it\n"
+            f"training stopped at step {step}: the {what} is {value:.6g}; nothing was saved with it\n"
             f"last good checkpoint: {checkpoint or 'none yet'}\n"
             "lower the learning rate, or look at the data of this step"
         )
