@@ -88,11 +88,11 @@ class TestContinuations:
 
 
 class TestOwnCriterion:
-    """A package outside adds a criterion with an option in one file, that of docs/tutorials/extend.md."""
+    """A package outside adds a criterion with an option in one file, that of docs/tutorials/extend-strategies.md."""
 
     @pytest.fixture(autouse=True)
     def installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        page = (ROOT / "docs" / "tutorials" / "extend.md").read_text()
+        page = (ROOT / "docs" / "tutorials" / "extend-strategies.md").read_text()
         (block,) = re.findall(r"```python\n(\"\"\"Define a criterion.*?)```", page, re.DOTALL)
         (tmp_path / "hits.py").write_text(block)
         monkeypatch.syspath_prepend(str(tmp_path))
