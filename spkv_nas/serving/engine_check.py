@@ -35,7 +35,7 @@ from spkv_nas.model.windows import apply_layout, layout_windows
 TOLERANCE = 1e-3  # nats; engines agree to about 1e-5 in float32
 CONCLUSIVE = 10 * TOLERANCE  # difference that full attention must make at least
 _BEYOND = 128  # tokens of the prompt beyond the window
-_STEPS = 32  # tokens to generate
+_STEPS = 64  # tokens to generate
 _SECONDS = 3600.0
 _MAIN = PROGRAMS / "main.py"  # which every program begins with
 
