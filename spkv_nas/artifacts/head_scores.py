@@ -215,7 +215,7 @@ class HeadScores(grid.OnGrid):
         return values if signed else np.nan_to_num(values.clip(0.0))
 
     def at_tau(self, tau: float) -> "HeadScores":
-        """Return the table at another threshold; standard errors become NaN and ``positions`` stays as probed.
+        """Return the table at another threshold, with standard errors NaN and ``positions`` as probed.
 
         Raises ``UserError`` if ``tau`` is outside [0, 1], or the table has no histogram.
         """

@@ -63,11 +63,6 @@ class LogitHistogram:
     counts: NDArray[np.int64]
     domains: tuple[str, ...]  # names of the first axis
 
-    @property
-    def logit_range(self) -> tuple[float, float]:
-        """Return the (lowest, highest) logit at which a threshold still separates logits."""
-        return float(self.edges[0]), min(float(self.edges[-1]), _LARGEST_LOGIT)
-
     def density(self, tau: float) -> NDArray[np.float64]:
         """Return the share of logits at or above logit(tau), [domains, L, Hkv]; linear within a bin."""
         if tau <= 0.0:
@@ -90,8 +85,8 @@ class LogitHistogram:
         def mean(tau: float) -> float:
             return float(np.tensordot(shares, self.density(tau), 1).mean())
 
-        # Bisect: the mean density falls as tau rises
-        low, high = self.logit_range
+        # Bisect the logits at which a threshold still separates logits: the mean density falls as tau rises
+        low, high = float(self.edges[0]), min(float(self.edges[-1]), _LARGEST_LOGIT)
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if mean(sigmoid(middle)) > rho else (low, middle)
@@ -108,10 +103,7 @@ class LogitHistogram:
 
     @classmethod
     def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> "LogitHistogram | None":
-        """Read the histogram from a file; None if it does not exist.
-
-        Raises ``UserError`` if it is damaged, is for another ``grid``, or lacks one of the ``domains``.
-        """
+        """Read the histogram; None without a file, ``UserError`` if it is damaged, or of another grid or domains."""
         if not files.is_file(path):
             return None
         remedy = "probe again, or remove it: only --tau needs it"
@@ -179,10 +171,7 @@ class DocumentCounts:
 
     @classmethod
     def read(cls, path: Path, domains: tuple[str, ...], density: ArrayLike) -> "DocumentCounts | None":
-        """Read the counts from a file; None if it does not exist.
-
-        Raises ``UserError`` if it is damaged, or is for other ``domains`` or another ``density`` [P, L, Hkv].
-        """
+        """Read the counts; None without a file, ``UserError`` if damaged, or not of a ``density`` [P, L, Hkv]."""
         if not files.is_file(path):
             return None
         remedy = "probe again, or remove the file: only confidence intervals need it"

@@ -236,10 +236,7 @@ class Layout(OnGrid):
         sinks: int = 0,
         heads_per_layer: Sequence[int] | None = None,
     ) -> Layout:
-        """Create a layout whose global heads are the true entries of ``mask``, bool [L, Hkv].
-
-        ``heads_per_layer`` are the KV heads of every layer; None: Hkv in each.
-        """
+        """Create a layout whose global heads are true in ``mask``, bool [L, Hkv]; ``heads_per_layer``: Hkv if None."""
         grid = np.asarray(mask)
         if grid.ndim != 2 or grid.dtype != np.bool_:
             raise UserError(f"mask must be bool [L, Hkv], found {grid.dtype} {list(grid.shape)}")

@@ -85,12 +85,8 @@ def cache_facts(
 
     ``native_heads`` are the windows of the KV heads that are local by design, ``native_dims`` their sizes if these
     differ, ``global_window`` is how many recent keys a global head sees: all, unless every layer has a native window,
-    and ``head_dim`` the size of the heads that can be global, the largest if they differ.
-
-    Args:
-        layers: windows of each layer.
-        heads_per_layer: KV heads of each layer.
-        head_dims: size of the heads of each layer, keys and values alike; None: unknown.
+    and ``head_dim`` the size of the heads that can be global, the largest if they differ. ``head_dims`` are the sizes
+    of the heads of each layer, keys and values alike; None: unknown.
     """
     candidates = candidate_layers(layers)
     known = [size for index in candidates if (size := head_dims[index]) is not None]

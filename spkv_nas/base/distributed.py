@@ -86,16 +86,13 @@ def disconnect() -> None:
 
 
 def leave(exit_code: int) -> None:
-    """Exit this process if it is one of several, else return.
-
-    Python's own shutdown is skipped: in it, threads of a process group that is gone occasionally abort the process.
-    """
+    """Exit this process if it is one of several, else return."""
     if num_processes() == 1:
         return
     disconnect()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)
+    os._exit(exit_code)  # in Python's own shutdown, threads of a process group that is gone may abort the process
 
 
 def is_lost_process(error: BaseException) -> bool:

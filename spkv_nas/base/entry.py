@@ -94,10 +94,7 @@ class SharedOption:
 
 
 def shared_options(registry: Registry[Any]) -> dict[str, SharedOption]:
-    """Return the options of all entries of a registry by name, in the order of the entries.
-
-    Raises ``UserError``: two entries declare an option of one name with different types or flags.
-    """
+    """Return the options of all entries by name, in their order; ``UserError`` if two declare one name differently."""
     shared: dict[str, SharedOption] = {}
     for entry in registry:
         for name, option in entry.options().items():

@@ -50,10 +50,7 @@ def check_repository(name: str) -> None:
 
 
 def push_folder(folder: Path, repository: str) -> str:
-    """Upload a folder to a model repository, which is created as a private one if it does not exist; return its URL.
-
-    Raises ``UserError``: the Hub cannot be reached or refuses it.
-    """
+    """Upload a folder to a model repository, private if new; return its URL. ``UserError`` if the Hub refuses it."""
     from huggingface_hub import HfApi
 
     try:

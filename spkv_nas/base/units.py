@@ -53,10 +53,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_length(text: str) -> float | int:
-    """Parse a number of steps, as an int, or a duration such as ``90s``, ``30m`` or ``1.5h``, in seconds as a float.
-
-    Raises ``UserError``: it is neither.
-    """
+    """Parse a number of steps, as an int, or a duration such as ``90s`` or ``1.5h``, in seconds as a float."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)([smh]?)", text.strip().lower())
     number, unit = match.groups() if match else ("0", "")
     if not float(number) or (not unit and "." in number):

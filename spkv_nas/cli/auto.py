@@ -12,6 +12,7 @@ from rich.text import Text
 
 from spkv_nas.base import console, errors
 from spkv_nas.base.progress import Reporter, Stages
+from spkv_nas.base.units import parse_length
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.options.auto import AutoOptions
 from spkv_nas.stages.options.init import InitOptions
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _COSTS, _SEARCH, _FOLDER, _REPORT = "costs of windows", "smallest KV cache that passes", "the folder", "the report"
 _RETRAINING, _VERDICT = "retraining", "verdict on retrained hybrids"
 _SHARES = {_COSTS: 3.0, _SEARCH: 5.0, _RETRAINING: 8.0, _VERDICT: 3.0, _FOLDER: 1.0, _REPORT: 0.5}
+
+_RECOVERED = (2.0, 4.0, 8.0)  # layouts are retrained that lose up to these multiples of the margin by their costs
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     of the probe make no sense.
     """
     from spkv_nas.artifacts.result_tables import ALARM
-    from spkv_nas.stages import critical_budget, probe, report, retrain, verdict
+    from spkv_nas.stages import critical_budget, probe, report, verdict
     from spkv_nas.stages.options.report import ReportOptions
 
     deadline = None if options.minutes is None else time.monotonic() + 60.0 * options.minutes
@@ -83,13 +86,16 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     checkpoints = []
     if retrains:
         with stages.begin(_RETRAINING, _RETRAINING) as inner:
-            checkpoints = retrain.retrain(options, table, search, inner)
+            checkpoints = _retrain(options, table, search, inner)
     if checkpoints:
         with stages.begin(_VERDICT, "comparing") as inner:
             judged = verdict.run(options.verdict(table.name, checkpoints), inner)
         yield replace(judged, exit_code=0)
         _check(judged.value.alarm)
-        hybrid = _smaller(hybrid, _passing(options, table, judged.value))
+        # Take the hybrid of smaller memory, and of equal ones that which was not retrained
+        retrained = _passing(options, table, judged.value)
+        if retrained is not None and (hybrid is None or retrained.memory.used < hybrid.memory.used):
+            hybrid = retrained
     if hybrid is None:
         lines = _remedies(options, search)
         yield Result(AutoResult(lines), _show, exit_code=result.exit_code)
@@ -133,11 +139,45 @@ def _passing(options: AutoOptions, table: HeadScores, judged: VerdictResult) -> 
     return None
 
 
-def _smaller(hybrid: _Hybrid | None, retrained: _Hybrid | None) -> _Hybrid | None:
-    """Return the hybrid of smaller memory, and of equal ones that which was not retrained."""
-    if hybrid is None or (retrained is not None and retrained.memory.used < hybrid.memory.used):
-        return retrained
-    return hybrid
+def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, reporter: Reporter) -> list[str]:
+    """Retrain the smallest layouts whose costs are below some multiples of the margin; return checkpoints, ascending.
+
+    Only the costs of windows choose them, so that the documents of the verdict do not. None is retrained if a layout
+    that is not larger passes without. Raises ``UserError``: as ``retraining.retrain``.
+    """
+    from spkv_nas.evaluation.verdict.critical_budget import first_by_costs
+    from spkv_nas.probing.window_choice import half_of
+    from spkv_nas.stages.subject import Subject
+    from spkv_nas.training import retraining
+
+    # Choose layouts by their costs
+    margins, nll = search.compared.trial.margins, table.metadata.get("nll")
+    middle = len(search.layouts) // 2
+    found = {first_by_costs(margins, search.layouts, nll, factor) for factor in _RECOVERED}
+    chosen = sorted({middle if position is None else position for position in found})
+    passes = search.critical.passes
+    if passes is not None and passes <= chosen[0]:
+        reporter.announce("nothing is retrained: no smaller layout is likely to pass")
+        return []
+    # Write them under names with their sizes, so that what selected them is known
+    layouts = []
+    for position in chosen:
+        layout = search.layouts[position]
+        layouts.append(replace(layout, strategy=f"{layout.strategy}-{search.budgets[position]:g}"))
+        layouts[-1].write(options.folders.layout_dir(table.name) / f"{layouts[-1].strategy}.yaml")
+    # Retrain them on the half of the documents that selects
+    measured = Subject.of(options.probe, options.model, "retrain on").load(reporter)
+    checkpoints = retraining.retrain(
+        layouts,
+        options.model,
+        measured.tokenizer,
+        half_of(measured.whole),
+        parse_length(str(options.retrain)),
+        options.folders.run_dir(table.name),
+        device_name=options.device,
+        reporter=reporter,
+    )
+    return [str(path) for path in checkpoints]
 
 
 def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | None:

@@ -9,10 +9,10 @@ import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.text import Text
@@ -25,9 +25,6 @@ from spkv_nas.cli import screen
 from spkv_nas.stages.flags import DEVICE, WORKSPACE
 from spkv_nas.stages.options import OnDevice, Trains
 from spkv_nas.stages.result import Result, Results
-
-if TYPE_CHECKING:
-    from spkv_nas.stages.commands import Suggestion
 
 Options = TypeVar("Options")
 _LAST = "dtype"  # shown last in the help
@@ -190,30 +187,21 @@ def print_results(output: Results, *, as_json: bool) -> int:
     for result in results:
         code = max(code, result.exit_code)
         if as_json:
-            documents.append(_document(result))
-        else:
-            result.show(result.value)
-            _suggest(result.next)
+            document = plain(result.document(result.value))
+            commands = [suggestion.command for suggestion in result.next if suggestion.command]
+            documents.append({**document, "next": commands} if commands else document)
+            continue
+        # Print the reason of each suggestion, then its command on one unwrapped line
+        result.show(result.value)
+        for suggestion in result.next:
+            if suggestion.reason:
+                say(suggestion.reason)
+            if suggestion.command:
+                out.print(Text(suggestion.line), soft_wrap=True)
     if as_json:
         printed = documents[0] if isinstance(output, Result) else documents
         out.write(json.dumps(printed, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return code
-
-
-def _document(result: Result) -> Any:
-    """Return a result's JSON document; commands to run next, if any, are under the key ``next``."""
-    document = plain(result.document(result.value))
-    commands = [suggestion.command for suggestion in result.next if suggestion.command]
-    return {**document, "next": commands} if commands else document
-
-
-def _suggest(suggestions: "Sequence[Suggestion]") -> None:
-    """Print each suggestion: its reason, then its command on one unwrapped line."""
-    for suggestion in suggestions:
-        if suggestion.reason:
-            say(suggestion.reason)
-        if suggestion.command:
-            out.print(Text(suggestion.line), soft_wrap=True)
 
 
 def plain(value: Any) -> Any:

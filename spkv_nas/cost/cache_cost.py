@@ -101,10 +101,7 @@ class CacheCost:
 
 
 def parse_memory(memory: str | float) -> float:
-    """Parse a limit on the KV cache: a share of full attention's, below 1, or bytes.
-
-    Args:
-        memory: share such as ``"20%"`` or 0.2, or bytes such as ``"2GiB"``.
+    """Parse a limit on the KV cache: a share of full attention's such as "20%" or 0.2, or bytes such as "2GiB".
 
     Raises ``UserError``: it is neither, or a share that is not between 0 and 100 %.
     """
@@ -158,10 +155,7 @@ class EngineCost(CacheCost):
         return f" in {self.serving.engine.title}"
 
     def layout_plan(self, layout: Layout) -> CachePlan | None:
-        """Plan the cache of a layout in the form that takes least; None if it has more sinks than the engine keeps.
-
-        Raises ``UserError`` if it has more windows than the engine serves.
-        """
+        """Plan a layout's cache in its smallest form; None for too many sinks, ``UserError`` for too many windows."""
         if layout.sinks > self.serving.engine.max_sinks:
             return None
         self.serving.engine.check_windows(len(layout.windows), "leave out --engine, or use fewer windows")

@@ -154,17 +154,11 @@ def cost(
     element_size: int = 2,
     layout: Layout | None = None,
 ) -> Cost:
-    """Return the cost of attention, without times. Raises ``UserError`` as ``visible_keys``.
+    """Return the cost of attention with ``context`` tokens in the cache, without times; errors as ``visible_keys``.
 
-    Args:
-        name: name of the model or layout.
-        shape: sizes of the model.
-        context: tokens in the cache.
-        density: share of the keys beyond the window, in the layers that are not local by design.
-        window: visible recent keys of a local head, sink tokens included.
-        native_windows: sliding window of each layer in the checkpoint, None for full attention; empty: none has one.
-        element_size: bytes per number (2: bfloat16).
-        layout: layout whose windows and sink tokens precede ``window``; ``density`` is its ``layout_density``.
+    ``density`` is the share of the keys beyond the window, in the layers that are not local by design, and ``window``
+    counts sink tokens, too. A ``layout`` replaces ``window``; ``density`` is then its ``layout_density``.
+    ``native_windows`` are the sliding windows of the checkpoint's layers, None for full attention; empty: none has one.
     """
     layers = local_layers.config_layers(native_windows or [None] * (1 if layout is None else layout.num_layers))
     # Average the visible keys over the heads of a layout, or the layers

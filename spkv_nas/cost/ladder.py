@@ -97,7 +97,8 @@ class Level:
         The number of steps follows the batch and block sizes that are given, to keep the level's number of tokens.
         """
         # Derive the default batch size from the block size
-        data, dense, branch = (_mapping(settings.get(key)) for key in ("data", "dense", "branch"))
+        sections = (settings.get(key) for key in ("data", "dense", "branch"))
+        data, dense, branch = (dict(section) if isinstance(section, Mapping) else {} for section in sections)
         block_size = _size(data.get("block_size")) or self.block_size
         batch_size = max(1, round(self.batch_tokens / block_size))
 
@@ -169,11 +170,6 @@ def predictor_learning_rate(num_parameters: int) -> float:
 def ffn_width(hidden_size: int, multiple_of: int = 1024) -> int:
     """Return Llama 3's FFN width: 1.3 * 2/3 * 4 times ``hidden_size``, rounded up to a multiple of ``multiple_of``."""
     return math.ceil(int(1.3 * (8 * hidden_size // 3)) / multiple_of) * multiple_of
-
-
-def _mapping(section: Any) -> dict[str, Any]:
-    """Return a section as a dict; empty if it is not a mapping."""
-    return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _size(value: Any) -> int | None:

@@ -64,10 +64,7 @@ def no_pair_error(_first: str, _second: str) -> float:
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Everything a report is made from, checked.
-
-    Raises ``UserError``: a layout has another shape than the table, or the comparison cannot be read.
-    """
+    """Everything a report is made from, checked; ``UserError`` for a layout of another shape than the table."""
 
     table: head_scores.HeadScores  # head scores of the reference model
     layouts: Mapping[str, Layout]  # layouts by name, which is their strategy in the comparison

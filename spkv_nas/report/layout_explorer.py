@@ -9,7 +9,7 @@ import math
 import shlex
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from gzip import compress
 from typing import Any
@@ -132,16 +132,18 @@ def layout_indices(choices: Mapping[str, Any] | None) -> dict[str, int]:
 
 def _signal(table: head_scores.HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
     """Return the data of one probe at every threshold at which it keeps anything; None if there is none."""
-    # Tables at the thresholds to choose from; those without any kept key have no order
+    # Tables at the thresholds to choose from, its own without a histogram; those without any kept key have no order
     page_table = inputs.table
-    tables = [candidate for candidate in _at_thresholds(table, page_table.tau) if candidate.density.any()]
+    is_fixed = not table.is_density or table.histogram is None
+    taus = [] if is_fixed else sorted({*_TAUS, table.tau, page_table.tau})
+    tables = [each for each in [table.at_tau(tau) for tau in taus] or [table] if each.density.any()]
     if not tables:
         return None
     # Thresholds of the probe and of the page
     measure, scale = table.measure, table.measure.scale
     start_tau = (page_table if page_table.name == table.name else table).tau
-    taus = np.array([each.tau for each in tables])
-    probe_tau, start = (int(abs(taus - tau).argmin()) for tau in (table.tau, start_tau))
+    table_taus = np.array([each.tau for each in tables])
+    probe_tau, start = (int(abs(table_taus - tau).argmin()) for tau in (table.tau, start_tau))
     return {
         "name": table.name,
         "command": inputs.commands.get(table.name, f"spkv-nas propose --probe {shlex.quote(table.name)}"),
@@ -161,15 +163,6 @@ def _signal(table: head_scores.HeadScores, inputs: ReportInputs) -> dict[str, An
             compress(json.dumps(tables_at_thresholds(tables), separators=(",", ":")).encode(), mtime=0)
         ).decode(),
     }
-
-
-def _at_thresholds(table: head_scores.HeadScores, extra_tau: float) -> Iterator[head_scores.HeadScores]:
-    """Yield a probe's table at each offered threshold, its own, and ``extra_tau``; unchanged without a histogram."""
-    if not table.is_density or table.histogram is None:
-        yield table
-        return
-    for tau in sorted({*_TAUS, table.tau, extra_tau}):
-        yield table.at_tau(tau)
 
 
 def _file(table: head_scores.HeadScores) -> dict[str, Any]:

@@ -95,7 +95,10 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     for group, style in groups:
         if not group.empty:
             names = tuple(f"τ {row.tau:g}" if row.method == SP_KV else row.method for row in group.itertuples())
-            tips = tuple(_rule_tip(name, row) for name, (_, row) in zip(names, group.iterrows(), strict=True))
+            tips = tuple(
+                f"{name}, {row['sinks']:g} sinks\ndensity {row['density']:.1f} %\n{_delta(row)} %"
+                for name, (_, row) in zip(names, group.iterrows(), strict=True)
+            )
             if "hollow" in style and not with_sinks.empty:
                 names = ()  # the dots with sinks lie beside them and have names
             marks.append(points(group, "density", *_DELTA, tips=tips, names=names, size=4.0, **style))
@@ -117,16 +120,14 @@ def _line(rows: pd.DataFrame, tone: chart.Tone = "accent") -> Line:
     return Line(numbers(rows["density"]), numbers(rows["delta_nll_percent"]), width=1.5, opacity=0.6, tone=tone)
 
 
-def _rule_tip(name: str, row: pd.Series) -> str:
-    delta = change(*(row[column] for column in _DELTA))
-    return f"{name}, {row['sinks']:g} sinks\ndensity {row['density']:.1f} %\n{delta} %"
+def _delta(row: pd.Series) -> str:
+    return change(*(row[column] for column in _DELTA))
 
 
 def _tip(row: pd.Series, baseline: str) -> str:
     if row["strategy"] == baseline:
         return f"{baseline}\nthe reference, at 0"
-    delta = change(*(row[column] for column in _DELTA))
-    return f"{row['strategy']}\ncoverage {row['coverage_percent']:.1f} %\n{delta} %"
+    return f"{row['strategy']}\ncoverage {row['coverage_percent']:.1f} %\n{_delta(row)} %"
 
 
 def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:

@@ -47,16 +47,10 @@ Options = TypeVar("Options")
 
 
 def with_options_of(registry: Registry[Any], command: str) -> Callable[[type[Options]], type[Options]]:
-    """Return a decorator that declares the options of all entries in a class that becomes a dataclass.
+    """Return a decorator that declares the options of all entries in a class that becomes the dataclass of a command.
 
     Their default is None, for the entry's own. A field that the class declares without a flag keeps its position and
-    gets the flag.
-
-    Args:
-        registry: the entries.
-        command: the command that takes the options, such as "probe".
-
-    Raises ``UserError``: the class has a field with a flag that has the name of an option.
+    gets the flag. Raises ``UserError``: the class has a field with a flag that has the name of an option.
     """
 
     def declare(options_class: type[Options]) -> type[Options]:

@@ -142,21 +142,14 @@ def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict
         return _retrain(workspace, table, verdict)
     # Export the layout of the verdict, or retrain it first
     name = verdict.layout.name
-    trained = _checkpoint(workspace, table.name, name)
+    folder, models = workspace.report_dir(table.name), []
+    if (folder / checkpoints.FILE).is_file():
+        models = [each for each in checkpoints.read_checkpoints(folder, workspace.root) if each.strategy == name]
+    trained = next((model.checkpoint for model in models if model.checkpoint.is_dir()), None)  # of the first seed
     if trained is None:
         return _retrain(workspace, table, verdict)
     command = command_line(ExportOptions(model=str(trained), out=Path(f"{name}-export"), workspace=workspace.root))
     return [Step(f"Export the retrained model of {name} as a Hugging Face folder:", command)]
-
-
-def _checkpoint(workspace: Workspace, report: str, strategy: str) -> Path | None:
-    """Return the first seed's checkpoint of a retrained layout; None where the workspace lacks it."""
-    folder = workspace.report_dir(report)
-    if not (folder / checkpoints.FILE).is_file():
-        return None
-    trained = checkpoints.read_checkpoints(folder, workspace.root)
-    models = (model.checkpoint for model in trained if model.strategy == strategy)
-    return next((path for path in models if path.is_dir()), None)
 
 
 def _retrain(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict) -> list[Step]:

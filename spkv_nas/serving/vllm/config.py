@@ -64,10 +64,7 @@ class ServedLayer:
 
 
 def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
-    """Return the attention layers in a section by their index in the model.
-
-    Raises ``UserError``: the section's rows of heads do not match its layers.
-    """
+    """Return a section's attention layers by their index in the model; ``UserError`` if its rows do not match them."""
     # Match rows and layers
     layout = section["layout"]
     by_index = {layer_index(name): ServedLayer(saved.get("native_window")) for name, saved in section["layers"].items()}

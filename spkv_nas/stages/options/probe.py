@@ -89,10 +89,7 @@ def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
 
 
 def chosen_signal(options: ProbeOptions) -> Signal:
-    """Return the signal with its options; the default is density with gates or a recipe.
-
-    Raises ``UserError``: there is no such signal, or it does not take an option that is given.
-    """
+    """Return the signal with its options, by default density with gates or a recipe; ``UserError`` if one is wrong."""
     if options.signal is None and options.recipe is None:
         from spkv_nas.model.checkpoint import read_gates
         from spkv_nas.stages.subject import Subject
