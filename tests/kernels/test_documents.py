@@ -123,4 +123,4 @@ def test_kernels_compile() -> None:
     assert {"fwd", "bwd_dq", "bwd_dkdv", "bwd_far_dkdv"} <= kernels
     for row in rows:
         assert row["shared"] <= row["shared_limit"], row
-        assert row["spilled"] <= 64, row
+        assert row["spilled"] <= 320, row  # of the far keys at D 128; others at most 256

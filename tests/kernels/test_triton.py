@@ -8,6 +8,7 @@ from marks import pairwise, slow
 from operator_cases import (
     DTYPES,
     GATES,
+    MAX_SPILLED,
     check,
     compiled_kernels,
     eager,
@@ -223,7 +224,7 @@ class TestAheadOfTime:
         assert len(rows) == (1 if options else 2 * 3 * (3 * len(modes) + 1))
         for row in rows:
             assert row["shared"] <= row["shared_limit"], row
-            assert row["spilled"] == 0 or row["D"] > 128 or arch != 90, row
+            assert row["spilled"] <= MAX_SPILLED[row["dtype"]] or row["D"] > 128 or arch != 90, row
 
     @pytest.mark.slow
     def test_no_load_ahead_of_a_loop_is_unguarded(self) -> None:
@@ -254,6 +255,8 @@ class TestOnGPU:
                     limit = 1e-2 if name == "dlog_utility" else 2 * relative_error(baseline[name], value.cpu())
                     rms = (actual[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
                     assert name == "dlog_utility" or rms <= 5e-3, name
+                    if dtype == torch.float16 and size > 128:  # delta from the rounded output: kernels/README.md
+                        limit = max(limit, torch.finfo(dtype).eps)
                 assert relative_error(actual[name], value.cpu()) <= limit, name
 
     @pytest.mark.parametrize("gate", ["none", "soft", "hard"])

@@ -7,6 +7,7 @@ import torch
 from marks import pairwise
 from operator_cases import (
     DTYPES,
+    MAX_SPILLED,
     check,
     compiled_kernels,
     eager,
@@ -132,7 +133,7 @@ def test_every_default_compiles(options: str, kernels: int) -> None:
     assert len(rows) == kernels
     for row in rows:
         assert row["shared"] <= row["shared_limit"], row
-        assert row["spilled"] == 0 or row["D"] > 128 or row["arch"] != 90, row
+        assert row["spilled"] <= MAX_SPILLED[row["dtype"]] or row["D"] > 128 or row["arch"] != 90, row
 
 
 @pytest.mark.gpu

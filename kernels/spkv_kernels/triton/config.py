@@ -43,21 +43,21 @@ class Config(NamedTuple):
         }
 
 
-# kernel -> (16-bit, float32), each by the largest padded head size that it serves: the largest tiles without register
-# spills on sm_90 (kernels/benchmarks/resources.py); 128 rows need two warp groups, so 8 warps. float32 runs without
-# tensor cores, with operands in registers, hence small tiles. All tests ran with these on an H100. Smaller 16-bit tiles
-# are faster there, but not tested as far (kernels/README.md, "On an H100").
+# kernel -> (16-bit, float32), each by the largest padded head size that it serves. 16-bit tiles to 128 channels are the
+# fastest on an H100 (kernels/benchmarks/tune.py), although some spill up to 232 bytes; nearly all tests ran with them
+# (kernels/README.md, "On an H100"). The others are the largest without spills on sm_90, which needs no GPU to find out
+# (kernels/benchmarks/resources.py); float32 runs without tensor cores, with operands in registers, hence small tiles.
 _DEFAULTS: dict[str, tuple[dict[int, Config], dict[int, Config]]] = {
     "fwd": (
-        {64: Config(128, 128, 8, 2), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 2)},
+        {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 8, 2)},
         {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(32, 16, 8, 1)},
     ),
     "bwd_dq": (
-        {64: Config(128, 64, 8, 2), 128: Config(128, 32, 8, 3), 256: Config(32, 32, 8, 1)},
+        {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(32, 32, 8, 1)},
         {64: Config(32, 32, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
     ),
     "bwd_dkdv": (
-        {64: Config(64, 128, 8, 2), 128: Config(32, 128, 8, 2), 256: Config(32, 32, 8, 1)},
+        {64: Config(64, 64, 4, 3), 128: Config(64, 128, 8, 3), 256: Config(32, 32, 8, 1)},
         {64: Config(32, 32, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
     ),
     "decode": (  # block_m: query heads of a group; two programs per multiprocessor
