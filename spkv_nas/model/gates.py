@@ -8,7 +8,8 @@ infinite logits: +inf keeps every key (global), -inf keeps none (local).
 
 import math
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,8 +113,12 @@ class FixedGates(nn.Module):
         return logits.expand(len(hidden_states), len(self.row), hidden_states.shape[1])
 
 
-class Gate(NamedTuple):
-    """Gate of a layer as the attention operator takes it; at most one of the two is set."""
+@dataclass
+class Gate:
+    """Gate of a layer as the attention operator takes it; at most one of the two is set.
+
+    Not a tuple, in which torch.compile would tell soft from hard gates and compile the layer again.
+    """
 
     log_utility: Tensor | None  # bias of the attention scores, float32 [B, Hkv, T]
     keep: Tensor | None  # keys visible beyond the window, bool [B, Hkv, T]

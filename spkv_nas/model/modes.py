@@ -1,9 +1,9 @@
 """Modes of a model: those of its gates and their threshold, evaluation, recomputation, compilation, and dropout."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
     may use the reentrant variant, which would drop gradients of values that hooks captured inside a layer. Raises
     ``UserError``: the class has no layers that support it.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     if not layers:
         raise UserError(
             f"{type(model).__name__} does not support activation checkpointing: leave gradient_checkpointing out"
@@ -107,33 +107,55 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
             layer.training = training
 
 
-@contextmanager
-def compiled(model: PreTrainedModel) -> Iterator[None]:
-    """Compile the model's decoder layers one by one inside the ``with`` block, so that all share the same graphs.
+def decoder_layers(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the decoder layers that can be recomputed and compiled; empty for classes without recognisable ones."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
-    Embeddings, logits and the mask of a batch, which depends on data, are not compiled. Raises ``UserError``: the class
-    has no recognisable decoder layers, or this machine cannot compile them.
+
+@contextmanager
+def compiled(*models: PreTrainedModel) -> Iterator[None]:
+    """Compile the decoder layers of models one by one inside the ``with`` block, so that all share the same graphs.
+
+    Embeddings, logits and the mask of a batch, which depends on data, are not compiled. Layers that are ``recomputed``
+    are compiled inside the checkpoint. Raises ``UserError``: a class has no recognisable decoder layers, or this
+    machine cannot compile them.
     """
     from torch._dynamo.exc import TorchDynamoException
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no decoder layers to compile: leave compile out")
-    with _outside_graphs(model):
+    for model in models:
+        if not decoder_layers(model):
+            raise UserError(f"{type(model).__name__} has no decoder layers to compile: set compile: false")
+    layers = [layer for model in models for layer in decoder_layers(model)]
+    checkpoints = {layer: layer._gradient_checkpointing_func for layer in layers if layer.gradient_checkpointing}
+    compile_once = cache(torch.compile)
+    with _outside_graphs(*models):
+        # Compile whole calls of layers, or of recomputed ones what PyTorch's checkpoint calls, forward and again
         for layer in layers:
-            layer.compile()
+            if layer in checkpoints:
+                layer._gradient_checkpointing_func = partial(_compiled_checkpoint, checkpoints[layer], compile_once)
+            else:
+                layer.compile()
         try:
             yield
         except TorchDynamoException as error:
-            raise UserError(f"the model cannot be compiled here: {first_line(error)}\nleave compile out") from error
+            raise UserError(f"the model cannot be compiled here: {first_line(error)}\nset compile: false") from error
         finally:
             for layer in layers:
                 layer._compiled_call_impl = None  # PyTorch has no public call to undo compile()
+            for layer, function in checkpoints.items():
+                layer._gradient_checkpointing_func = function
+
+
+def _compiled_checkpoint(
+    recompute: Callable[..., Any], compile_once: Callable[..., Any], call: "partial[Any]", *inputs: Any
+) -> Any:
+    """Recompute ``call``, of a layer's class, compiled: PyTorch compiles nothing that a checkpoint calls by itself."""
+    return recompute(partial(compile_once(call.func), *call.args, **call.keywords), *inputs)
 
 
 @contextmanager
-def _outside_graphs(model: torch.nn.Module) -> Iterator[None]:
-    """Exclude the model's hooks and the attention function from ``torch.compile`` inside the ``with`` block.
+def _outside_graphs(*models: torch.nn.Module) -> Iterator[None]:
+    """Exclude the models' hooks and the attention function from ``torch.compile`` inside the ``with`` block.
 
     Prices and annealing change from step to step, and the attention operator is a kernel, which gains nothing.
     """
@@ -142,7 +164,7 @@ def _outside_graphs(model: torch.nn.Module) -> Iterator[None]:
         torch.compiler.disable(x)  # type: ignore[no-untyped-call]
         for x in (attention._pre_hook, attention._attention_function)
     )
-    hooks = [layer._forward_pre_hooks for layer in attention.attention_layers(model).values()]
+    hooks = [layer._forward_pre_hooks for model in models for layer in attention.hooked_layers(model).values()]
 
     def exchange(old_hook: Any, new_hook: Any) -> None:
         for layer_hooks in hooks:

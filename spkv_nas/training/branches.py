@@ -182,7 +182,7 @@ def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: 
         gate_options=recipe.gates,
         optimizer_state=setup.optimizer_state,
         recomputes=recipe.gradient_checkpointing,
-        compiles=recipe.compile,
+        compiles=arguments.compiles(recipe, recipe.branch, setup.model, context.device),
         distillation=setup.distillation,
         title=variant.name,
         reporter=context.reporter,

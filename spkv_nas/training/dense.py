@@ -67,7 +67,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
             train_dataset=dataset.training_data(recipe, corpus, phase, recipe.seed),
             schedule=branch_config.LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
             recomputes=recipe.gradient_checkpointing,
-            compiles=recipe.compile,
+            compiles=arguments.compiles(recipe, phase, model, device),
             title="dense",
             reporter=reporter,
         )

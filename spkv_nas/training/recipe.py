@@ -20,7 +20,7 @@ from spkv_nas.training.branch_config import BranchConfig, GatesConfig, gates_of_
 
 OFFLOAD = "fsdp-offload"
 _REMOVED = {"gates": {"layers": None}, "evaluation": {"every": None, "max_tokens": 65536}}
-_LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
+_LATER = {"compile": "auto", "lora": None, "optimizer": DEFAULT_OPTIMIZER}
 
 
 class ModelConfig(schema.Section):
@@ -125,7 +125,10 @@ class Recipe(schema.Section):
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )
-    compile: bool = Field(False, description="compile decoder layers with torch.compile")
+    compile: bool | Literal["auto"] = Field(
+        "auto",
+        description="compile decoder layers with torch.compile; auto: on a GPU, in runs long enough to gain by it",
+    )
     optimizer: OptimizerName = Field(
         DEFAULT_OPTIMIZER, description="AdamW variant, by the trainer's name; 8-bit and paged ones need bitsandbytes"
     )

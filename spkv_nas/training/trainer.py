@@ -53,7 +53,7 @@ class SPKVTrainer(Trainer):
         gate_options: the recipe's section ``gates``, which configures the training of predictors.
         optimizer_state: file of ``save_optimizer_state`` to start from; parameters it lacks start with zero moments.
         recomputes: True to recompute layers' activations in the backward pass (activation checkpointing).
-        compiles: True to compile decoder layers.
+        compiles: True to compile decoder layers, those of a copied teacher too.
         distillation: loss with a teacher; None: the NLL.
     """
 
@@ -124,9 +124,13 @@ class SPKVTrainer(Trainer):
         with self._reporter.bar(self._title) as self._progress.bar, deferred() as pending:
             interrupt = InterruptCallback(pending)
             self.add_callback(interrupt)
-            begin_pass = None if self._distillation is None else self._distillation.loss.begin_pass
+            loss = None if self._distillation is None else self._distillation.loss
+            begin_pass = None if loss is None else loss.begin_pass
+            models = (
+                [self.model] if loss is None or loss.teacher.model is self.model else [self.model, loss.teacher.model]
+            )
             recomputing = modes.recomputed(self.model) if self._recomputes else nullcontext()
-            compiling = modes.compiled(self.model) if self._compiles else nullcontext()
+            compiling = modes.compiled(*models) if self._compiles else nullcontext()
             with loss_in_chunks(self.model, begin_pass), recomputing, compiling:
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
         pending.raise_if_any()
