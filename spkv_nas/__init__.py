@@ -25,7 +25,7 @@ from typing import Any
 import lazy_loader
 import spkv_kernels  # noqa: F401  # sets OpenMP's wait policy before torch is imported
 
-from spkv_nas.base import extras, on_import
+from spkv_nas.base import extras
 
 _attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
@@ -62,4 +62,4 @@ def _restoring_class(native: Any) -> Any:
     return restoring_class(native)
 
 
-on_import.when_imported("transformers.models.auto.configuration_auto", _register)
+extras.when_imported("transformers.models.auto.configuration_auto", _register)

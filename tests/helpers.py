@@ -129,8 +129,9 @@ class Recorder(Reporter):
     def announce(self, line: str) -> None:
         self.announced(line)
 
-    def caution(self, line: str) -> None:
-        self.cautioned(line)
+    def caution(self, line: str | None) -> None:
+        if line is not None:
+            self.cautioned(line)
 
 
 class MessageLog:

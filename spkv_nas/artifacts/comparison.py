@@ -112,7 +112,14 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
         elif column.name not in checked:
             checked[column.name] = math.nan
         else:
-            checked[column.name] = _floats(checked[column.name])
+            # Convert cells to floats, infinite values to NaN
+            cells = checked[column.name]
+            numbers = pd.to_numeric(cells, errors="coerce").astype(float)
+            unreadable = (numbers.isna() & cells.notna()).to_numpy()
+            if unreadable.any():
+                row = int(unreadable.argmax())
+                raise UserError(f"comparison.csv line {row + 2}: {column.name} is {cells[row]!r}; expected a number")
+            checked[column.name] = numbers.replace([math.inf, -math.inf], math.nan)
     # Copy changes to the columns against the control in files of older versions
     if counted_from(checked) == FULL_ATTENTION:
         for kind in ("percent", "standard_error"):
@@ -127,13 +134,3 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
 def counted_from(rows: pd.DataFrame) -> str:
     """Return the baseline of ``delta_nll_percent``: ``DENSE``, or ``FULL_ATTENTION`` in an older file."""
     return DENSE if (rows["strategy"] == DENSE).any() else FULL_ATTENTION
-
-
-def _floats(cells: pd.Series) -> "pd.Series[float]":
-    """Convert a column to floats, infinite values to NaN; ``UserError`` if a cell is not a number."""
-    numbers = pd.to_numeric(cells, errors="coerce").astype(float)
-    unreadable = (numbers.isna() & cells.notna()).to_numpy()
-    if unreadable.any():
-        row = int(unreadable.argmax())
-        raise UserError(f"comparison.csv line {row + 2}: {cells.name} is {cells[row]!r}; expected a number")
-    return numbers.replace([math.inf, -math.inf], math.nan)

@@ -63,9 +63,10 @@ out = Stream()
 err = Stream(stderr=True)
 
 
-def say(text: str) -> None:
-    """Print one line of a result to standard output."""
-    out.tell(text)
+def say(text: str | None) -> None:
+    """Print one line of a result to standard output; nothing for None."""
+    if text is not None:
+        out.tell(text)
 
 
 def print_path(label: str, path: Path) -> None:
@@ -73,9 +74,10 @@ def print_path(label: str, path: Path) -> None:
     out.print(Text.assemble(f"{label}: ", (str(path), "bold")), soft_wrap=True)
 
 
-def caution(text: str) -> None:
-    """Print, in yellow on standard error, a caveat about a result."""
-    err.tell(text, "yellow")
+def caution(text: str | None) -> None:
+    """Print, in yellow on standard error, a caveat about a result; nothing for None."""
+    if text is not None:
+        err.tell(text, "yellow")
 
 
 def announce(line: str) -> None:

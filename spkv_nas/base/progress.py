@@ -99,9 +99,10 @@ class Reporter:
         """Log, at level INFO, that a step begins."""
         LOGGER.info(line)
 
-    def caution(self, line: str) -> None:
-        """Log, at level WARNING, what the user should know before trusting a result."""
-        LOGGER.warning(line)
+    def caution(self, line: str | None) -> None:
+        """Log, at level WARNING, what the user should know before trusting a result; nothing for None."""
+        if line is not None:
+            LOGGER.warning(line)
 
     def detail(self, line: str) -> None:
         """Log a detail at level DEBUG."""

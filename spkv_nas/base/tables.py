@@ -122,7 +122,11 @@ def _parse(texts: "pd.Series[str]", column: Column, where: str) -> pd.Series:
     if column.kind != "text":
         filled = texts != "" if column.gaps else pd.Series(True, texts.index)
         values = pd.to_numeric(texts.where(filled, "nan"), errors="coerce").astype(np.float64)
-        is_valid = ~filled | _is_valid(values, column)
+        in_range = np.isfinite(values) & (values <= column.high)
+        in_range &= values >= column.low if column.above is None else values > column.above
+        if column.kind == "whole":
+            in_range &= (values == values.round()) & (values.abs() <= limits.MAX_WHOLE)
+        is_valid = ~filled | in_range
     # Report the first invalid cell
     if not is_valid.all():
         line = texts.index[int(is_valid.to_numpy().argmin())]
@@ -130,12 +134,3 @@ def _parse(texts: "pd.Series[str]", column: Column, where: str) -> pd.Series:
             f"{where}, line {line}: column '{column.name}' must be {column.expected}; found '{texts[line][:100]}'"
         )
     return values.astype(np.int64) if column.kind == "whole" and not column.gaps else values
-
-
-def _is_valid(values: "pd.Series[float]", column: Column) -> "pd.Series[bool]":
-    """Return which numbers satisfy the column's declaration."""
-    is_valid = np.isfinite(values) & (values <= column.high)
-    is_valid &= values >= column.low if column.above is None else values > column.above
-    if column.kind == "whole":
-        is_valid &= (values == values.round()) & (values.abs() <= limits.MAX_WHOLE)
-    return is_valid

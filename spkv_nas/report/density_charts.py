@@ -13,7 +13,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import GLOBAL, Layout
 from spkv_nas.artifacts.score_kind import PERCENT, Scale
 from spkv_nas.proposal.stability import Certainty
-from spkv_nas.report import axes, formatting
+from spkv_nas.report import chart, formatting
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers
 
 _DENSITY = "density"  # name of the chart whose cells the layout charts reuse
@@ -55,8 +55,8 @@ def thumbnail(title: str, values: NDArray[np.float64], scale: Scale | None, numb
     """Return a small heatmap of values [L, Hkv] without axis labels; ``number`` names the chart. No scale: shares."""
     layers, heads = values.shape
     about = f"{layers} layers from left to right, {heads} KV heads from top to bottom."
-    chart = _map(f"thumbnail-{number}", title, about, values, "", small=True, scale=scale or PERCENT)
-    return replace(chart, x=replace(chart.x, ticks=()), y=replace(chart.y, ticks=()))
+    drawn = _map(f"thumbnail-{number}", title, about, values, "", small=True, scale=scale or PERCENT)
+    return replace(drawn, x=replace(drawn.x, ticks=()), y=replace(drawn.y, ticks=()))
 
 
 def grid_chart(layout: Layout) -> Chart:
@@ -97,8 +97,8 @@ def _map(
 ) -> Chart:
     """Return a heatmap of values [L, Hkv], layers from left to right; ``fields`` are further ones of ``Heatmap``."""
     layers, heads = values.shape
-    x = axes.name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
-    y = axes.name_axis("KV head" if small else "", [f"{'' if small else 'head '}{h}" for h in range(heads)], down=True)
+    x = chart.name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
+    y = chart.name_axis("KV head" if small else "", [f"{'' if small else 'head '}{h}" for h in range(heads)], down=True)
     cells = Heatmap(tuple(numbers(row) for row in values.T), written=not small, **fields)
     return Chart(name, title, x, y, (cells,), description=about, heading=heading)
 
@@ -126,7 +126,7 @@ def domain_chart(table: HeadScores) -> Chart:
         "domains",
         "By domain",
         _value_axis(table),
-        axes.name_axis("", [formatting.short(name, 18) for name in means], down=True),
+        chart.name_axis("", [formatting.short(name, 18) for name in means], down=True),
         tuple(marks),
         description=f"Mean {measure.noun} by domain: "
         f"{', '.join(f'{name} {measure.exact(mean)}' for name, mean in means.items())}.",
@@ -144,9 +144,9 @@ def position_chart(table: HeadScores) -> Chart | None:
     centre = numbers(profile["start"] + profile["end"], 0.5)
     position, end = "Position of the token in its block", float(profile["end"].iloc[-1])
     widths = profile["end"] - profile["start"]
-    axis = axes.round_axis(position, 0, end, exact=True)
+    axis = chart.round_axis(position, 0, end, exact=True)
     if widths.max() > _UNEVEN * widths.min():
-        axis = axes.decades_axis(f"{position} (log)", centre[0] / 2, end, multiples=(1, 3))
+        axis = chart.decades_axis(f"{position} (log)", centre[0] / 2, end, multiples=(1, 3))
     # Vertical values and tooltips
     low, mean, high = (numbers(profile[column]) for column in ("low", "mean", "high"))
     tips = tuple(
@@ -158,7 +158,7 @@ def position_chart(table: HeadScores) -> Chart | None:
         "positions",
         "By position" if table.tau_of_positions == table.tau else f"By position, at τ = {table.tau_of_positions:g}",
         axis,
-        axes.round_axis(f"Density at τ = {table.tau_of_positions:g}", 0, 1),
+        chart.round_axis(f"Density at τ = {table.tau_of_positions:g}", 0, 1),
         (
             Band(centre, low, high, "80 % of heads"),
             Line(centre, mean, "mean over heads"),
@@ -181,7 +181,7 @@ def histogram_chart(table: HeadScores) -> Chart:
         "histogram",
         f"Distribution of {measure.noun if table.is_density else f'{measure.noun}s'} over heads",
         _value_axis(table),
-        axes.round_axis("KV heads", 0, float(counts.max())),
+        chart.round_axis("KV heads", 0, float(counts.max())),
         (Bars(low, high, height, tips), Rule(table.mean, f"mean {measure.rough(table.mean)}")),
     )
 
@@ -192,7 +192,7 @@ def _value_axis(table: HeadScores) -> Axis:
     low, high = measure.scale.low, measure.scale.high
     if measure.scale.is_stretched:
         low, high = min(low, float(table.rows["score"].min())), max(high, float(table.rows["score"].max()))
-    return axes.round_axis(f"{measure.title}, {measure.unit}", low, high)
+    return chart.round_axis(f"{measure.title}, {measure.unit}", low, high)
 
 
 def position_profile(table: HeadScores) -> pd.DataFrame | None:
@@ -221,7 +221,7 @@ def density_evolution_chart(rows: pd.DataFrame) -> Chart:
     return Chart(
         "density-evolution",
         "Density over training",
-        axes.round_axis("Step", steps[0], steps[-1], exact=True),
-        axes.round_axis("Density, % of keys kept", 0, 100),
+        chart.round_axis("Step", steps[0], steps[-1], exact=True),
+        chart.round_axis("Density, % of keys kept", 0, 100),
         tuple(marks),
     )

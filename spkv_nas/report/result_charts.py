@@ -16,8 +16,19 @@ from spkv_nas.cost.cache_cost import full_bytes
 from spkv_nas.proposal.budget_curve import coverage_by_budget
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report import chart
-from spkv_nas.report.axes import error_axis, round_axis, spread_axis
-from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Points, Rule, numbers, points
+from spkv_nas.report.chart import (
+    SERIES,
+    Chart,
+    Line,
+    Mark,
+    Points,
+    Rule,
+    error_axis,
+    numbers,
+    points,
+    round_axis,
+    spread_axis,
+)
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result
 from spkv_nas.report.formatting import DELTA_AXES, capitalized, change, short, signed
 from spkv_nas.report.inputs import ReportInputs

@@ -10,8 +10,22 @@ import pandas as pd
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.evaluation.verdict import registry, words
-from spkv_nas.report.axes import name_axis, round_axis
-from spkv_nas.report.chart import Axis, Band, Chart, Line, Mark, Points, Row, Rule, Section, Shape, Tone, numbers
+from spkv_nas.report.chart import (
+    Axis,
+    Band,
+    Chart,
+    Line,
+    Mark,
+    Points,
+    Row,
+    Rule,
+    Section,
+    Shape,
+    Tone,
+    name_axis,
+    numbers,
+    round_axis,
+)
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
 
 _MARKS: dict[str, tuple[Shape, Tone]]

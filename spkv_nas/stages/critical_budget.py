@@ -26,7 +26,7 @@ from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, sized_model
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.export import ExportOptions
-from spkv_nas.stages.options.margins import is_layout
+from spkv_nas.stages.options.verdict import is_layout
 from spkv_nas.stages.result import Result
 
 
@@ -93,8 +93,8 @@ def critical_budget(
     trial, risk = compared.trial, parse_risk(options.risk)
     outcome = find_critical_budget(trial, candidates, risk, reporter, memories, nll, deadline)
     smallest = outcome.critical.passes
-    if outcome.layout is not None and (reason := propose.price_advice(table, outcome.layout.num_global)) is not None:
-        reporter.caution(reason)
+    if outcome.layout is not None:
+        reporter.caution(propose.price_advice(table, outcome.layout.num_global))
     # Compute the cache of every budget, and what the smallest that passes saves
     table = propose.with_sinks(table, outcome.layouts[0].sinks)
     cost = _cache_cost(requirements, table, outcome.layouts[0])

@@ -20,7 +20,7 @@ from spkv_nas.model import checkpoint, windows
 from spkv_nas.stages import sized_model
 from spkv_nas.stages.checkpoints import Loaded, load
 from spkv_nas.stages.options import DENSE
-from spkv_nas.stages.options.margins import DecisionOptions, reads_text
+from spkv_nas.stages.options.verdict import DecisionOptions, reads_text
 from spkv_nas.stages.subject import Subject
 
 SEED = 0  # of the random order of samples

@@ -268,10 +268,8 @@ def show(table: HeadScores) -> None:
     if tried := table.metadata.get("windows_tried"):
         out.print(_windows(tried, table.window))
     # Print remarks and warnings
-    if (sinks := _about_sinks(table)) is not None:
-        say(sinks)
-    if (domain_warning := diagnosis.about_small_domains(table.rows)) is not None:
-        say(domain_warning)
+    say(_about_sinks(table))
+    say(diagnosis.about_small_domains(table.rows))
     for line in table.diagnosis():
         caution(line)
 

@@ -62,8 +62,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
     requirements, measured = engines.read_requirements(options), lookup.chosen_table(options, reporter)
     table = with_sinks(measured, options.sinks)
-    if (missed_price := table.missed_price) is not None:
-        reporter.caution(missed_price)
+    reporter.caution(table.missed_price)
     others = [with_sinks(other, options.sinks) for other in _recommended(options.folders, measured)]
     solutions = None if options.solutions is None else SeveralSolutions.parse(options.solutions)
     # Solve for the layouts
@@ -202,8 +201,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     from spkv_nas.report import figures, result_charts
 
     table = with_sinks(lookup.chosen_table(options, reporter), options.sinks)
-    if (missed_price := table.missed_price) is not None:
-        reporter.caution(missed_price)
+    reporter.caution(table.missed_price)
     # Solve at every budget
     with reporter.bar("solving") as progress:
         curve = budget_curve.curve_for(
@@ -236,8 +234,7 @@ def show(result: ProposalResult) -> None:
         _solutions(result.answer.solutions, result.folder)
     for sentence in result.sentences:
         console.say(sentence)
-    if result.advice is not None:
-        console.caution(result.advice)
+    console.caution(result.advice)
 
 
 def _layouts(result: ProposalResult) -> None:
@@ -328,8 +325,7 @@ def show_budgets(result: BudgetsResult) -> None:
     console.out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if has_more:
         console.say("heads, same memory: the largest number of global heads that takes no more memory in the engine")
-    if result.caution is not None:
-        console.say(result.caution)
+    console.say(result.caution)
     console.print_path("curve", result.figure or result.folder / "budgets.csv")
     console.print_path("layouts", result.folder / "budgets")
 

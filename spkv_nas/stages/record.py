@@ -128,7 +128,10 @@ def trust(workspace: Workspace, table: HeadScores, chosen: arrays.Mask) -> Trust
     """
     for other in (table, *neighbours(workspace, table)):
         if other.sinks == table.sinks and (gains := _gains(other, table)) is not None:
-            return Trust.of(table.values, chosen, gains, _num_documents(other))
+            number = (other.metadata.get("gains") or {}).get("documents")  # None if it was not recorded
+            if other.gains is None:
+                number = int(other.rows.drop_duplicates("domain")["num_documents"].sum())
+            return Trust.of(table.values, chosen, gains, number)
     return None
 
 
@@ -165,13 +168,6 @@ def _gains(table: HeadScores, ranked_table: HeadScores) -> head_tables.Gains | N
         table is ranked_table or table.signal != _ADD_ONE_HEAD or table.metadata.get("granularity", "head") != "head"
     )
     return None if lacks_gains else head_tables.Gains(table.values, table.standard_error)
-
-
-def _num_documents(table: HeadScores) -> int | None:
-    """Return the number of documents that a table's gains were measured on; None if not recorded."""
-    if table.gains is None:
-        return int(table.rows.drop_duplicates("domain")["num_documents"].sum())
-    return (table.metadata.get("gains") or {}).get("documents")
 
 
 def neighbours(workspace: Workspace, table: HeadScores) -> Iterator[HeadScores]:

@@ -52,8 +52,7 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
     """Write the page of a probe and return its path."""
     workspace = options.folders
     proposal = lookup.find_proposal(workspace, table.name)
-    if (missed_price := table.missed_price) is not None:
-        reporter.caution(missed_price)
+    reporter.caution(table.missed_price)
     # Read probes and results
     folder = workspace.report_dir(table.name)
     table = _with_positions(table)

@@ -175,8 +175,7 @@ class Subject:
         batch_size = fitting_batch(model, blocks, reporter)
         if with_logits:
             require_logits(model, batch_size, length)
-        if (warning := packing_warning(separator, blocks)) is not None:
-            reporter.caution(warning)
+        reporter.caution(packing_warning(separator, blocks))
         count = f"{blocks.num_blocks} blocks of {length} tokens"
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {count}")
         return Measured(model, tokenizer, blocks, whole, text, saved_name, separator, train, batch_size)

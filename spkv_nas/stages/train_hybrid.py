@@ -25,8 +25,7 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     recipe_file = lookup.chosen_recipe(options, table, "demo.yaml")
     recipe = Recipe.read(recipe_file).with_precision(options.dtype)
     # Warn before hours of work
-    if (missed_price := table.missed_price) is not None:
-        reporter.caution(missed_price)
+    reporter.caution(table.missed_price)
     memory = [layout_share(x, recipe.data.block_size, table.native_windows) for x in proposal.layouts.values()]
     gates = {f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None
     proposal.warn_of_windows(gates, memory)

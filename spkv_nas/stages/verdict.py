@@ -16,8 +16,7 @@ from spkv_nas.evaluation.verdict import margins, trial, words
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.model import checkpoint, config_section, source, transformers_logging
 from spkv_nas.stages import checkpoints, checks, decision, printing, sized_model
-from spkv_nas.stages.options.margins import is_layout
-from spkv_nas.stages.options.verdict import VerdictOptions
+from spkv_nas.stages.options.verdict import VerdictOptions, is_layout
 from spkv_nas.stages.result import Result
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spkv_nas.base.on_import import when_imported
+from spkv_nas.base.extras import when_imported
 
 
 def test_acts_once_after_the_import_or_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from spkv_nas.contrib.search.storage import open_storage, open_study, storage_er
 from spkv_nas.data import tokenizer as tokenizers
 from spkv_nas.data.blocks import build_blocks
 from spkv_nas.data.sources import Document, documents
-from spkv_nas.report.axes import round_axis
+from spkv_nas.report.chart import round_axis
 
 
 @pytest.mark.parametrize("number", slow_after(1, [14, 120]))

@@ -18,8 +18,19 @@ from spkv_nas.artifacts.comparison import COLUMNS, read_comparison, write_compar
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.budget_curve import coverage_by_budget
-from spkv_nas.report.axes import decades_axis, log_axis, round_axis, spread_axis
-from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Rule
+from spkv_nas.report.chart import (
+    Axis,
+    Chart,
+    Heatmap,
+    Line,
+    Panels,
+    Points,
+    Rule,
+    decades_axis,
+    log_axis,
+    round_axis,
+    spread_axis,
+)
 from spkv_nas.report.density_charts import density_chart, domain_chart, position_chart, position_profile
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page_svg import draw_chart

@@ -12,8 +12,7 @@ from spkv_nas.base import console, tables
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.formulas import attention_flops, flops_per_token
 from spkv_nas.cost.ladder import ladder as levels
-from spkv_nas.report.axes import decades_axis
-from spkv_nas.report.chart import Chart, Dash, Line, Mark, Panels, Points, Tone, numbers
+from spkv_nas.report.chart import Chart, Dash, Line, Mark, Panels, Points, Tone, decades_axis, numbers
 from spkv_nas.report.figures import save_figure
 
 

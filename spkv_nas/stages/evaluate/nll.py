@@ -58,9 +58,7 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
     # Caution if gates miss their target density at their own threshold
     gates = config_section.gate_config(measured.model)
     if gates is not None and options.tau in (None, gates.tau):
-        caution = diagnosis.missed_price(gates.target_density, evaluation.density)
-        if caution is not None:
-            reporter.caution(caution)
+        reporter.caution(diagnosis.missed_price(gates.target_density, evaluation.density))
     # Measure the baseline
     pair = None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
     # Count the documents that selected the model's layout

@@ -10,11 +10,11 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.evaluation.verdict.margins import parse_risk
 from spkv_nas.proposal.budget import MEMORIES, MEMORY, parse_memories
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import Trains, critical_budget, margins
+from spkv_nas.stages.options import Trains, critical_budget
 from spkv_nas.stages.options.export import ExportOptions, ForEngine, Out
 from spkv_nas.stages.options.init import Minutes, ModelArgument, Texts
 from spkv_nas.stages.options.probe import ProbeOptions
-from spkv_nas.stages.options.verdict import VerdictOptions
+from spkv_nas.stages.options.verdict import Margin, Risk, VerdictOptions, check_decision
 
 HELD_OUT_TOKENS = 262_144  # to compare on, at most: 128 blocks of 2,048 tokens
 Memories = Annotated[
@@ -47,8 +47,8 @@ class AutoOptions(Trains):
     model: ModelArgument
     data: Texts
     out: Out
-    margin: margins.Margin = "nll=1%"
-    risk: margins.Risk = "5%"
+    margin: Margin = "nll=1%"
+    risk: Risk = "5%"
     memory: Memories = default(None, f"{MEMORIES[0]}%..{MEMORIES[-1]}%")
     budget: flags.OptionalBudget = default(None, "none", note="Replaces --memory; all other heads have one window.")
     retrain: Retrain = default(None, "no retraining")
@@ -102,6 +102,6 @@ def check(options: AutoOptions) -> None:
         units.parse_length(options.retrain)
     if options.engine is not None:
         _ = ENGINES[options.engine]  # raises
-    margins.check_decision(replace(options.search(None), max_tokens=options.max_tokens))
+    check_decision(replace(options.search(None), max_tokens=options.max_tokens))
     if not (options.out / "layout.yaml").is_file():
         check_new(options.out)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import LONGEST, ONLY_PROBE, ChoosesProbe, EngineOptions, margins
+from spkv_nas.stages.options import LONGEST, ONLY_PROBE, ChoosesProbe, EngineOptions, verdict
 
 Budgets = Annotated[
     list[str],
@@ -20,7 +20,7 @@ Budgets = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticalBudgetOptions(EngineOptions, margins.DecisionOptions, ChoosesProbe):
+class CriticalBudgetOptions(EngineOptions, verdict.DecisionOptions, ChoosesProbe):
     """Find the smallest budget of global heads, or of memory, whose loss against a dense model is below a margin.
 
     A bisection of the budgets tests their layouts on the weights of --against, as verdict does, until the smallest that
@@ -45,10 +45,10 @@ def check(options: CriticalBudgetOptions) -> None:
     from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
     from spkv_nas.stages import engines, lookup
 
-    margins.check_decision(options)
+    verdict.check_decision(options)
     engines.chosen_engine(options)
     # Check the budgets or layout files: one of the two
-    files = [text for text in options.budgets if margins.is_layout(text)]
+    files = [text for text in options.budgets if verdict.is_layout(text)]
     for file in files:
         Layout.read(file)
     if files and len(files) < len(options.budgets):

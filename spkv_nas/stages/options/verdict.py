@@ -1,11 +1,61 @@
-"""Declare the options of the ``verdict`` command, and check them; the class's docstring is the help."""
+"""Declare the options of ``verdict``, which ``critical-budget`` shares in part, and check them; docstrings are the help."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.base.flag import Flag
-from spkv_nas.evaluation.verdict.margins import options_help
-from spkv_nas.stages.options.margins import DecisionOptions, check_decision, is_layout
+from spkv_nas.base import assets, errors, hub
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.evaluation.verdict.margins import Margins, criteria_help, options_help, parse_margins, parse_risk
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import DENSE, SubjectOptions
+
+Dense = Annotated[
+    str, Flag("Checkpoint to compare with; layouts are tried on its weights.", ("--against",), "CHECKPOINT")
+]
+Margin = Annotated[
+    str,
+    Flag(
+        "Largest loss allowed, by criterion, with the criterion's options after colons: nll=1%,ruler=2:lengths=512,4k. "
+        f"{criteria_help()}.",
+        metavar="NAME=LOSS[:OPTION=VALUE...],...",
+    ),
+]
+Risk = Annotated[str, Flag("Largest probability of a wrong pass, and of a wrong failure, such as 5%.", metavar="N%")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionOptions(SubjectOptions):
+    """Options of the commands that compare candidates with a dense model until the answer is known."""
+
+    model: Dense = DENSE
+    margin: Margin = "nll=1%"
+    risk: Risk = "5%"
+    max_tokens: flags.OptionalMaxTokens = default(None, "one block per document, at least 128 blocks")
+
+
+def is_layout(candidate: str) -> bool:
+    """Return whether a candidate is a layout, in a file or on the Hub, rather than a checkpoint."""
+    return hub.is_on_hub(candidate) or candidate.lower().endswith((".yaml", ".yml"))
+
+
+def check_decision(options: DecisionOptions) -> Margins:
+    """Check the margins with the criteria's options, the risk, the dense model and the text; return the margins."""
+    from spkv_nas.stages.subject import Subject
+
+    parse_risk(options.risk)
+    margins = parse_margins(options.margin)
+    if reads_text(margins) and not options.model.startswith(assets.EMBEDDED_PREFIX) and not options.data:
+        raise errors.UserError("--against needs --data: files or folders with text that no candidate was selected on")
+    Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins)).check()
+    for criterion, _ in margins:
+        criterion.check()
+    return margins
+
+
+def reads_text(margins: Margins) -> bool:
+    """Return whether a criterion reads text."""
+    return any(criterion.reads_text for criterion, _ in margins)
+
 
 Candidates = Annotated[list[str], Flag("Checkpoints, and layout files (YAML).", metavar="CANDIDATE", argument=True)]
 

@@ -217,7 +217,7 @@ def test_reading_a_config_imports_no_model_code() -> None:
     assert names <= {
         "spkv_kernels.threads",
         *(f"spkv_nas.artifacts{name}" for name in ("", ".local_layers")),
-        *(f"spkv_nas.base{name}" for name in ("", ".errors", ".extras", ".limits", ".on_import")),
+        *(f"spkv_nas.base{name}" for name in ("", ".errors", ".extras", ".limits")),
         *(f"spkv_nas.model{name}" for name in ("", ".custom_model_type")),
         *(f"spkv_nas.serving{name}" for name in ("", ".vllm", ".vllm.config", ".vllm.plugin")),
     }

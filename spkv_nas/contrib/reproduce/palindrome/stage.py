@@ -27,7 +27,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.reproduce.palindrome.options import BATCH_SIZE, NAME, STEPS, PalindromeOptions
 from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, GateWatch, Measures, Palindromes, take_measures
 from spkv_nas.model import attach, checkpoint, transformers_logging, windows
-from spkv_nas.report import axes, chart, plot
+from spkv_nas.report import chart, plot
 from spkv_nas.stages.result import Result
 from spkv_nas.training.branch_config import GateSchedule, GatesConfig, LearningRateSchedule
 from spkv_nas.training.run_files import remove_checkpoints, run_lock
@@ -304,7 +304,7 @@ def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> chart.Panels:
     SP-KV paper, appendix "Palindrome reversal with long instruction gap". ``curves`` has the columns of
     ``CURVE_COLUMNS``; ``chance_nll`` is the NLL, in nats per output token, of a model that sees nothing of the list.
     """
-    steps = axes.round_axis("Step", 0, float(curves["step"].max()), exact=True)
+    steps = chart.round_axis("Step", 0, float(curves["step"].max()), exact=True)
     # Loss of each variant
     losses: list[chart.Mark] = [
         chart.Rule(chance_nll, f"chance {chance_nll:.2f}", vertical=False, tone="muted", dash="dotted")
@@ -325,7 +325,7 @@ def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> chart.Panels:
         ("gates", "SP-KV gates, mean over heads and tokens", 1.0, gates),
     )
     panels = [
-        chart.Chart(f"palindrome-{name}", title, steps, axes.round_axis(title, 0, high), marks)
+        chart.Chart(f"palindrome-{name}", title, steps, chart.round_axis(title, 0, high), marks)
         for name, title, high, marks in charts
     ]
     return chart.Panels("palindrome", tuple(panels))

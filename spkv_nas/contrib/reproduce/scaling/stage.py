@@ -23,7 +23,7 @@ from spkv_nas.base import assets, console, limits, records, replace, tables, ver
 from spkv_nas.base.arrays import Float
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.report import axes, chart, figures
+from spkv_nas.report import chart, figures
 
 _RUNS = (
     tables.Column("name", default=""),
@@ -337,8 +337,8 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> chart.Char
     return chart.Chart(
         "scaling",
         "NLL by training compute",
-        axes.decades_axis("Training compute, FLOPs", compute_grid[0], compute_grid[-1], powers=True),
-        axes.log_axis("NLL, nats per token", floor, ceiling),
+        chart.decades_axis("Training compute, FLOPs", compute_grid[0], compute_grid[-1], powers=True),
+        chart.log_axis("NLL, nats per token", floor, ceiling),
         (*marks, *points),
     )
 
