@@ -7,7 +7,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
@@ -50,6 +53,32 @@ def unflushed_files() -> Iterator[None]:
     """Leave files to the system's cache: processes are killed in tests, machines are not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def brief_interpreter() -> Iterator[None]:
+    """Spare Triton's interpreter work without a result, which takes half of its time.
+
+    It replaces the functions of its language again at every call of a function in a kernel, and tests every sum and
+    product of integers for an overflow, which it reports only in its debug mode.
+    """
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        yield
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    replace_language = interpreter._patch_lang
+
+    def replace_once(function: Any) -> Any:
+        modules = [value for value in function.__globals__.values() if value is language or value is language.core]
+        return replace_language(function) if any(language.core.is_builtin(module.load) for module in modules) else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace_once)
+        builder = interpreter.interpreter_builder
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
 
 
