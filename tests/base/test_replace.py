@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -50,35 +51,41 @@ class TestReplacing:
         assert result.keys() == {"mine.txt", "table.csv", "table.yaml"}
         assert result["table.csv"] == "new"
 
-    @pytest.mark.parametrize("before", range(24))
-    def test_killed_anywhere_files_are_all_old_or_all_new(
-        self, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A threshold never stands beside densities of another one."""
+    def test_killed_anywhere_files_are_all_old_or_all_new(self, tmp_path: Path) -> None:
+        """A threshold never stands beside densities of another one. The last run is not killed."""
         for name in ("old", "new"):
             write(tmp_path / name, name, with_heads=name == "old")
-        folder = tmp_path / "result"
-        write(folder, "old")
+        for number in count():
+            folder = tmp_path / f"result-{number}"
+            write(folder, "old")
+            is_killed = self.is_killed_after(number, folder)
+            assert read(folder) in (read(tmp_path / "old"), read(tmp_path / "new"))
+            write(folder, "new", with_heads=False)
+            assert read(folder) == read(tmp_path / "new")
+            if not is_killed:
+                break
+        assert number > 10
+
+    def is_killed_after(self, number: int, folder: Path) -> bool:
+        """Write the new files, unless they take more than a number of operations: then raise at the next one."""
         operations = 0
 
         def watched(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **options: Any) -> Any:
                 nonlocal operations
                 operations += 1
-                if operations > before:
+                if operations > number:
                     raise Killed
                 return original(*args, **options)
 
             return run
 
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
                 patch.setattr(os, name, watched(getattr(os, name)))
             with suppress(Killed):
                 write(folder, "new", with_heads=False)
-        assert read(folder) in (read(tmp_path / "old"), read(tmp_path / "new"))
-        write(folder, "new", with_heads=False)
-        assert read(folder) == read(tmp_path / "new")
+        return operations > number
 
     def test_abandoned_files_are_removed_after_a_day(self, tmp_path: Path) -> None:
         for name in (".new-old", ".new-young"):

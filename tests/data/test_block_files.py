@@ -70,8 +70,8 @@ class TestLongDocuments:
 
 
 class TestShare:
-    @pytest.mark.parametrize("share", [1e-9, 0.05, 0.5, 0.999999])
-    @pytest.mark.parametrize("number", [3, 8, 19, 40])
+    @pytest.mark.parametrize("share", [1e-9, 0.5, 0.999999])
+    @pytest.mark.parametrize("number", [3, 19, 40])
     def test_both_parts_have_text(self, number: int, share: float, tmp_path: Path) -> None:
         config = DataConfig(sources=[str(write_files(tmp_path / "text", number))], block_size=16, heldout=share)
         folder = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)

@@ -15,7 +15,7 @@ from torch import Tensor
 check = partial(operator_cases.check, backend="cpu")
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ["none", "soft", "tiny", "hard"])  # others: test_compacted_hard_gates_agree
 @pytest.mark.parametrize(("shape", "window"), SHAPES)
 def test_cpu_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, gate: str) -> None:
     check(inputs(shape, gate), window)
@@ -48,7 +48,7 @@ def test_scale_replaces_the_default() -> None:
     check(inputs((1, 4, 2, 90, 16), "soft"), 16, scale=0.7)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_shapes(seed: int) -> None:
     pick = torch.Generator().manual_seed(seed)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import gated, tiny_model
+from marks import pairwise
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -74,12 +75,14 @@ def expected_loss(
     return (1 - weight) * nll + weight * temperature**2 * divergence, nll, divergence
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputed"])
-@pytest.mark.parametrize(("weight", "temperature"), [(1.0, 1.0), (0.3, 1.0), (0.6, 2.5)])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("factors", "family", "recomputes"),
+    pairwise([(1.0, 1.0), (0.3, 1.0), (0.6, 2.5)], ["llama", "gemma3_text"], [False, True]),  # weight, temperature
+)
 def test_values_and_gradients_are_those_of_whole_logits(
-    family: str, weight: float, temperature: float, recomputes: bool, tokens: Tensor, chunks: None
+    factors: tuple[float, float], family: str, recomputes: bool, tokens: Tensor, chunks: None
 ) -> None:
+    weight, temperature = factors
     dense = tiny_model(family)
     student = student_of(dense)
     labels = tokens.clone()
@@ -107,9 +110,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
     assert "forward" not in vars(student.get_decoder())
 
 
-@pytest.mark.parametrize("bfloat16", [False, True])
-@pytest.mark.parametrize("hooked", [False, True], ids=["stock attention", "hooked"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "hooked", "bfloat16"), pairwise([False, True], [False, True], [False, True]))
 def test_a_student_equal_to_its_teacher_has_gradients_of_exactly_zero(
     tied: bool, hooked: bool, bfloat16: bool, tokens: Tensor, chunks: None
 ) -> None:

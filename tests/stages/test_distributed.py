@@ -56,8 +56,8 @@ def test_several_processes_measure_what_one_does(ground: Path) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4, 16])
-@pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("processes", [1, 3, 16])
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
 def test_every_block_belongs_to_one_process(
     blocks: TokenBlocks, batch_size: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
