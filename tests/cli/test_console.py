@@ -282,39 +282,48 @@ class TestJson:
 
 
 class TestCompletion:
-    def complete(self, folder: Path, line: str) -> list[str]:
-        """Return the completions that bash offers for the last word of a line, where torch cannot be loaded."""
+    PROGRAM = """
+import os, sys
+from spkv_nas.cli import main
+sys.argv[0] = "spkv-nas"
+for line in sys.stdin.read().splitlines():
+    os.environ |= {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, (line, end.code)
+    print("", end="\\0")
+"""
+
+    def complete(self, folder: Path, *lines: str) -> list[list[str]]:
+        """Return what bash offers for the last word of every line, where torch cannot be loaded."""
         (folder / "torch.py").write_text("raise SystemExit('torch was loaded')\n")
-        last = str(line.count(" "))
+        path = os.pathsep.join([str(folder), *sys.path])
         completed = subprocess.run(
-            [sys.executable, "-c", "import sys; sys.argv[0] = 'spkv-nas'; from spkv_nas.cli import main; main()"],
-            env={
-                **os.environ,
-                "_SPKV_NAS_COMPLETE": "complete_bash",
-                "COMP_WORDS": line,
-                "COMP_CWORD": last,
-                "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
-            },
+            [sys.executable, "-c", self.PROGRAM],
+            input="\n".join(lines),
+            env={**os.environ, "_SPKV_NAS_COMPLETE": "complete_bash", "PYTHONPATH": path},
             cwd=folder,
             capture_output=True,
             text=True,
             check=False,
         )
         assert completed.returncode == 0, completed.stderr
-        return completed.stdout.split()
+        return [offered.split() for offered in completed.stdout.split("\0")[:-1]]
 
-    def test_names_of_the_workspace(self, tmp_path: Path) -> None:
+    def test_names_of_the_workspace_and_choices(self, tmp_path: Path) -> None:
         for name in ("mine", "mine-duo", "other"):
             (tmp_path / "w" / "probes" / name).mkdir(parents=True)
             (tmp_path / "w" / "probes" / name / "density.csv").write_text("")
         (tmp_path / "w" / "probes" / "mine-unfinished").mkdir()
-        assert self.complete(tmp_path, "spkv-nas propose --workspace w --probe mi") == ["mine", "mine-duo"]
-        assert self.complete(tmp_path, "spkv-nas compare --workspace w oth") == ["other"]
-        assert self.complete(tmp_path, "spkv-nas propose --probe mi") == []
-
-    def test_choices(self, tmp_path: Path) -> None:
-        assert self.complete(tmp_path, "spkv-nas probe --signal ") == list(SIGNALS.names)
-        assert self.complete(tmp_path, "spkv-nas train-h") == ["train-hybrid"]
+        expected = {
+            "spkv-nas propose --workspace w --probe mi": ["mine", "mine-duo"],
+            "spkv-nas compare --workspace w oth": ["other"],
+            "spkv-nas propose --probe mi": [],
+            "spkv-nas probe --signal ": list(SIGNALS.names),
+            "spkv-nas train-h": ["train-hybrid"],
+        }
+        assert dict(zip(expected, self.complete(tmp_path, *expected), strict=True)) == expected
 
     def test_choices_are_those_of_the_registries(self) -> None:
         signals, levels, hardware = (one.__metadata__[0].values for one in (flags.Signal, flags.Level, flags.Hardware))

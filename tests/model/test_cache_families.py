@@ -180,11 +180,11 @@ def test_generation_equals_whole_passes(family: str) -> None:
     mask[1, :7] = 0
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "attention_mask": mask}
     record: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
-    made = model.generate(ids, past_key_values=SPKVCache(model), max_new_tokens=40, **record, **options)
+    made = model.generate(ids, past_key_values=SPKVCache(model), max_new_tokens=20, **record, **options)
     for row, start in enumerate((0, 7)):
         sequence = made.sequences[row : row + 1, start:]
         assert error(torch.stack(made.logits, 1)[row], logits(model, sequence[:, :-1])[0, 19 - start :]) < 1e-4
-        whole = model.generate(ids[row : row + 1, start:], use_cache=False, max_new_tokens=40, do_sample=False)
+        whole = model.generate(ids[row : row + 1, start:], use_cache=False, max_new_tokens=20, do_sample=False)
         assert torch.equal(sequence, whole)
     # Beams
     options |= {"attention_mask": torch.ones_like(mask), "max_new_tokens": 10}

@@ -30,6 +30,7 @@ from spkv_nas.serving import engine_check
 from spkv_nas.serving.engine_check import EngineCheck, compare_with_engine, native_layout
 
 BY_LAYER = replace(WINDOWS, heads=("GL", "MM", "NG", "GM"))  # local heads of a layer have one window
+WRONG = ("GL", "LL", "LL", "GG")  # another third layer than HEADS
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite")
 MLX = os.environ.get("SPKV_MLX_PYTHON")
 needs_mlx = pytest.mark.skipif(MLX is None, reason="SPKV_MLX_PYTHON names no Python with mlx-lm (docs/guides/vllm.md)")
@@ -44,11 +45,25 @@ def dense(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTo
 
 
 @pytest.fixture(scope="module")
+def mistral(dense: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A dense checkpoint in which every layer has a window."""
+    folder = dense.with_name("mistral")
+    save(sharp_model("mistral", sliding_window=24), tiny_tokenizer, folder)
+    return folder
+
+
+def exported(layout: Layout, dense: Path) -> Path:
+    """Export a layout beside its dense checkpoint, unless another test did, and return the folder."""
+    folder = dense.with_name(f"{dense.name}-{layout.hash}")
+    if not folder.exists():
+        export(layout, dense, folder, to="spkv")
+    return folder
+
+
+@pytest.fixture
 def per_head(dense: Path) -> Path:
     """An export with heads of both kinds in a layer."""
-    folder = dense.with_name("per-head")
-    export(HEADS, dense, folder)
-    return folder
+    return exported(HEADS, dense)
 
 
 @pytest.fixture
@@ -63,13 +78,13 @@ def in_process(verified_in_process: None, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(engine_check, "_ask", ask)
 
 
-def edit(folder: Path, layer: int, row: str, out: Path) -> Path:
-    """Copy an export with other letters for one layer."""
+def edit(folder: Path, heads: tuple[str, ...], out: Path) -> Path:
+    """Copy an export with other letters of heads."""
     out.mkdir()
     for file in folder.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
     config = json.loads((out / "config.json").read_text())
-    config["spkv"]["layout"]["heads"][layer] = row
+    config["spkv"]["layout"]["heads"] = heads
     (out / "config.json").write_text(json.dumps(config))
     (out / "spkv-manifest.json").unlink(missing_ok=True)
     return out
@@ -91,7 +106,7 @@ def test_the_model_passes_in_transformers(per_head: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("in_process")
 def test_a_wrong_layer_of_the_folder_is_named(per_head: Path, tmp_path: Path) -> None:
-    wrong = edit(per_head, 2, "LL", tmp_path / "wrong")
+    wrong = edit(per_head, WRONG, tmp_path / "wrong")
     check = compare_with_engine(wrong, "transformers", layout=HEADS)
     assert not check.passed
     assert check.findings == ["layer 2: the engine runs LL instead of LG, as the folder's config says"]
@@ -118,11 +133,10 @@ def test_a_layer_that_the_engine_runs_otherwise_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The folder is right, and the engine, which answers for another layout, is not."""
-    for name, heads in (("right", layout.heads), ("wrong", answered)):
-        export(replace(layout, heads=heads), dense, tmp_path / name, to="spkv")
-    ask = engine_check._ask
-    monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(tmp_path / "wrong", *arguments))
-    check = compare_with_engine(tmp_path / "right", "transformers")
+    right = exported(layout, dense)
+    wrong, ask = edit(right, answered, tmp_path / "wrong"), engine_check._ask
+    monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(wrong, *arguments))
+    check = compare_with_engine(right, "transformers")
     assert not check.passed
     assert check.num_prompt == max(layout.legend.values()) + 128
     assert check.reach == layout.reach
@@ -131,10 +145,9 @@ def test_a_layer_that_the_engine_runs_otherwise_is_named(
 
 @pytest.mark.usefixtures("in_process")
 def test_sink_tokens_that_the_engine_does_not_run_are_named(
-    per_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dense: Path, per_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask, folder = engine_check._ask, tmp_path / "with-sink"
-    export(replace(HEADS, sinks=1), per_head.with_name("dense"), folder)
+    ask, folder = engine_check._ask, exported(replace(HEADS, sinks=1), dense)
     check = compare_with_engine(folder, "transformers")
     assert check.passed
     assert check.sink_difference is not None
@@ -160,6 +173,9 @@ def test_a_native_form_without_the_sink_tokens_of_a_layout_fails(dense: Path, tm
 class TestNativeWindowOfAllLayers:
     """Global heads of Mistral see its sliding window."""
 
+    def test_a_right_export_passes(self, mistral: Path) -> None:
+        assert compare_with_engine(exported(replace(LAYERS, sinks=1), mistral), "transformers").passed
+
     @pytest.mark.parametrize(
         ("answered", "finding"),
         [
@@ -169,20 +185,12 @@ class TestNativeWindowOfAllLayers:
         ],
     )
     def test_a_wrong_layer_is_named(
-        self,
-        answered: tuple[str, ...],
-        finding: str,
-        tmp_path: Path,
-        tiny_tokenizer: PreTrainedTokenizerBase,
-        monkeypatch: pytest.MonkeyPatch,
+        self, answered: tuple[str, ...], finding: str, mistral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        save(sharp_model("mistral", sliding_window=24), tiny_tokenizer, tmp_path / "dense")
-        for name, heads in (("right", LAYERS.heads), ("wrong", answered)):
-            export(replace(LAYERS, heads=heads, sinks=1), tmp_path / "dense", tmp_path / name, to="spkv")
-        assert compare_with_engine(tmp_path / "right", "transformers").passed
-        ask = engine_check._ask
-        monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(tmp_path / "wrong", *arguments))
-        check = compare_with_engine(tmp_path / "right", "transformers")
+        right = exported(replace(LAYERS, sinks=1), mistral)
+        wrong, ask = edit(right, answered, tmp_path / "wrong"), engine_check._ask
+        monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(wrong, *arguments))
+        check = compare_with_engine(right, "transformers")
         assert not check.passed
         assert check.findings == [finding]
 
@@ -201,19 +209,17 @@ class TestNativeWindowOfAllLayers:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_check_that_proves_nothing_fails(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_proves_nothing_fails(per_head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the layout the tokens get the same log-probabilities, as where every key is in the window."""
-    export(HEADS, dense, tmp_path / "hybrid")
     monkeypatch.setattr(engine_check, "CONCLUSIVE", 1e9)
-    check = compare_with_engine(tmp_path / "hybrid", "transformers")
+    check = compare_with_engine(per_head, "transformers")
     assert not check.passed
     assert "the check proves nothing" in str(check)
 
 
 @pytest.mark.slow
 def test_a_native_form_is_checked_in_plain_transformers(dense: Path, tmp_path: Path) -> None:
-    exported = export(LAYERS, dense, tmp_path / "native")
-    assert exported.target == "native"
+    assert export(LAYERS, dense, tmp_path / "native").target == "native"
     check = compare_with_engine(tmp_path / "native", "transformers")
     assert check.passed
     assert "spkv" not in check.engine
@@ -271,7 +277,7 @@ class TestCommands:
     def test_serve_check_exits_with_its_verdict(
         self, per_head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        wrong = edit(per_head, 2, "LL", tmp_path / "wrong")
+        wrong = edit(per_head, WRONG, tmp_path / "wrong")
         HEADS.write(tmp_path / "layout.yaml")
         arguments = ["--engine", "transformers", "--layout", str(tmp_path / "layout.yaml")]
         main(["serve-check", str(per_head), *arguments])
@@ -333,7 +339,7 @@ class TestVllm:
         assert self.run(tmp_path / "out").passed
 
     def test_a_wrong_layer_is_named(self, per_head: Path, tmp_path: Path) -> None:
-        check = self.run(edit(per_head, 2, "LL", tmp_path / "wrong"), layout=HEADS)
+        check = self.run(edit(per_head, WRONG, tmp_path / "wrong"), layout=HEADS)
         assert not check.passed
         assert check.findings == ["layer 2: the engine runs LL instead of LG, as the folder's config says"]
 

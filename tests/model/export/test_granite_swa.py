@@ -69,11 +69,10 @@ def test_plain_transformers_computes_the_hybrid(tmp_path: Path, tiny_tokenizer: 
         assert float((with_sinks - without).abs().max() / without.abs().max()) > 100 * verify_export.TOLERANCE
 
 
-@pytest.mark.usefixtures("fresh_process")
 def test_learned_sinks_are_exported_by_default(
     tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """A real check in a fresh process. Heads without one get -10000, never the 0 of a new model."""
+    """Heads without one get -10000, never the 0 of a new model."""
     model = hybrid_model("llama", learned=True)
     exported = export(None, write(model, tmp_path / "hybrid", tiny_tokenizer), tmp_path / "out")
     assert exported.target == "granite_swa"

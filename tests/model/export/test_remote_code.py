@@ -131,26 +131,28 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
 
 
+@pytest.mark.usefixtures("fresh_process")
+def test_a_process_without_this_package_answers(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Windows per head and learned sinks, compared in a real process when they are exported."""
+    save_with_tokenizer(hybrid(CASES["learned"]), tiny_tokenizer, tmp_path / "hybrid")
+    exported = export(None, tmp_path / "hybrid", tmp_path / "out", to="spkv")
+    assert "plain transformers loads it with trust_remote_code=True: over " in exported.form
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("verified_in_process")
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(("learned", "shared-keys", "state-spaces"), id="three"),
-        pytest.param(tuple(CASES), id="all", marks=pytest.mark.slow),
-    ],
-)
 def test_a_process_without_this_package_computes_the_hybrid(
-    names: tuple[str, ...], tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Logits, gradients, greedy tokens and beams of a batch with padding on the left, and a folder saved again."""
     # Export every case
-    models = {name: hybrid(CASES[name]) for name in names}
+    models = {name: hybrid(case) for name, case in CASES.items()}
     for name, model in models.items():
         save_with_tokenizer(model, tiny_tokenizer, tmp_path / f"{name}-hybrid")
         exported = export(None, tmp_path / f"{name}-hybrid", tmp_path / name, to="spkv")
         assert "plain transformers loads it with trust_remote_code=True: over " in exported.form
     # Run them without this package
-    request = {"folders": [str(tmp_path / name) for name in names], "again": str(tmp_path / "learned")}
+    request = {"folders": [str(tmp_path / name) for name in models], "again": str(tmp_path / "learned")}
     run_plain(tmp_path, PROGRAM, request | {"prompts": PROMPTS, "tokens": tokens.tolist(), "new": NEW})
     # Compare
     prompts = torch.tensor(PROMPTS)
