@@ -195,7 +195,7 @@ def test_examples_run(
     name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    texts = [" ".join(f"fox {(document * word) % 31} jumps" for word in range(20)) for document in range(1, 93)]
+    texts = [" ".join(f"fox {(document * word) % 31} jumps" for word in range(8)) for document in range(1, 93)]
     build = partial(spkv_nas.build_blocks, tokenizer=tiny_tokenizer, block_size=32)
     model, scores = tiny_model(vocab_size=300), make_table(DENSITY)
     shared = {"spkv_nas": spkv_nas, "model": model, "tokenizer": tiny_tokenizer, "texts": texts, "scores": scores}

@@ -37,6 +37,8 @@ from spkv_nas.report.page_svg import draw_chart
 from spkv_nas.report.plot import cividis, draw, save_chart
 from spkv_nas.report.result_charts import coverage_budget_chart, coverage_nll_chart
 
+pytestmark = pytest.mark.usefixtures("whole_pictures")
+
 
 def test_colours_are_cividis_from_zero_to_one() -> None:
     assert cividis(1.0) == cividis(1.5) == ("#fee838", "#000")
@@ -133,7 +135,6 @@ def test_ticks_are_round() -> None:
     assert not spread_axis("", -0.1, 28).log
 
 
-@pytest.mark.usefixtures("whole_pictures")
 @pytest.mark.parametrize(
     "chart",
     [

@@ -22,7 +22,7 @@ BASELINES = ["dense", "full-attention"]
 @pytest.fixture
 def texts(tiny_tokenizer: PreTrainedTokenizerBase) -> tuple[TokenBlocks, TokenBlocks]:
     """Training and held-out blocks of 32 tokens."""
-    documents = [" ".join(f"fox {(number * word) % 31} jumps" for word in range(60)) for number in range(1, 13)]
+    documents = [" ".join(f"fox {(number * word) % 31} jumps" for word in range(20)) for number in range(1, 13)]
     train, heldout = (
         spkv_nas.build_blocks(part, tiny_tokenizer, block_size=32) for part in (documents[:8], documents[8:])
     )
