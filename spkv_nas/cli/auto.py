@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from spkv_nas.base import console, errors
+from spkv_nas.base import console, errors, units
 from spkv_nas.base.progress import Reporter, Stages
-from spkv_nas.base.units import parse_length
+from spkv_nas.engines.registry import serve_command
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.options.auto import AutoOptions
 from spkv_nas.stages.options.init import InitOptions
@@ -172,7 +172,7 @@ def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, repo
         options.model,
         measured.tokenizer,
         half_of(measured.whole),
-        parse_length(str(options.retrain)),
+        units.parse_length(str(options.retrain)),
         options.folders.run_dir(table.name),
         device_name=options.device,
         reporter=reporter,
@@ -186,7 +186,6 @@ def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | 
     Return the command by which vLLM serves what was written; None if it does not, or nothing was written.
     """
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.engines.registry import serve_command
     from spkv_nas.stages import export
 
     written = options.out / "layout.yaml"

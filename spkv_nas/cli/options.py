@@ -17,9 +17,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from rich.text import Text
 
-from spkv_nas.base.console import out, say
+from spkv_nas.base import console, progress
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
-from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import screen
 from spkv_nas.stages.flags import DEVICE, WORKSPACE
@@ -52,14 +51,14 @@ _SHARED = {"workspace": Root, "device": Device, "quiet": Quiet, "verbose": Verbo
 
 def command(
     app: typer.Typer, name: str | None = None
-) -> Callable[[Callable[[Options, Reporter], Results | None]], Callable[..., None]]:
+) -> Callable[[Callable[[Options, progress.Reporter], Results | None]], Callable[..., None]]:
     """Return a decorator that adds a function to ``app`` as a command, by default of the function's name, with dashes.
 
     The function takes an options dataclass and a reporter; its docstring is the help. Its result is printed, with
     ``--json`` as one JSON document. A function that is declared to return None prints by itself and has no ``--json``.
     """
 
-    def register(function: Callable[[Options, Reporter], Results | None]) -> Callable[..., None]:
+    def register(function: Callable[[Options, progress.Reporter], Results | None]) -> Callable[..., None]:
         # Read the options class from the annotations
         hints = get_type_hints(function)
         returns = hints.pop("return", None)
@@ -195,12 +194,12 @@ def print_results(output: Results, *, as_json: bool) -> int:
         result.show(result.value)
         for suggestion in result.next:
             if suggestion.reason:
-                say(suggestion.reason)
+                console.say(suggestion.reason)
             if suggestion.command:
-                out.print(Text(suggestion.line), soft_wrap=True)
+                console.out.print(Text(suggestion.line), soft_wrap=True)
     if as_json:
         printed = documents[0] if isinstance(output, Result) else documents
-        out.write(json.dumps(printed, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        console.out.write(json.dumps(printed, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return code
 
 

@@ -24,9 +24,8 @@ from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.proposal.budget_curve import budget_curve
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, sized_model
+from spkv_nas.stages.options import export, verdict
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
-from spkv_nas.stages.options.export import ExportOptions
-from spkv_nas.stages.options.verdict import is_layout
 from spkv_nas.stages.result import Result
 
 
@@ -79,7 +78,7 @@ def critical_budget(
     transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     # Make or read the layouts before any document is looked at
-    files = Proposal.read(map(Path, options.budgets)) if is_layout(options.budgets[0]) else Proposal({})
+    files = Proposal.read(map(Path, options.budgets)) if verdict.is_layout(options.budgets[0]) else Proposal({})
     files.warn_of_windows()
     probe = options.probe or probe_of(options.folders, files.layouts.values())
     table = lookup.chosen_table(replace(options, probe=probe), reporter)
@@ -209,7 +208,7 @@ def _next(options: CriticalBudgetOptions, probe: str, file: Path | None) -> tupl
     if file is None:
         return ()
     out = Path(f"{probe}-export")
-    exported = ExportOptions(layout=file, model=options.model, out=out, workspace=options.workspace)
+    exported = export.ExportOptions(layout=file, model=options.model, out=out, workspace=options.workspace)
     return (commands.Suggestion.of(exported),)
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from spkv_nas.base import errors, flag, progress
+from spkv_nas.base import console, device, errors, files, flag, progress
+from spkv_nas.evaluation.thresholds import check_tau
+from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import REFERENCE, InDtype
 
@@ -33,8 +35,6 @@ class GenerateOptions(InDtype):
 
 def check(options: GenerateOptions) -> None:
     """Check that exactly one prompt is given, and the checkpoint."""
-    from spkv_nas.evaluation.thresholds import check_tau
-    from spkv_nas.model.source import check_checkpoint
     from spkv_nas.stages.checks import check_exist
 
     if options.prompt is not None and options.file is not None:
@@ -53,7 +53,6 @@ def generate(options: GenerateOptions, reporter: progress.Reporter) -> None:
     The text goes to standard output, the statistics to standard error. A dense checkpoint uses the cache of
     transformers.
     """
-    from spkv_nas.base import console, device, files
     from spkv_nas.model import checkpoint, generation, transformers_logging
 
     # Read the prompt; ``check`` requires one
@@ -80,12 +79,10 @@ def generate(options: GenerateOptions, reporter: progress.Reporter) -> None:
 
 def show(result: "Generation") -> None:
     """Print a generation's speed and cache size to standard error."""
-    from spkv_nas.base.console import err
-
     # Print the speed and the size of the cache
     share = result.cache_bytes / result.full_attention_bytes
     reason = " (so short a text does not fill its pages and windows)" if share > 1 else ""
-    err.print(
+    console.err.print(
         f"{result.num_new_tokens} tokens, {result.tokens_per_second:.1f} tokens/s, after a prompt of "
         f"{result.num_prompt_tokens} tokens in {result.prefill_seconds:.2f} s\n"
         f"cache {result.cache_bytes / 1e6:.2f} MB, full attention {result.full_attention_bytes / 1e6:.2f} MB: "
@@ -98,4 +95,4 @@ def show(result: "Generation") -> None:
             if math.isnan(result.density)
             else f"density {100 * result.density:.1f} %"
         )
-        err.print(f"{density} at tau {result.tau:g}" if result.tau is not None else density)
+        console.err.print(f"{density} at tau {result.tau:g}" if result.tau is not None else density)

@@ -16,8 +16,7 @@ from spkv_nas.base.console import out, say
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.foreign_formats import convert as convert_file
-from spkv_nas.stages.commands import command_line, next_line
-from spkv_nas.stages.lookup import find_table
+from spkv_nas.stages import commands, lookup
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
 from spkv_nas.stages.result import Result
 
@@ -51,8 +50,8 @@ def read_layout(file: Path) -> Proposal:
         stem = file.name if file.is_dir() else file.stem  # folder names may contain dots
         target = file.with_name(f"{stem}.yaml")
         target = file.with_name(f"{stem}-layout.yaml") if target.exists() else target
-        command = command_line(ConvertOptions(source=file, target=target, budget="25%"))
-        raise errors.UserError(f"{file} is not a layout file; convert it first\n{next_line(command)}")
+        command = commands.command_line(ConvertOptions(source=file, target=target, budget="25%"))
+        raise errors.UserError(f"{file} is not a layout file; convert it first\n{commands.next_line(command)}")
     return Proposal.read([file])
 
 
@@ -67,7 +66,7 @@ class ShownLayout:
 
 def read_layouts(files: Sequence[Path], probe: str | None, workspace: Workspace) -> list[ShownLayout]:
     """Read layout files, and compute their coverage if a probe is named."""
-    table = None if probe is None else find_table(workspace, probe)
+    table = None if probe is None else lookup.find_table(workspace, probe)
     shown = []
     for file in files:
         proposal = read_layout(file)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base.console import Table, caution, escape, out
+from spkv_nas.base.statistics import FEW_DOCUMENTS, critical_errors
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
@@ -37,8 +38,6 @@ def show_alarm(sentence: object) -> None:
 
 def about_errors(num_documents: int, effective: float) -> None:
     """Print what ± means and, for few documents, a warning with the width of a 95 % confidence interval."""
-    from spkv_nas.base.statistics import FEW_DOCUMENTS, critical_errors
-
     number = f"{num_documents} documents (effective number {effective:.1f})"
     out.print(f"±: one standard error, paired by {number}")
     if effective < FEW_DOCUMENTS:

@@ -13,10 +13,9 @@ from urllib.parse import quote
 from spkv_nas.artifacts import agreement, checkpoints, comparison, grid, head_scores, layout, search_table
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import ALARM, CRITICAL_BUDGET, SCORES, VERDICT, AlarmRecord, ResultTable
-from spkv_nas.base import assets, console, errors, schema, version
+from spkv_nas.base import assets, console, errors, records, schema, version
 from spkv_nas.base.files import is_file, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.records import read_record
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.paired import DOCUMENTS_FILE, pair_error, read_documents
 from spkv_nas.evaluation.trust import Trust
@@ -221,11 +220,11 @@ def read_results(folder: Path) -> dict[str, Any]:
         "search_record": (folder / "search.yaml", "search", search_table.SearchRecord),
     }
     results: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
-    results |= {name: read_record(*each) for name, each in record_files.items() if is_file(each[0])}
+    results |= {name: records.read_record(*each) for name, each in record_files.items() if is_file(each[0])}
     if (folder / DOCUMENTS_FILE).is_file():
         results["pair_error"] = pair_error(read_documents(folder / DOCUMENTS_FILE))
     files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict", "critical-budget"))
-    alarms = [read_record(file, "results", AlarmRecord).get(ALARM) for file in files if file.is_file()]
+    alarms = [records.read_record(file, "results", AlarmRecord).get(ALARM) for file in files if file.is_file()]
     return {**results, "benchmarks": read_benchmarks(folder), "alarms": [each for each in alarms if each is not None]}
 
 

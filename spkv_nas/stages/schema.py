@@ -4,8 +4,9 @@ import json
 from dataclasses import dataclass
 from typing import Annotated
 
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import console, errors, progress
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.progress import Reporter
 
 SchemaOf = Annotated[
     str, Flag("File format: layout or recipe.", metavar="layout|recipe", argument=True, values=("layout", "recipe"))
@@ -19,10 +20,8 @@ class SchemaOptions:
     of: SchemaOf = "layout"
 
 
-def schema(options: SchemaOptions, reporter: Reporter) -> None:
+def schema(options: SchemaOptions, reporter: progress.Reporter) -> None:
     """Print the JSON Schema of layout or recipe files, for editors that complete and check YAML."""
-    from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.base import console, errors
     from spkv_nas.training.recipe import Recipe
 
     schemas = {"layout": Layout.json_schema, "recipe": Recipe.model_json_schema}

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from spkv_nas.base import flag, limits, progress
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import console, flag, limits, progress
 from spkv_nas.engines.registry import checked_engines
+from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags, result
 
 Folder = Annotated[Path, flag.Flag("Exported model folder.", argument=True)]
@@ -29,8 +31,6 @@ class ServeCheckOptions:
 
 def check(options: ServeCheckOptions) -> None:
     """Check folder, layout and Python."""
-    from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.model.source import check_checkpoint
     from spkv_nas.stages.checks import check_exist
 
     check_checkpoint(str(options.folder))
@@ -47,8 +47,6 @@ def serve_check(options: ServeCheckOptions, reporter: progress.Reporter) -> resu
     same comparison. Prints both, and the engine's report of its cache. If the engine differs, says which layer it runs
     with other windows. Exits with 1 unless the check passed.
     """
-    from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.base.console import say
     from spkv_nas.model.transformers_logging import quiet_transformers
     from spkv_nas.serving.engine_check import compare_with_engine
 
@@ -61,4 +59,4 @@ def serve_check(options: ServeCheckOptions, reporter: progress.Reporter) -> resu
         num_prompt=options.prompt_tokens,
         python=options.python,
     )
-    return result.Result(checked, lambda check: say(str(check)), exit_code=int(not checked.passed))
+    return result.Result(checked, lambda check: console.say(str(check)), exit_code=int(not checked.passed))

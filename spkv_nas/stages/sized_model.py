@@ -15,6 +15,7 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.calibration import Calibration, default_contexts
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.evaluation.selected import probe_of
+from spkv_nas.model.source import split_revision
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.options import REFERENCE
 from spkv_nas.stages.options.calibrate import CalibrateOptions
@@ -29,8 +30,6 @@ def model_name(source: str) -> str:
     """
     if source.startswith(assets.EMBEDDED_PREFIX):
         return assets.EMBEDDED.name
-    from spkv_nas.model.source import split_revision
-
     name, revision = split_revision(source)
     if revision is not None:
         return f"{Path(name).name}-{revision.replace('/', '-')}"

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spkv_nas.base import flag, progress
+from spkv_nas.evaluation.thresholds import check_tau
+from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags, result
 from spkv_nas.stages.options import REFERENCE, Measures
 
@@ -38,9 +40,6 @@ class CheckpointOptions(Measures):
 
 def check_checkpoints(options: CheckpointOptions) -> None:
     """Raise ``UserError`` unless both checkpoints exist and the threshold lies in [0, 1]."""
-    from spkv_nas.evaluation.thresholds import check_tau
-    from spkv_nas.model.source import check_checkpoint
-
     check_tau(options.tau)
     for source in (options.model, options.against):
         if source is not None:

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 from spkv_nas.artifacts import defaults
 from spkv_nas.base import errors, units
 from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.replace import check_new
+from spkv_nas.engines.registry import ENGINES
 from spkv_nas.evaluation.verdict.margins import parse_risk
 from spkv_nas.proposal.budget import MEMORIES, MEMORY, parse_memories
 from spkv_nas.stages import flags
@@ -91,9 +93,6 @@ class AutoOptions(Trains):
 
 def check(options: AutoOptions) -> None:
     """Check the model, the text, the margins, the memory, the engine, and that the folder is empty or an export."""
-    from spkv_nas.base.replace import check_new
-    from spkv_nas.engines.registry import ENGINES
-
     if options.memory is not None:
         parse_memories(f"{MEMORY}={options.memory}")
     if options.memory is not None and options.budget is not None:

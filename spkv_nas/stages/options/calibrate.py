@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from spkv_nas.base.flag import default
+from spkv_nas.base import device, flag, units
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import REFERENCE, InWorkspace, OnDevice
 
@@ -16,17 +16,16 @@ class CalibrateOptions(InWorkspace, OnDevice):
     """
 
     level: flags.Level = None
-    model: flags.OptionalModel = default(None, REFERENCE, note="A config file is enough.")
-    context: flags.Context = default("32k", note="The longest length that is measured.")
+    model: flags.OptionalModel = flag.default(None, REFERENCE, note="A config file is enough.")
+    context: flags.Context = flag.default("32k", note="The longest length that is measured.")
     batch: flags.Batch = 1
     window: flags.Window = 128
-    dtype: flags.Dtype = default(None, "float32 on CPU, else bfloat16")
-    name: flags.Name = default(None, "the level's or model's")
+    dtype: flags.Dtype = flag.default(None, "float32 on CPU, else bfloat16")
+    name: flags.Name = flag.default(None, "the level's or model's")
 
 
 def check(options: CalibrateOptions) -> None:
     """Check the model, context and dtype."""
-    from spkv_nas.base import device, units
     from spkv_nas.stages.checks import check_model_size
 
     units.parse_context(options.context)

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from spkv_nas.base.flag import Flag, default
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import errors, flag
+from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, ONLY_PROBE, ChoosesProbe, EngineOptions, verdict
 
 Budgets = Annotated[
     list[str],
-    Flag(
+    flag.Flag(
         "Numbers of global heads: a range (4..40, 5%..50%; 4..40:2 has step 2) or a list. Or shares of full "
         "attention's KV cache, for a probe with costs of windows: memory, memory=5%..50% or memory=10%,20%. Their "
         "layouts are those that propose makes of --probe. Or layout files (YAML), such as layouts/NAME/budgets/*.yaml.",
@@ -33,16 +35,13 @@ class CriticalBudgetOptions(EngineOptions, verdict.DecisionOptions, ChoosesProbe
     """
 
     budgets: Budgets
-    probe: flags.OptionalProbe = default(None, f"{ONLY_PROBE}, or that of the layouts")
-    granularity: flags.Granularity = default("head", note="Applies to a range of budgets.")
-    context: flags.OptionalContext = default(None, LONGEST)
+    probe: flags.OptionalProbe = flag.default(None, f"{ONLY_PROBE}, or that of the layouts")
+    granularity: flags.Granularity = flag.default("head", note="Applies to a range of budgets.")
+    context: flags.OptionalContext = flag.default(None, LONGEST)
 
 
 def check(options: CriticalBudgetOptions) -> None:
     """Check the margins, the risk, the text, the budgets or layout files, and the engine."""
-    from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.base.errors import UserError
-    from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
     from spkv_nas.stages import engines, lookup
 
     verdict.check_decision(options)
@@ -52,7 +51,7 @@ def check(options: CriticalBudgetOptions) -> None:
     for file in files:
         Layout.read(file)
     if files and len(files) < len(options.budgets):
-        raise UserError("give either budgets or layout files, not both")
+        raise errors.UserError("give either budgets or layout files, not both")
     text = ",".join(options.budgets)
     if text.startswith(MEMORY):
         parse_memories(text)

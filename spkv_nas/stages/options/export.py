@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from spkv_nas.base import entry, hub
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import entry, hub, replace
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.engines.registry import ENGINES
-from spkv_nas.model.export.registry import AUTO, TARGETS
+from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets
+from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import InWorkspace
 
@@ -73,11 +75,6 @@ class ExportOptions(InWorkspace):
 
 def check(options: ExportOptions) -> None:
     """Check target, layout, output folder and checkpoint."""
-    from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.base.replace import check_new
-    from spkv_nas.model.export.registry import chosen_targets
-    from spkv_nas.model.source import check_checkpoint
-
     # Check the engine, the repository, the target, the layout and both folders
     if options.engine is not None:
         _ = ENGINES[options.engine]  # raises
@@ -86,5 +83,5 @@ def check(options: ExportOptions) -> None:
     chosen_targets(options.to, options.target_options, options.engine)
     if options.layout is not None:
         Layout.read(options.layout)
-    check_new(options.out)
+    replace.check_new(options.out)
     check_checkpoint(options.model)

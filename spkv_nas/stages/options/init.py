@@ -7,6 +7,7 @@ from typing import Annotated
 from spkv_nas.artifacts import defaults
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
+from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import InWorkspace, OnDevice
 
@@ -43,7 +44,6 @@ class InitOptions(InWorkspace, OnDevice):
 
 def check(options: InitOptions) -> None:
     """Check the file to write, the model and the text."""
-    from spkv_nas.model.source import check_checkpoint
     from spkv_nas.stages.checks import check_text
 
     if options.out.exists() and not options.force:

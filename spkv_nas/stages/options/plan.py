@@ -6,6 +6,8 @@ from typing import Annotated
 from spkv_nas.artifacts import defaults
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.units import parse_context
+from spkv_nas.model.source import check_config
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, EngineOptions, InDtype, InWorkspace
@@ -44,9 +46,7 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
 
 def check(options: PlanOptions) -> None:
     """Check that there is either a recipe or a model, and the options that go with it."""
-    from spkv_nas.base.units import parse_context
     from spkv_nas.cost.stage_costs import find_hardware
-    from spkv_nas.model.source import check_config
     from spkv_nas.stages import checks, engines
 
     if (options.recipe is None) == (options.model is None):

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from spkv_nas.base import errors, flag
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import errors, flag, units
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, REFERENCE, EngineOptions, InWorkspace
 
@@ -31,14 +32,12 @@ class AttentionOptions(InWorkspace, EngineOptions):
 
 def check(options: AttentionOptions) -> None:
     """Check model, context, density and layouts."""
-    from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.base.units import parse_context
     from spkv_nas.cost.formulas import visible_keys
     from spkv_nas.stages import checks, engines
 
     engines.check_engine_options(options, options.kv_bytes)
     checks.check_model_size(options.level, options.model)
-    tokens = 1 if options.context is None else parse_context(options.context)
+    tokens = 1 if options.context is None else units.parse_context(options.context)
     if options.density is not None:
         visible_keys(tokens, density=options.density, window=options.window + (options.sinks or 0))
     elif options.sinks is not None:

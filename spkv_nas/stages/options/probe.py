@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from spkv_nas.artifacts import defaults
-from spkv_nas.base import entry, errors, flag
-from spkv_nas.probing.signal import LAYER, Signal
+from spkv_nas.base import entry, errors, flag, units
+from spkv_nas.evaluation.thresholds import check_tau
+from spkv_nas.probing.signal import LAYER, Signal, parse_sinks
 from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
@@ -51,8 +52,6 @@ class ProbeOptions(SubjectOptions, Trains):
 
 def check(options: ProbeOptions) -> None:
     """Check the options that its signal takes, and either recipe or model."""
-    from spkv_nas.evaluation.thresholds import check_tau
-    from spkv_nas.probing.signal import parse_sinks
     from spkv_nas.stages import checks, subject
 
     # Without either, the default signal depends on the model's config
@@ -72,7 +71,6 @@ def check(options: ProbeOptions) -> None:
 
 def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
     """Return the limit of memory and its context, if given. Raises ``UserError`` if other options exclude the limit."""
-    from spkv_nas.base.units import parse_context
     from spkv_nas.cost.cache_cost import parse_memory
 
     if options.memory is None:
@@ -85,7 +83,7 @@ def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
         raise errors.UserError(f"signal {options.signal} has the window of its gates: give --memory to propose instead")
     if options.granularity == LAYER:
         raise errors.UserError("--memory counts single heads: leave out --memory, or --granularity layer")
-    return memory, parse_context(context) if setting else None
+    return memory, units.parse_context(context) if setting else None
 
 
 def chosen_signal(options: ProbeOptions) -> Signal:

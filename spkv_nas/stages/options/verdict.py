@@ -1,11 +1,13 @@
-"""Declare the options of ``verdict``, which ``critical-budget`` shares in part, and check them; docstrings are the help."""
+"""Declare the options of ``verdict``, some shared by ``critical-budget``, and check them; docstrings are the help."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import assets, errors, hub
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.evaluation.verdict.margins import Margins, criteria_help, options_help, parse_margins, parse_risk
+from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
@@ -83,9 +85,6 @@ VerdictOptions.__doc__ = f"{VerdictOptions.__doc__}\n\n{options_help()}\n"
 
 def check(options: VerdictOptions) -> None:
     """Check the margins, the risk, the candidates, the text, and the criteria's options."""
-    from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.model.source import check_checkpoint
-
     check_decision(options)
     for candidate in options.candidates:
         if is_layout(candidate):

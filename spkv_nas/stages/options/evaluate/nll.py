@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from spkv_nas.base import errors, flag
+from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.stages import flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
@@ -23,7 +24,6 @@ class NLLOptions(CheckpointOptions, SubjectOptions):
 
 def check(options: NLLOptions) -> None:
     """Check the thresholds, the checkpoints and the text."""
-    from spkv_nas.evaluation.thresholds import parse_taus
     from spkv_nas.stages.checkpoints import evaluated
 
     subject = evaluated(options)
