@@ -19,14 +19,7 @@ COLUMNS = (
 
 
 def read_agreement(path: Path) -> pd.DataFrame:
-    """Read the table in an ``agreement.csv``.
-
-    Raises:
-        UserError: the file is invalid; names file, line and column.
-
-    Warns:
-        UserWarning: the table has changed since it was written.
-    """
+    """Read the table in an ``agreement.csv``; warns of one that was changed, ``UserError`` if it is invalid."""
     if files.is_file(record := path.with_suffix(".yaml")):
         records.read_record(record, "agreement")
     return tables.read_table(path, "agreement", COLUMNS).reset_index(drop=True)

@@ -28,12 +28,8 @@ def convert(
 ) -> Any:
     """Return ``value`` as ``kind``, an annotation such as ``int | None`` or ``Sequence[Layout]``.
 
-    Args:
-        what: name of the argument.
-        kind: class, union, literal, or container of these.
-        value: the argument.
-        converters: by class name, make an instance from other objects, or return them unchanged.
-        remedy: what to do about an error; ``UserError`` if the value is of another kind.
+    ``kind`` is a class, union, literal, or container of these. ``converters``, by class name, make an instance from
+    other objects, or return them unchanged. Raises ``UserError``, with a ``remedy``, if the value is of another kind.
     """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     converters = converters or {}

@@ -81,7 +81,6 @@ def _checked(name: str, kind: Any, flag: Flag | None, value: Any) -> Any:
 class SharedOption:
     """Option of one or several entries of a registry, as one flag of a command."""
 
-    name: str  # name of the field; its dashed form is the flag
     type: Any  # type of its values
     flag: Flag  # help text and bounds
     defaults: dict[str, str]  # its default in each entry that takes it, as the help shows it, by the entry's name
@@ -98,7 +97,7 @@ def shared_options(registry: Registry[Any]) -> dict[str, SharedOption]:
     shared: dict[str, SharedOption] = {}
     for entry in registry:
         for name, option in entry.options().items():
-            known = shared.setdefault(name, SharedOption(name, option.type, option.flag, {}))
+            known = shared.setdefault(name, SharedOption(option.type, option.flag, {}))
             if (known.type, known.flag) != (option.type, option.flag):
                 other = next(iter(known.defaults))
                 raise errors.UserError(

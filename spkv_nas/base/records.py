@@ -33,11 +33,8 @@ def write_record(path: Path, content: Mapping[str, Any], files: Iterable[Path] |
 def read_record(path: Path, what: str, schema: type[Recorded] = Recorded) -> dict[str, Any]:
     """Read a record, and verify and remove its hashes, if it has any; ``schema`` types the keys that are read back.
 
-    Raises:
-        UserError: the record cannot be read, a key has another type, or a binary file beside it is damaged.
-
-    Warns:
-        UserWarning: the record or a table beside it was changed after it was written.
+    Warns of a record or a table beside it that was changed after it was written. Raises ``UserError``: the record
+    cannot be read, a key has another type, or a binary file beside it is damaged.
     """
     # Read the record without its hashes
     text = read_text(path, what)

@@ -15,7 +15,7 @@ from spkv_kernels.timing import device_name, interleaved
 from torch import Tensor
 
 from spkv_nas.base import errors, version
-from spkv_nas.base.progress import Progress
+from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
 from spkv_nas.cost.formulas import head_bytes, visible_keys
 
@@ -24,24 +24,20 @@ _MAX_LAYERS = 8
 _CACHE_BYTES = 1 << 28  # of all caches together; one per number of global heads is always allowed
 
 
-def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progress | None = None) -> Calibration:
-    """Measure a layer at each of the context lengths, in tokens; ``progress`` is called with (done, total).
-
-    Raises ``UserError``: the GPU has too little memory.
-    """
+def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progress = no_progress) -> Calibration:
+    """Measure a layer at each of the context lengths, in tokens; ``UserError`` if the GPU has too little memory."""
     timings: list[Timing] = []
-    report = progress or (lambda done, total: None)
     try:
         with torch.no_grad():
             for done, context in enumerate(contexts):
-                report(done, len(contexts))
+                progress(done, len(contexts))
                 timings += _time_decoding(case, context)
     except torch.OutOfMemoryError as error:
         raise errors.UserError(
             f"{case.device} is out of memory for a layer with {context:,} tokens x {case.batch}\n"
             "use a shorter --context or a smaller --batch"
         ) from error
-    report(len(contexts), len(contexts))
+    progress(len(contexts), len(contexts))
     return Calibration(case, device_name(case.device), torch.get_num_threads(), tuple(timings), version.environment())
 
 

@@ -195,14 +195,10 @@ def _number(value: float) -> float | None:
 
 
 def tables_at_thresholds(tables: list[head_scores.HeadScores]) -> dict[str, Any]:
-    """Return the levels of the heads, their order as in ``densest``, and its coverage, for every threshold.
+    """Return the levels of the heads, their order as in ``densest``, and its coverage, for one probe at each threshold.
 
-    Args:
-        tables: one probe at each threshold.
-
-    Returns:
-        ``levels`` by part of the text, head and threshold, where the parts are all text and, if there are several, the
-        domains; ``order`` by threshold; and ``coverage`` by threshold: what each head in this order adds, in 1e-4.
+    The ``levels`` are by part of the text, head and threshold, where the parts are all text and, if there are several,
+    the domains. The ``order`` is by threshold, as the ``coverage``: what each head in this order adds, in 1e-4.
     """
     measure, domains = tables[0].measure, tables[0].domains
     # Quantise the scores of all text, and of each domain

@@ -112,17 +112,12 @@ def compare_with_engine(
     num_prompt: int | None = None,
     python: StrPath | None = None,
 ) -> EngineCheck:
-    """Run an engine on a folder, and compare it with the model that this package computes from the same weights.
+    """Run an engine on an exported folder, and compare it with the model that this package computes from its weights.
 
-    Args:
-        folder: exported model folder.
-        engine: name of an engine that has a program.
-        layout: the layout that the engine must run; None: that of the folder.
-        num_prompt: tokens of the prompt, more than the widest window; None: 128 more than any window of the model.
-        python: Python of the engine's environment; None: this one.
-
-    Raises ``UserError``: the folder has no layout, the prompt fits in its window or is too long, or the engine is not
-    installed, refuses the folder or does not finish.
+    The engine must run ``layout``, by default that of the folder, on ``num_prompt`` tokens: more than the widest
+    window, by default 128 more than any window of the model. ``python`` is the Python of the engine's environment;
+    None: this one. Raises ``UserError``: the folder has no layout, the prompt fits in its window or is too long, or the
+    engine is not installed, refuses the folder or does not finish.
     """
     # Apply the layout to the model
     model, _ = checkpoint.load(folder)

@@ -31,8 +31,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
     shape, device = subject.shape, choose_device(options.device)
     contexts = default_contexts(units.parse_context(options.context))
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
-    heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    case = LayerCase(*heads, dtype, options.window, options.batch, device)
+    case = LayerCase(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, options.window, options.batch, device)
     # Time it
     options.folders.check_writable()
     name = options.name or subject.name

@@ -5,6 +5,7 @@ cache may drop, by domain and position. Every stage, the page and the demo take 
 """
 
 from dataclasses import replace
+from typing import Any
 
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -96,34 +97,17 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
     # Retrain if the recipe is known, else score on the probe's text
     if (retrain := retraining(workspace, table)) is not None:
         return [Suggestion.of(retrain)]
+    names = ("model", "data", "block_size", "dtype")
+    measured: dict[str, Any] = {name: getattr(recorded, name) for name in names} | {"workspace": workspace.root}
     # Decide about a layout with a window per head, whose probe left documents unseen
     layout = workspace.layout_dir(table.name) / f"{WINDOW_PER_HEAD}.yaml"
     has_unseen = table.window_costs is not None and recorded.max_tokens is None
     if has_unseen and recorded.model is not None and layout.is_file():
-        judged = verdict.VerdictOptions(
-            candidates=[str(layout)],
-            model=recorded.model,
-            data=recorded.data,
-            block_size=recorded.block_size,
-            dtype=recorded.dtype,
-            workspace=workspace.root,
-        )
+        judged = verdict.VerdictOptions(candidates=[str(layout)], **measured)
         return [Suggestion.of(judged, "decide whether it loses less than 1 % of NLL, on documents that chose nothing")]
-    scored = score.ScoreOptions(
-        model=recorded.model,
-        data=recorded.data,
-        block_size=recorded.block_size,
-        max_tokens=recorded.max_tokens,
-        probe=table.name,
-        dtype=recorded.dtype,
-        workspace=workspace.root,
-    )
-    return [
-        Suggestion.of(
-            scored,
-            "compare the NLL of the layouts before any training; other text is fairer, as this one selected the heads",
-        )
-    ]
+    scored = score.ScoreOptions(max_tokens=recorded.max_tokens, probe=table.name, **measured)
+    fairer = "other text is fairer, as this one selected the heads"
+    return [Suggestion.of(scored, f"compare the NLL of the layouts before any training; {fairer}")]
 
 
 def after_score(options: score.ScoreOptions, result: subject.NLLTable) -> list[Suggestion]:

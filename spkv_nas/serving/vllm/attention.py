@@ -35,14 +35,10 @@ class HeadwiseAttention(torch.nn.Module):
     def __init__(
         self, stock: Any, divided: list[config.Part], first_head: int, layer: config.ServedLayer, vllm_config: Any
     ):
-        """Replace ``stock``, and take its place among the layers that have a cache.
+        """Replace ``stock``, an ``Attention``, and take its place among the layers that have a cache.
 
-        Args:
-            stock: the ``Attention`` to replace.
-            divided: its KV heads on this rank, from 0.
-            first_head: KV heads on the ranks before this one.
-            layer: says whether its local heads have learned sinks or sink tokens.
-            vllm_config: config of the engine.
+        Its KV heads on this rank are ``divided``, counted from 0, with ``first_head`` on the ranks before. The
+        ``layer`` says whether its local heads have learned sinks or sink tokens.
         """
         super().__init__()
         self.head_size, self.group = stock.head_size, stock.num_heads // stock.num_kv_heads

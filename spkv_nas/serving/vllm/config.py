@@ -114,9 +114,8 @@ def architectures() -> list[str]:
 def prepare(config: Any) -> None:
     """Name the model class that serves a config with a section.
 
-    ``layer_types`` stays, because it may choose the position encoding, but no longer means windows.
-
-    Raises ``UserError``: the version of vLLM was not tested, or it cannot serve the checkpoint.
+    ``layer_types`` stays, because it may choose the position encoding, but no longer means windows. Raises
+    ``UserError``: the version of vLLM was not tested, or it cannot serve the checkpoint.
     """
     # Check the version
     installed = _vllm_version()
