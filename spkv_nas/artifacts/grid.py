@@ -7,14 +7,12 @@ Layers may have different numbers of heads. An array [L, Hkv] then has as many c
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Grid = tuple[int, int]  # (layers L, KV heads Hkv of the largest layer)
 _FULL = (31, 95, 168)  # RGB of a cell of value 1; 0 is white
@@ -35,7 +33,7 @@ class OnGrid(ABC):
         return len(self.heads_per_layer), max(self.heads_per_layer)
 
     @property
-    def is_head(self) -> "NDArray[np.bool_]":
+    def is_head(self) -> NDArray[np.bool_]:
         """Return a bool mask [L, Hkv], false beyond the heads of a layer that has fewer than others."""
         return head_cells(self.heads_per_layer)
 
@@ -55,7 +53,7 @@ class OnGrid(ABC):
         return sum(self.heads_per_layer)
 
 
-def head_cells(heads_per_layer: Sequence[int]) -> "NDArray[np.bool_]":
+def head_cells(heads_per_layer: Sequence[int]) -> NDArray[np.bool_]:
     """Return a bool mask [L, Hkv], true for the KV heads that the layers have."""
     return np.asarray(np.arange(max(heads_per_layer)) < np.array(heads_per_layer)[:, None])
 
@@ -80,7 +78,7 @@ def check_grid(
     raise UserError(f"{what} has {number} KV heads in layer {layer}, {other} has {needed}{advice}")
 
 
-def grid_html(caption: str, values: "NDArray[Any]", texts: Sequence[Sequence[str]]) -> str:
+def grid_html(caption: str, values: NDArray[Any], texts: Sequence[Sequence[str]]) -> str:
     """Return an HTML table, layers across: ``values`` [L, Hkv] in [0, 1] darken cells, which hold ``texts``."""
 
     def cell(value: float, text: str) -> str:

@@ -337,10 +337,7 @@ class HeadScores(grid.OnGrid):
         )
 
     def write(self, folder: files.StrPath) -> None:
-        """Write ``density.csv``, ``probe.yaml`` and, where known, positions, histogram, counts per document and gains.
-
-        All files of an earlier probe in the folder are replaced or removed together.
-        """
+        """Write ``density.csv``, ``probe.yaml`` and what else is known, in place of all files of an earlier probe."""
         record = {
             "name": self.name,
             "kind": self.kind,

@@ -132,10 +132,7 @@ class ResultTable:
         reporter: progress.Reporter = progress.SILENT,
         selection: Selection | None = None,
     ) -> str | None:
-        """Write the table, a record of its ``origin``, and the documents that selected layouts, if any.
-
-        An earlier result of other inputs is kept beside it, and its inputs are returned.
-        """
+        """Write a table, its record and the documents of its selection; return an earlier result's inputs, if it is kept."""
         origin = {"inputs": inputs_of(origin), **origin}
         table, record = f"{self.name}.csv", f"{self.name}.yaml"
         replace.settle(folder)  # so that an earlier result is complete

@@ -92,10 +92,7 @@ class Registry(Generic[Entry]):
 
 
 def reinstall_hint() -> str:
-    """Return a line that says how to restore this project's own entry points; "" if they are installed.
-
-    They are not where the package is only on ``PYTHONPATH``, or was installed before it had any.
-    """
+    """Return a line on how to restore this project's entry points if there are none, as on ``PYTHONPATH``; or ""."""
     with suppress(PackageNotFoundError):
         if any(point.group.startswith("spkv_nas.") for point in distribution("spkv-nas").entry_points):
             return ""

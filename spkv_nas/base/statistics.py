@@ -86,10 +86,7 @@ def unseen_share(number: int) -> float:
 
 
 def share_interval(share: float, error: float) -> tuple[float, float] | None:
-    """Return the 95 % interval of a share that is 0 or 1, given the error of ``mean_and_error``; None for other shares.
-
-    The interval is one-sided, so it cannot be written with a plus-minus sign.
-    """
+    """Return the one-sided 95 % interval of a share of 0 or 1, from its error (``mean_and_error``); None for others."""
     if share not in (0.0, 1.0) or not error > 0.0:
         return None
     return (0.0, min(1.0, NORMAL_95 * error)) if share == 0.0 else (max(0.0, 1.0 - NORMAL_95 * error), 1.0)

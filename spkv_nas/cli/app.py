@@ -74,10 +74,7 @@ class EvaluationGroup(TyperGroup):
 
 
 class TwoWordGroup(TyperGroup):
-    """Group whose commands may have names of two words, such as "plan attention" beside "plan".
-
-    Commands that are added by entry points are imported only when needed.
-    """
+    """Group of commands, some with names of two words ("plan attention"); added ones are imported when needed."""
 
     def list_commands(self, context: Any) -> list[str]:
         """Return the names of all commands in the order of the workflow, which ``--help`` shows."""

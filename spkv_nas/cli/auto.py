@@ -81,7 +81,12 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     yield replace(result, exit_code=0) if retrains else result
     search: BudgetResult = result.value
     _check(search.alarm)
-    hybrid = _found(options, search)
+    # Take the smallest hybrid that passes as the model is
+    hybrid: _Hybrid | None = None
+    if search.layout is not None and search.memory is not None:
+        size = "num_global" if search.memories is None else "memory"
+        rows = search.rows[search.rows[size] == search.passes]
+        hybrid = _Hybrid(search.layout, search.file, options.model, search.memory, rows, search.compared)
     # Retrain smaller ones
     checkpoints = []
     if retrains:
@@ -115,16 +120,6 @@ def _check(alarm: str | None) -> None:
     """Raise ``UserError`` if numbers make no sense."""
     if alarm is not None:
         raise errors.UserError(f"{alarm}\nno layout is chosen by such numbers: check the model and the text")
-
-
-def _found(options: AutoOptions, search: BudgetResult) -> _Hybrid | None:
-    """Return the smallest hybrid that passes as the model is; None if none does."""
-    if search.layout is None:
-        return None
-    assert search.memory is not None
-    size = "num_global" if search.memories is None else "memory"
-    rows = search.rows[search.rows[size] == search.passes]
-    return _Hybrid(search.layout, search.file, options.model, search.memory, rows, search.compared)
 
 
 def _passing(options: AutoOptions, table: HeadScores, judged: VerdictResult) -> _Hybrid | None:

@@ -204,10 +204,7 @@ def print_results(output: Results, *, as_json: bool) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Return a value in types that JSON has.
-
-    Numbers stay unrounded, NaN and infinity become null, tables become lists of rows, and paths become text.
-    """
+    """Return a value in JSON's types: numbers unrounded, NaN and infinity as null, tables as rows, paths as text."""
     # Convert objects
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}

@@ -206,10 +206,7 @@ def position_profile(table: HeadScores) -> pd.DataFrame | None:
 
 
 def density_evolution_chart(rows: pd.DataFrame) -> Chart:
-    """Return the density of every head in a run's ``density-log.csv``, with their median, quartiles and deciles.
-
-    SP-KV paper, figure "Per-head gate density during phase 1".
-    """
+    """Return every head's density during a run, as the SP-KV paper's figure "Per-head gate density during phase 1"."""
     # Densities: [steps, heads], in percent
     heads = rows.pivot_table(index="step", columns=["layer", "kv_head"], values="density")
     steps, values = numbers(heads.index), 100 * heads.to_numpy()

@@ -67,10 +67,7 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
 
 
 def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
-    """Return density against the change of NLL from open gates as tau moves, by a table of ``evaluation.sweep``.
-
-    SP-KV paper, figure "Relationship between NLL and KV cache density".
-    """
+    """Return NLL against density as tau moves, as the paper's "Relationship between NLL and KV cache density"."""
     # Name the thresholds
     names = [f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]]
     rows = rows.assign(density=100 * rows["density"], name=names)

@@ -68,10 +68,7 @@ def command_line(options: object) -> str:
 
 
 def command_name(options_class: type) -> str:
-    """Return the name of the command that takes a class of options, such as "evaluate nll".
-
-    It is that of the module, train-hybrid for ``stages.options.train_hybrid``, unless the class has ``command``.
-    """
+    """Return the command of a class of options, such as "evaluate nll": its ``command``, or else its module's name."""
     if (name := getattr(options_class, "command", None)) is not None:
         return str(name)
     _, _, *parts = options_class.__module__.split(".")

@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.console import Table, caution, escape, out
 from spkv_nas.base.statistics import FEW_DOCUMENTS, critical_errors
-
-if TYPE_CHECKING:
-    from spkv_nas.artifacts.head_scores import HeadScores
-    from spkv_nas.evaluation.sweep import Evaluation
+from spkv_nas.evaluation.sweep import Evaluation
 
 _WIDEST = 100  # standard errors; a wider confidence interval is not printed
 
@@ -55,7 +53,7 @@ def about_selection(number: int, selected_by: Sequence[str]) -> None:
         )
 
 
-def identification(table: "HeadScores") -> dict[str, Any]:
+def identification(table: HeadScores) -> dict[str, Any]:
     """Return what identifies a table of head scores."""
     return {
         "name": table.name,
@@ -66,7 +64,7 @@ def identification(table: "HeadScores") -> dict[str, Any]:
     }
 
 
-def evaluation_document(evaluation: "Evaluation") -> dict[str, Any]:
+def evaluation_document(evaluation: Evaluation) -> dict[str, Any]:
     """Return what ``--json`` prints for an evaluation: NLL in nats per token, threshold, density, size of the text."""
     nll = evaluation.nll
     return {

@@ -12,7 +12,7 @@ from rich.markup import escape
 from spkv_nas.artifacts import defaults, head_scores, selection
 from spkv_nas.base import console, errors, units
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.workspace import SOLUTIONS, Workspace
+from spkv_nas.base.workspace import SOLUTIONS
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.probing.signal import LAYER
 from spkv_nas.proposal import budget, budget_curve, stability, windows
@@ -63,7 +63,10 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     requirements, measured = engines.read_requirements(options), lookup.chosen_table(options, reporter)
     table = with_sinks(measured, options.sinks)
     reporter.caution(table.missed_price)
-    others = [with_sinks(other, options.sinks) for other in _recommended(options.folders, measured)]
+    # Add the recommended signal's scores of the densities' model, if measured with the same sink tokens
+    found = neighbours(options.folders, measured) if measured.is_density else ()
+    same = [other for other in found if (other.signal, other.sinks) == (defaults.RECOMMENDED, measured.sinks)]
+    others = [with_sinks(other, options.sinks) for other in same[:1]]
     solutions = None if options.solutions is None else SeveralSolutions.parse(options.solutions)
     # Solve for the layouts
     with reporter.bar("resampling") as progress:
@@ -110,14 +113,6 @@ def _keep_selection(folder: Path, tables: Sequence[head_scores.HeadScores]) -> N
             selection.write_selection(folder, table.selected_on)
 
 
-def _recommended(workspace: Workspace, table: head_scores.HeadScores) -> list[head_scores.HeadScores]:
-    """Return the recommended signal's scores of the densities' model, if measured with the same sink tokens."""
-    if not table.is_density:
-        return []
-    others = (other for other in neighbours(workspace, table) if other.sinks == table.sinks)
-    return [other for other in others if other.signal == defaults.RECOMMENDED][:1]
-
-
 def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
     """Suggest another granularity, price or threshold, with its command where the probe's record is complete."""
     table, num_global = answer.table, answer.layouts["densest"].num_global
@@ -126,21 +121,17 @@ def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
         is_of_layers = table.metadata.get("granularity") == LAYER
         return Suggestion(command_line(replace(same_options, granularity=LAYER)) if is_of_layers else "", reason)
     if (reason := price_advice(table, num_global)) is not None:
-        return Suggestion(_probe_command(f"{num_global / table.num_heads:.0%}", table, options), reason)
+        recorded = record.read_options(table.metadata, options.folders.root)
+        if recorded is None or not {"budget", "training_steps"} & table.metadata.keys():
+            return Suggestion("", reason)  # the record is incomplete, or the model has gates
+        window = table.window if recorded.memory is not None else recorded.window  # the one that the memory chose
+        again = replace(recorded, budget=f"{num_global / table.num_heads:.0%}", memory=None, window=window)
+        return Suggestion(command_line(again), reason)
     if options.tau is None and (reason := tau_advice(table, num_global)) is not None:
         return Suggestion(command_line(replace(same_options, tau=budget.MATCH_BUDGET)), reason)
     if options.tau == budget.MATCH_BUDGET and (reason := unmatched(table, num_global)) is not None:
         return Suggestion("", reason)
     return None
-
-
-def _probe_command(share: str, table: head_scores.HeadScores, options: ProposeOptions) -> str:
-    """Return the command that probes for a budget; "" where the model has gates, or the record is incomplete."""
-    recorded = record.read_options(table.metadata, options.folders.root)
-    if recorded is None or not {"budget", "training_steps"} & table.metadata.keys():
-        return ""
-    window = table.window if recorded.memory is not None else recorded.window  # the one that the memory chose
-    return command_line(replace(recorded, budget=share, memory=None, window=window))
 
 
 def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:

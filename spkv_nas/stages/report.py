@@ -32,10 +32,7 @@ from spkv_nas.stages.options.report import ReportOptions
 
 
 def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
-    """Write the pages of a workspace, or that of ``options.probe``, and an index if there are several.
-
-    Return the path of the index if there is one and no probe was named, else of the page.
-    """
+    """Write the pages of a workspace, or of ``options.probe``; return the path of their index if there are several."""
     checks.check(options)
     workspace = options.folders
     # Choose the probes

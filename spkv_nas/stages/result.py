@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from spkv_nas.stages.commands import Suggestion
+from spkv_nas.stages.commands import Suggestion
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,7 @@ class Result:
     show: Callable[[Any], None]  # prints the value for people
     document: Callable[[Any], Any] = lambda value: value  # converts it to what ``--json`` prints
     exit_code: int = 0
-    next: "Sequence[Suggestion]" = ()  # commands to run next, the recommended one first
+    next: Sequence[Suggestion] = ()  # commands to run next, the recommended one first
 
 
 Results = Result | Iterator[Result]  # one result, or several that are printed as they arrive

@@ -90,10 +90,7 @@ LONG = "128k"  # default tokens of a model that supports as many or does not say
 
 
 def choose_context(text: str | None, positions: int | None, reporter: progress.Reporter = progress.SILENT) -> int:
-    """Parse a context length such as "32k"; by default 128k tokens, or the model's maximum if that is less.
-
-    The reporter gets a caution if it is longer than the model was made for, ``positions`` (None: unknown).
-    """
+    """Parse a context such as "32k", by default 128k or the model's ``positions`` if fewer; caution beyond these."""
     if text is None and positions is not None:
         return min(units.parse_context(LONG), positions)
     context = units.parse_context(text or LONG)
@@ -108,10 +105,7 @@ def choose_context(text: str | None, positions: int | None, reporter: progress.R
 def read_times(
     options: CalibrateOptions, windows: Sequence[int], context: int, shape: Shape, native_windows: Sequence[int | None]
 ) -> Calibration:
-    """Read the calibration that ``options`` would write, and check that it has the windows, context and heads.
-
-    Raises ``UserError`` if it does not fit, with the command that measures it, or for layers with a window by design.
-    """
+    """Read the calibration that ``options`` would write; ``UserError``, with the command for it, if it does not fit."""
     if any(native_windows):
         raise UserError("attention times are not measured for models whose layers have a sliding window by design")
     try:

@@ -80,10 +80,7 @@ class Subject:
 
     @classmethod
     def of(cls, options: SubjectOptions, default: str, purpose: str, *, reads_text: bool = True) -> Subject:
-        """Make the subject that options name, or the ``default`` model; ``purpose``, such as "probe on", ends an error.
-
-        Raises ``UserError`` if a model that is not embedded has no text, but needs one (``reads_text``).
-        """
+        """Make the subject of options, or the ``default`` model; ``UserError`` if a text to ``purpose`` is missing."""
         from spkv_nas.training.recipe import Recipe
 
         source = options.model or default

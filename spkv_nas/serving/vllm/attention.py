@@ -123,10 +123,7 @@ class HeadwiseAttention(torch.nn.Module):
 
 
 def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
-    """Replace each ``Attention`` of a model of vLLM by one with the windows of the layout in its config.
-
-    Raises ``UserError``: the model has an attention that cannot be replaced, or more ranks than KV heads.
-    """
+    """Replace each ``Attention`` of a model of vLLM by one with its layout's windows; ``UserError`` if it cannot be."""
     # Match the model's attention with the layers of the config
     layers = config.served_layers(vllm_config.model_config.hf_config.spkv)
     stock_layers = {

@@ -109,10 +109,7 @@ class SinkTokenCache(torch.nn.Module, AttentionLayerBase):
         vllm_config.compilation_config.static_forward_context[name] = self
 
     def forward(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the first key and value of every token's request, and 1 where its window has the first token, else 0.
-
-        Keys, values and the three results are [T, Hkv, D].
-        """
+        """Return each token's first key and value, and 1 where its window has them, else 0: each [T, Hkv, D]."""
         output = key.new_empty(key.shape[0], 3 * self.num_kv_heads, self.head_size)
         operator = torch.ops.vllm.unified_attention_with_output
         operator(key, key, value, output, _encode_layer_name(self.layer_name))
