@@ -132,7 +132,7 @@ class ResultTable:
         reporter: progress.Reporter = progress.SILENT,
         selection: Selection | None = None,
     ) -> str | None:
-        """Write a table, its record and the documents of its selection; keep, and return the inputs of, an earlier one."""
+        """Write the table, its record and the documents of its selection; return the inputs of an earlier one."""
         origin = {"inputs": inputs_of(origin), **origin}
         table, record = f"{self.name}.csv", f"{self.name}.yaml"
         replace.settle(folder)  # so that an earlier result is complete

@@ -16,19 +16,7 @@ from spkv_nas.cost.cache_cost import full_bytes
 from spkv_nas.proposal.budget_curve import coverage_by_budget
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report import chart
-from spkv_nas.report.chart import (
-    SERIES,
-    Chart,
-    Line,
-    Mark,
-    Points,
-    Rule,
-    error_axis,
-    numbers,
-    points,
-    round_axis,
-    spread_axis,
-)
+from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Points, Rule, numbers, points
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result
 from spkv_nas.report.formatting import DELTA_AXES, capitalized, change, short, signed
 from spkv_nas.report.inputs import ReportInputs
@@ -60,8 +48,8 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
     if not marks:
         return None
     axes = (
-        round_axis(f"Coverage, % of all heads' {noun}", 0, 100, padded=True),
-        error_axis(DELTA_AXES[baseline], *(rows[column] for column in _DELTA)),
+        chart.round_axis(f"Coverage, % of all heads' {noun}", 0, 100, padded=True),
+        chart.error_axis(DELTA_AXES[baseline], *(rows[column] for column in _DELTA)),
     )
     return Chart("coverage-nll", "Does coverage predict the NLL?", *axes, tuple(marks), note=NOTE)
 
@@ -80,8 +68,8 @@ def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
         if not group.empty:
             marks.append(points(group, "density", *_DELTA, names=tuple(group["name"]), size=4.0, **style))
     axes = (
-        round_axis("Density, % of keys kept (mean over heads)", 0, 100, padded=True),
-        error_axis("NLL change from open gates, %", *(rows[column] for column in _DELTA)),
+        chart.round_axis("Density, % of keys kept (mean over heads)", 0, 100, padded=True),
+        chart.error_axis("NLL change from open gates, %", *(rows[column] for column in _DELTA)),
     )
     return Chart("tau-sweep", "NLL against density", *axes, tuple(marks), note="Bars: one standard error.")
 
@@ -114,8 +102,8 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     return Chart(
         "baselines",
         "NLL against density, by compression rule",
-        round_axis("Density, % of keys outside the window", 0.0, dots["density"].max(), padded=True),
-        error_axis("NLL change from the dense model, %", *(dots[column] for column in _DELTA)),
+        chart.round_axis("Density, % of keys outside the window", 0.0, dots["density"].max(), padded=True),
+        chart.error_axis("NLL change from the dense model, %", *(dots[column] for column in _DELTA)),
         tuple(marks),
         note=NOTE,
         width=520.0,
@@ -172,8 +160,8 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
     return Chart(
         "cache-nll",
         "NLL against KV cache",
-        round_axis(f"KV cache of one sequence of {inputs.context:,} tokens, {of_full}", 0.0, scale, padded=True),
-        spread_axis(DELTA_AXES[evidence.baseline], min(ends), max(ends)),
+        chart.round_axis(f"KV cache of one sequence of {inputs.context:,} tokens, {of_full}", 0.0, scale, padded=True),
+        chart.spread_axis(DELTA_AXES[evidence.baseline], min(ends), max(ends)),
         tuple(marks),
         note=f"{capitalized(evidence.description)}. {NOTE}",
     )
@@ -233,8 +221,8 @@ def coverage_budget_chart(
     return Chart(
         "coverage-budget",
         "Coverage vs budget",
-        round_axis(_BUDGET, 0, table.num_heads, exact=True),
-        round_axis(f"{table.measure.title} coverage, %", 0, 100),
+        chart.round_axis(_BUDGET, 0, table.num_heads, exact=True),
+        chart.round_axis(f"{table.measure.title} coverage, %", 0, 100),
         tuple(marks),
         note=note,
     )
@@ -247,7 +235,7 @@ _CHANGE = "Zero-shot ΔNLL, %"
 def search_charts(rows: pd.DataFrame, cost: str | None) -> list[Chart | chart.Panels]:
     """Return the charts that have data; ``cost`` names the second objective, None without one."""
     charts = (retrained_charts(rows), None if cost is None else front_chart(rows, cost))
-    return [chart for chart in charts if chart is not None]
+    return [each for each in charts if each is not None]
 
 
 def retrained_charts(rows: pd.DataFrame) -> chart.Panels | None:
@@ -257,11 +245,11 @@ def retrained_charts(rows: pd.DataFrame) -> chart.Panels | None:
         return None
     # Axes
     value, error = retrained["full_delta_percent"], retrained["full_standard_error"].fillna(0.0)
-    nll_axis = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
+    nll_axis = chart.spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
     low, high = retrained["zero_shot_delta_percent"].agg(["min", "max"])
     predictors = {
-        "zero-shot": ("zero_shot_delta_percent", spread_axis(_CHANGE, low, high)),
-        "coverage": ("coverage_percent", round_axis("Coverage, %", 0, retrained["coverage_percent"].max())),
+        "zero-shot": ("zero_shot_delta_percent", chart.spread_axis(_CHANGE, low, high)),
+        "coverage": ("coverage_percent", chart.round_axis("Coverage, %", 0, retrained["coverage_percent"].max())),
     }
     # Draw a chart for each predictor that was measured
     charts = []
@@ -297,8 +285,8 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     return Chart(
         "search-front",
         "NLL against cost",
-        round_axis(capitalized(cost), 0.0, float(rows["cost"].max())),
-        round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
+        chart.round_axis(capitalized(cost), 0.0, float(rows["cost"].max())),
+        chart.round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
         (*clouds, *lines, *([squares] if len(baselines) else [])),
         description=f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}.",
         note="Lines: the front of each sampler. Dots: all layouts. Squares are baselines.",

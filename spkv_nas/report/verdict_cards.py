@@ -10,25 +10,11 @@ import pandas as pd
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.evaluation.verdict import registry, words
-from spkv_nas.report.chart import (
-    Axis,
-    Band,
-    Chart,
-    Line,
-    Mark,
-    Points,
-    Row,
-    Rule,
-    Section,
-    Shape,
-    Tone,
-    name_axis,
-    numbers,
-    round_axis,
-)
+from spkv_nas.report import chart
+from spkv_nas.report.chart import Chart, Line, Mark, Points, Row, Rule, Section, numbers
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
 
-_MARKS: dict[str, tuple[Shape, Tone]]
+_MARKS: dict[str, tuple[chart.Shape, chart.Tone]]
 _MARKS = {"passes": ("circle", "accent"), "fails": ("diamond", "second"), "open": ("square", "muted")}
 _REACH = 4.0  # largest loss that an axis shows, in margins; what is beyond it is drawn at its end
 _HEIGHT, _ROW = 96.0, 30.0  # height of a card without rows, and of a row
@@ -99,7 +85,9 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> Cha
     unit, margin = str(group["unit"].iloc[0]), float(group["margin"].iloc[0])
     # Crop the axis where ends lie far beyond the margin
     ends = group[["low", "high", "loss"]].clip(-_REACH * margin, _REACH * margin)
-    axis = round_axis(f"Loss, {unit}", min(0.0, ends.min(axis=None)), max(margin, ends.max(axis=None)), padded=True)
+    axis = chart.round_axis(
+        f"Loss, {unit}", min(0.0, ends.min(axis=None)), max(margin, ends.max(axis=None)), padded=True
+    )
     # Name the candidates, and summarise their answers
     names = [f"{short(label, 28)} " for label in group["label"]]
     pairs = zip(group["candidate"], group["answer"], strict=True)
@@ -108,7 +96,7 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> Cha
         name,
         card_title(criterion),
         axis,
-        name_axis("", names, down=True),
+        chart.name_axis("", names, down=True),
         tuple(_marks(group, axis, margin, record.get("nouns", {}).get(criterion, "samples"))),
         note=f"Criterion {criterion}, margin {margin:g} {unit}: {summary}.",
         height=_HEIGHT + _ROW * len(group),
@@ -120,7 +108,7 @@ def card_title(criterion: str) -> str:
     return registry.CRITERIA[criterion].title if criterion in registry.CRITERIA.names else criterion
 
 
-def _marks(group: pd.DataFrame, axis: Axis, margin: float, noun: str) -> Iterable[Mark]:
+def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, noun: str) -> Iterable[Mark]:
     """Yield the marks of a card: losses that are allowed, the margin, intervals, and losses."""
     rows = group.reset_index(drop=True)
     # Crop losses and intervals at the axis; an end that is not known yet lies beyond
@@ -128,7 +116,7 @@ def _marks(group: pd.DataFrame, axis: Axis, margin: float, noun: str) -> Iterabl
     shown = rows[["low", "high", "loss"]].fillna(unknown).clip(axis.low, axis.high)
     # Mark allowed losses, zero and the margin
     bottom, top = -0.5, len(rows) - 0.5
-    yield Band((axis.low, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08)
+    yield chart.Band((axis.low, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08)
     yield Rule(0.0, tone="muted", dash="solid")
     yield Rule(margin)
     # Draw the intervals and the losses by answer
