@@ -64,16 +64,14 @@ def grid_words(heads_per_layer: Sequence[int]) -> str:
     return f"{len(heads_per_layer)} layers x {most if least == most else f'{least} to {most}'} KV heads"
 
 
-def check_grid(
-    what: str, heads_per_layer: Sequence[int], other: str, expected: Sequence[int], remedy: str = ""
-) -> None:
+def check_grid(what: str, actual: Sequence[int], other: str, expected: Sequence[int], remedy: str = "") -> None:
     """Raise ``UserError`` unless ``what``, such as "layout 'densest'", has as many heads by layer as ``other``."""
-    if tuple(heads_per_layer) == tuple(expected):
+    if tuple(actual) == tuple(expected):
         return
-    advice, words = f"\n{remedy}" if remedy else "", (grid_words(heads_per_layer), grid_words(expected))
+    advice, words = f"\n{remedy}" if remedy else "", (grid_words(actual), grid_words(expected))
     if words[0] != words[1]:
         raise UserError(f"{what} is for {words[0]}, {other} has {words[1]}{advice}")
-    pairs = zip(heads_per_layer, expected, strict=True)
+    pairs = zip(actual, expected, strict=True)
     layer, number, needed = next((layer, *pair) for layer, pair in enumerate(pairs) if pair[0] != pair[1])
     raise UserError(f"{what} has {number} KV heads in layer {layer}, {other} has {needed}{advice}")
 

@@ -260,9 +260,7 @@ class HeadScores(grid.OnGrid):
     def _repr_html_(self) -> str:
         """Return an HTML table of the score of every KV head (densities in percent), for notebooks."""
         scale, at_tau = self.measure.scale, f", at tau {self.tau:g}" if self.is_density else ""
-        texts = [
-            [scale.text(v) for v in row[:size]] for row, size in zip(self.values, self.heads_per_layer, strict=True)
-        ]
+        texts = [[scale.text(v) for v in row[:n]] for row, n in zip(self.values, self.heads_per_layer, strict=True)]
         caption = f"{self.name}: {self.measure.noun}, {self.measure.shown}{at_tau}; mean {scale.factor * self.mean:.1f}"
         return grid.grid_html(caption, scale.fraction(self.values), texts)
 

@@ -139,9 +139,7 @@ def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
     return pd.DataFrame(dict(zip(COLUMNS, columns, strict=True)))
 
 
-def read_rows(
-    file: Path, kind: str | None = None, heads_per_layer: Sequence[int] | None = None
-) -> tuple[pd.DataFrame, str]:
+def read_rows(file: Path, kind: str | None, heads_per_layer: Sequence[int] | None) -> tuple[pd.DataFrame, str]:
     """Read the rows of ``density.csv``, with the columns ``COLUMNS``, and return them with the kind of the scores.
 
     ``kind`` is None without a record: scores if the table has a column of that name, else densities. A record says the

@@ -100,9 +100,8 @@ def _word(kind: Any) -> str:
         return f"a {origin.__name__.lower()}, each item {' or '.join(map(_word, items))}"
     if origin is PathLike:
         return "a path"
-    return _WORDS.get(origin) or (
-        "a function" if origin is Callable else _article(getattr(origin, "__name__", "value"))
-    )
+    other = "a function" if origin is Callable else _article(getattr(origin, "__name__", "value"))
+    return _WORDS.get(origin, other)
 
 
 def _article(name: str) -> str:

@@ -107,9 +107,8 @@ def _compare(folder: Path, expected: Mapping[str, str], wait: Callable[[], list[
 
 def _is_read(name: str) -> bool:
     """Return whether loading a model or its tokenizer reads a file of this name."""
-    return name.endswith(WEIGHT_ENDINGS) or (
-        name.endswith(".json") and name.startswith(("config", "generation", "token"))
-    )
+    is_setting = name.endswith(".json") and name.startswith(("config", "generation", "token"))
+    return is_setting or name.endswith(WEIGHT_ENDINGS)
 
 
 def is_complete(folder: Path, needed: Iterable[str] = ()) -> bool:

@@ -5,9 +5,7 @@ import re
 
 from spkv_nas.base.errors import UserError
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2} | dict.fromkeys(
-    ("float8", "float8_e4m3fn", "float8_e5m2", "int8"), 1
-)
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")  # prefixes of powers of 1,000
 MAX_CONTEXT = 2**40  # tokens
 _UNITS = {"": 1, "b": 1}

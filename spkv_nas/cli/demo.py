@@ -54,8 +54,7 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[result.Result]:
     # Retrain some of them, and write the report
     folder = options.folders.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]
-    yield train_hybrid(
-        TrainHybridOptions(layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options), reporter
-    )
+    retraining = TrainHybridOptions(layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options)
+    yield train_hybrid(retraining, reporter)
     yield report(ReportOptions(probe=DEFAULT_PROBE, **workspace), reporter)
     reporter.announce(f"{time.perf_counter() - start:.0f} s in total")

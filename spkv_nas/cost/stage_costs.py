@@ -241,20 +241,19 @@ class Stages:
 
     def training_bytes(self, training: Training, devices: int, blocks: int, *, gated: bool) -> Bytes:
         """Return the memory on one of ``devices`` with micro-batches of ``blocks``."""
+        learns, recomputes = training.learns, training.recomputes
         # Count trained parameters
         is_sharded = training.sharded and devices > 1
         size, passes = self.size, training.passes(self.size, self.gates if gated else None, on_cpu=self.site.is_cpu)
         predictors = self.num_predictor_parameters if gated else 0
-        learning = predictors + training.adapters + (size.num_parameters if training.learns is Learns.ALL else 0)
+        learning = predictors + training.adapters + (size.num_parameters if learns is Learns.ALL else 0)
         # Activations, weights, gradients and moments
         tokens = blocks * self.block_size
-        passing = passes.learning(
-            tokens, learns=training.learns, recomputes=training.recomputes, taught=training.distills
-        )
+        passing = passes.learning(tokens, learns=learns, recomputes=recomputes, taught=training.distills)
         layer = size.without_embeddings / size.num_decoder_layers
         outside = size.num_parameters - size.without_embeddings
         weights = training.weight_item * size.num_parameters + FLOAT32 * (predictors + training.adapters)
-        if training.distills and training.learns is Learns.ALL:  # a copy as teacher; frozen weights are their own
+        if training.distills and learns is Learns.ALL:  # a copy as teacher; frozen weights are their own
             weights += passes.item * size.without_embeddings + (passes.item if is_sharded else FLOAT32) * outside
         gradients, moments = FLOAT32 * learning, training.moment_bytes * learning
         # FSDP2: a shard of everything, plus gathered layers
@@ -265,15 +264,13 @@ class Stages:
         # DDP or one device: everything, plus copies of weights for autocast
         copies = 0.0
         if passes.autocast:  # bfloat16 copies; those of frozen weights only while needed
-            is_temporary = training.recomputes and training.learns is not Learns.ALL
+            is_temporary = recomputes and learns is not Learns.ALL
             copies = passes.item * (outside + layer if is_temporary else size.num_parameters)
         if devices > 1:
             gradients *= 2  # DDP's communication buckets
         elif training.batch_size <= blocks:  # gradients of layers appear while activations are freed
-            layer_gradients = FLOAT32 * (learning - (outside if training.learns is Learns.ALL else 0))
-            gradients -= min(
-                layer_gradients, passes.going(tokens, learns=training.learns, recomputes=training.recomputes)
-            )
+            layer_gradients = FLOAT32 * (learning - (outside if learns is Learns.ALL else 0))
+            gradients -= min(layer_gradients, passes.going(tokens, learns=learns, recomputes=recomputes))
         return Bytes(weights, gradients + moments + copies, passing)
 
     def _micro(self, training: Training) -> int:

@@ -230,8 +230,6 @@ def levels(values: arrays.Float, measure: score_kind.Measure) -> list[int | None
         # On a boundary, where halves round to even, take the side that is written like the value
         if abs(value * units - round(value * units)) < 1e-6:
             below, above = round(value * units) - 1, round(value * units)
-            written, shown = (
-                (measure.exact(each), measure.scale.text(each)) for each in (value, (above + 0.5) / units)
-            )
+            written, shown = ((measure.exact(v), measure.scale.text(v)) for v in (value, (above + 0.5) / units))
             quantised[number] = above if shown == written else below
     return quantised

@@ -163,7 +163,6 @@ def page_data(
         return {key: part for key, part in parts.items() if part}
 
     marks = {chart.name: [content(mark) for mark in chart.marks] for chart in charts}
-    text = json.dumps(
-        {"charts": marks, "explorer": explorer}, ensure_ascii=False, allow_nan=False, separators=(",", ":")
-    )
+    data = {"charts": marks, "explorer": explorer}
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")

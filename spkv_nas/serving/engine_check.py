@@ -156,9 +156,8 @@ def native_layout(config: PreTrainedConfig) -> Layout | None:
     if "sliding_attention" not in kinds or not window:
         return None
     pairs = zip(kinds, model_shape.config_shape(config).heads_per_layer, strict=True)
-    return Layout(
-        tuple((LOCAL if kind == "sliding_attention" else GLOBAL) * heads for kind, heads in pairs), int(window)
-    )
+    rows = tuple((LOCAL if kind == "sliding_attention" else GLOBAL) * heads for kind, heads in pairs)
+    return Layout(rows, int(window))
 
 
 class _Reference:

@@ -278,10 +278,10 @@ def _sentences(result: BudgetResult) -> list[str]:
     """Return the answer, what it saves, and what it rests on."""
     number, looks = len(result.budgets), len(result.critical.looks)
     shared = f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
-    compared = result.compared
-    rests_on = escape(words.basis(result.risk, shared, compared.num_left_out, compared.selected.by, result.unrecorded))
-    saving = "" if result.memory is None else f"it needs {escape(result.memory.sentence)}"
-    return [*filter(None, (_answer(result), _order(result), saving)), rests_on]
+    compared, selected_by = result.compared, result.compared.selected.by
+    basis = words.basis(result.risk, shared, compared.num_left_out, selected_by, result.unrecorded)
+    saving = "" if result.memory is None else f"it needs {console.escape(result.memory.sentence)}"
+    return [*filter(None, (_answer(result), _order(result), saving)), console.escape(basis)]
 
 
 def _answer(result: BudgetResult) -> str:

@@ -46,20 +46,15 @@ class Forecast:
         return cls(name, stages.size, stages.num_predictor_parameters, site, tuple(costs), (memory, *remarks))
 
 
-def plan_auto(options: auto.AutoOptions, reporter: progress.Reporter = progress.SILENT) -> Forecast:
+def plan_auto(options: auto.AutoOptions, reporter: progress.Reporter) -> Forecast:
     """Estimate the cost of ``auto``: the probe, and the comparison of memories with the dense model."""
     plan = plan_probe(options.probe, reporter, compares=options.max_tokens or auto.HELD_OUT_TOKENS)
     retraining = [] if options.retrain is None else [f"not counted: --retrain {options.retrain}, and its verdict"]
     return replace(plan, remarks=(*plan.remarks, *retraining))
 
 
-def plan_probe(
-    options: probe.ProbeOptions, reporter: progress.Reporter = progress.SILENT, compares: int = 0
-) -> Forecast:
-    """Estimate the cost of ``probe`` without a recipe on this machine, and of a bisection on ``compares`` tokens.
-
-    Raises ``UserError``: as ``probe``.
-    """
+def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compares: int = 0) -> Forecast:
+    """Estimate the cost of ``probe`` without a recipe and a bisection of ``compares`` tokens; errors as ``probe``."""
     signal = probe.chosen_signal(options)
     subject = Subject.of(options, REFERENCE, "probe on")
     device = choose_device(options.device)

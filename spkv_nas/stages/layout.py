@@ -85,9 +85,7 @@ def _show(shown: list[ShownLayout]) -> None:
 
 
 def _document(shown: list[ShownLayout]) -> dict[str, Any]:
-    return {
-        "layouts": [{"file": entry.file, **heads_document(entry.layout), "coverage": entry.coverage} for entry in shown]
-    }
+    return {"layouts": [{"file": one.file, **heads_document(one.layout), "coverage": one.coverage} for one in shown]}
 
 
 @dataclass(frozen=True)

@@ -310,8 +310,8 @@ def show_budgets(result: BudgetsResult) -> None:
         }
         for row in rows[is_shown].itertuples()
     ]
-    at_tau = f" at tau {table.tau:g}" if table.is_density else ""
-    printing.print_rows(shown, f"{escape(table.name)}{at_tau}{_interval_note('coverage', rows['coverage_low'])}")
+    tau = f" at tau {table.tau:g}" if table.is_density else ""
+    printing.print_rows(shown, f"{console.escape(table.name)}{tau}{_interval_note('coverage', rows['coverage_low'])}")
     # Knee, caution, files
     console.out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if has_more:

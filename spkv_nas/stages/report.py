@@ -229,10 +229,8 @@ def _found(workspace: Workspace, table: head_scores.HeadScores, kind: ResultTabl
     """Yield the tables of a kind that were measured on the model of a probe, or have its name, in order of names."""
     model = record.model_identity(table.metadata)
     for file in result_files(workspace, kind):
-        measured = file.record.get("model" if kind is SCORES else "against")
-        is_same = (
-            model is not None and isinstance(measured, str) and record.absolute(measured) == record.absolute(model)
-        )
+        other = file.record.get("model" if kind is SCORES else "against")
+        is_same = model is not None and isinstance(other, str) and record.absolute(other) == record.absolute(model)
         if is_same or file.name == table.name:
             yield file
 

@@ -77,12 +77,10 @@ def show(result: hybrids.Comparison) -> None:
         say(f"{row.strategy}: {row.note}")
     printing.about_errors(result.heldout.num_documents, result.heldout.effective_documents)
     # Rank correlations
-    for measure, correlation in result.correlations.items():
-        if correlation is not None:
+    for measure, rank in result.correlations.items():
+        if rank is not None:
             perfect = "-1" if measure == "coverage" else "+1"
-            out.print(
-                f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(correlation)}; perfect: {perfect}"
-            )
+            out.print(f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(rank)}; perfect: {perfect}")
     # Checkpoints
     out.print("checkpoints (for export, evaluate and generate):")
     for model in result.models:

@@ -119,4 +119,5 @@ def _sentences(result: VerdictResult) -> list[str]:
         verb, reason = words.conclusion(rows, answer, result.nouns, result.num_samples)
         sentences.append(f"[bold]{escape(name)} {verb}[/bold]: {escape(reason)}")
     shared = words.shared_by(len(result.answers))
-    return [*sentences, escape(words.basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown))]
+    basis = words.basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown)
+    return [*sentences, console.escape(basis)]

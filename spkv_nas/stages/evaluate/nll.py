@@ -68,9 +68,7 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
     return NLLResult(subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair)
 
 
-def _pair(
-    options: NLLOptions, subject: Subject, measured: Measured, evaluation: Evaluation, reporter: Reporter
-) -> Pair:
+def _pair(options: NLLOptions, subject: Subject, measured: Measured, first: Evaluation, reporter: Reporter) -> Pair:
     """Measure ``options.against`` on the same blocks and add both to ``evaluation.csv``; call on all ranks."""
     against, blocks = str(options.against), measured.blocks
     # Measure the baseline
@@ -81,11 +79,11 @@ def _pair(
     key = hashlib.sha256()
     blocks.feed(key)
     names = [(source, _variant(source)) for source in (subject.source, against)]
-    rows = checkpoint_table(key.hexdigest()[:8], names, evaluation, baseline)
-    origin = measured_on(subject, measured, evaluation.nll, against=against)
+    rows = checkpoint_table(key.hexdigest()[:8], names, first, baseline)
+    origin = measured_on(subject, measured, first.nll, against=against)
     folder = options.folders.report_dir(subject.name)
     rows = distributed.on_main(lambda: _add_rows(folder, rows, origin, reporter))
-    return Pair(against, baseline, paired.paired_difference(evaluation.nll, baseline.nll), rows)
+    return Pair(against, baseline, paired.paired_difference(first.nll, baseline.nll), rows)
 
 
 def _variant(source: str) -> str:
@@ -108,9 +106,7 @@ def show(result: NLLResult) -> None:
     """Print the NLL, and the difference to another checkpoint if there is one."""
     # Print the NLL and the density
     measured, nll = result.evaluation, result.evaluation.nll
-    density = (
-        f", density {100 * measured.density:.1f} % at tau {measured.tau:g}" if measured.density is not None else ""
-    )
+    density = "" if measured.density is None else f", density {100 * measured.density:.1f} % at tau {measured.tau:g}"
     text = (
         f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents "
         f"(effective number {nll.effective_documents:.1f})"

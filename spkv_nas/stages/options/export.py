@@ -33,12 +33,10 @@ ForEngine = Annotated[
     ),
 ]
 Link = Annotated[
-    bool,
-    Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",)),
+    bool, Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",))
 ]
 Card = Annotated[
-    bool,
-    Flag("Write a model card, with what the workspace has measured of the layout.", ("--card/--no-card",)),
+    bool, Flag("Write a model card, with what the workspace has measured of the layout.", ("--card/--no-card",))
 ]
 PushToHub = Annotated[
     str | None,
