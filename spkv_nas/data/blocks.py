@@ -185,6 +185,8 @@ class TokenBlocks:
         order = np.argsort(document, kind="stable")
         present, starts = np.unique(document[order], return_index=True)
         texts = dict(zip(present.tolist(), np.split(tokens[order], starts[1:]), strict=True))
+        if isinstance(self.boundaries, SeparateDocuments):
+            texts = {index: self.boundaries.unfilled(text) for index, text in texts.items()}
         # Draw the order of the documents, which is their new index
         kept = sorted((index for index in texts if infos[index].text_id not in left_out), key=lambda i: infos[i].id)
         shuffled = [kept[index] for index in np.random.default_rng(seed).permutation(len(kept))]

@@ -108,6 +108,10 @@ class Boundaries:
         """Return which tokens [..., T] only fill up a block: nothing is measured on them."""
         return np.zeros(tokens.shape, dtype=np.bool_)
 
+    def positions(self, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the position of each token [..., T] in its block, or in a separate document."""
+        return np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
+
     def inputs(self, tokens: "Tensor") -> "dict[str, Tensor]":
         """Return the keyword arguments of a model's pass over tokens [..., T]."""
         return {"input_ids": tokens}
@@ -131,12 +135,20 @@ class SeparateDocuments(Boundaries):
         is_last = np.roll(starts, -1, -1)  # the first token of a block is a start, too
         return starts & is_last
 
+    def positions(self, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the position of each token [..., T] in its document."""
+        position = np.arange(tokens.shape[-1])
+        starts: NDArray[np.int64] = np.maximum.accumulate(np.where(self._starts(tokens), position, 0), -1)
+        return position - starts
+
+    def unfilled(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the tokens of a document up to its separator, without filling, which repeats the last one of that."""
+        last = np.flatnonzero(tokens != self.separator[-1]).max(initial=-1)  # before the end of the separator
+        return tokens[: last + 2]
+
     def inputs(self, tokens: "Tensor") -> "dict[str, Tensor]":
         """Return the keyword arguments of a pass over tokens [..., T]: positions tell the model the documents."""
-        is_start = self._starts(tokens.cpu().numpy())
-        position = np.arange(tokens.shape[-1])
-        starts = np.maximum.accumulate(np.where(is_start, position, 0), -1)
-        return {"input_ids": tokens, "position_ids": tokens.new_tensor(position - starts)}
+        return {"input_ids": tokens, "position_ids": tokens.new_tensor(self.positions(tokens.cpu().numpy()))}
 
     def _starts(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Return which tokens [..., T] are the first of a document in their block: those after a separator's end.

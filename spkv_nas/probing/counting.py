@@ -161,9 +161,8 @@ class GateCounter:
         column = torch.from_numpy(index).to(device)  # [n], of each token's document
         self._membership = torch.nn.functional.one_hot(column, len(self._numbers)).float()
         # Buckets of their positions in the documents
-        inputs = self._blocks.boundaries.inputs(torch.from_numpy(tokens.astype(np.int64)))
-        position = inputs.get("position_ids", torch.arange(tokens.shape[1])).expand(tokens.shape).flatten().to(device)
-        self._bucket = self.bucket_of[position[self._text]]
+        position = self._blocks.boundaries.positions(tokens).ravel()[text]
+        self._bucket = self.bucket_of[torch.from_numpy(position).to(device)]
         self.counts.position_tokens += np.bincount(self._bucket.cpu(), minlength=len(self.counts.position_tokens))
         # Offsets of each token's domain and document in the flattened histograms
         domain = torch.from_numpy(self.domain_of[documents]).to(device)

@@ -156,9 +156,8 @@ def measure_sinks(
     # Choose the blocks and the queries that count
     blocks = blocks.spread(max(1, tokens // blocks.block_size))
     window = windows.default_window(model, blocks.block_size) if window is None else window
-    inputs = [blocks.boundaries.inputs(block_tokens(blocks, i, 1, model.device)) for i in range(blocks.num_blocks)]
-    in_document = [each.get("position_ids", torch.arange(blocks.block_size)).cpu().numpy().ravel() for each in inputs]
-    longest = 1 + max(positions.max() for positions in in_document)
+    positions = blocks.boundaries.positions(blocks.tokens)
+    longest = int(positions.max()) + 1  # tokens of a document
     start = max(1, min(window + _POSITIONS, longest - 1))  # position in the document of the first query that counts
     num_positions = min(_POSITIONS, max(1, start + 1 - window))  # of keys outside the window of the first query
     with windows.full_attention(model) as states, _watch_activations(model) as activations:
@@ -168,11 +167,12 @@ def measure_sinks(
         sums = {layer: torch.zeros(0) for layer in candidates}  # [Hq, positions], summed over queries and blocks
         for layer in candidates:
             states[layer].observer = _observer(sums, layer, states[layer], slice(start, stop), num_positions)
-        for each in inputs:  # one by one, to bound memory
-            model.get_decoder()(**each, use_cache=False)
+        for block in range(blocks.num_blocks):  # one by one, to bound memory
+            inputs = blocks.boundaries.inputs(block_tokens(blocks, block, 1, model.device))
+            model.get_decoder()(**inputs, use_cache=False)
         num_kv_heads = max(states[layer].num_kv_heads for layer in candidates)
     # Average the mass over queries and blocks
-    queries = np.concatenate([positions[(positions >= start) & (positions < stop)] for positions in in_document])
+    queries = positions[(positions >= start) & (positions < stop)]
     mass = np.stack([part.cpu().double().numpy() for part in sums.values()]) / max(1, len(queries))
     if not np.isfinite(mass).all():
         raise errors.UserError(

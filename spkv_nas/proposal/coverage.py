@@ -5,6 +5,7 @@ be retained.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -97,4 +98,9 @@ def provenance(table: head_scores.HeadScores, layout: Layout, budget: float, see
         origin[selection.SELECTION] = table.selection
     if not table.is_density:
         origin |= {"signal": table.signal, "source": table.metadata.get("source")}
+    # Record how documents were separated, where a user chose it
+    separator = table.metadata.get("separator")
+    if isinstance(separator, Mapping):
+        chosen = {} if "nll" in separator else {"separator": separator.get("best")}
+        origin |= chosen | ({"documents": separator["documents"]} if "documents" in separator else {})
     return origin

@@ -1,7 +1,7 @@
 """Prepare the samples of ``verdict`` and ``critical-budget``, and make what their records and tables share."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from spkv_nas.base import device, progress, version
+from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, zero_shot
 from spkv_nas.evaluation.selected import Selected, find_selected, probe_of
@@ -57,6 +58,7 @@ def prepare(
     options.folders.check_writable()
     margins = parse_margins(options.margin)
     subject = Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins))
+    subject = _read_as_recorded(subject, candidates)
     model, tokenizer = load(options, options.model, reporter)
     # Read the documents that no candidate was selected on
     chosen = {each.name: each.chosen for each in candidates if each.chosen is not None}
@@ -84,13 +86,29 @@ def prepare(
     return Compared(name, options.model, candidates, trial, selected, num_left_out, context, memory)
 
 
+def _read_as_recorded(subject: Subject, candidates: Sequence[Contender]) -> Subject:
+    """Return a subject whose documents are separated as in the text that the candidates' scores were measured on.
+
+    Raises ``UserError`` if these were separated in different ways.
+    """
+    origins = [each.chosen.provenance for each in candidates if each.chosen is not None]
+    recorded = {(each.get("separator"), each.get("documents")) for each in origins if "probe" in each}
+    if len(recorded) > 1:
+        raise UserError(
+            "the candidates' scores are from texts with different separators or documents: judge them one at a time"
+        )
+    for separator, documents in recorded:
+        subject = replace(subject, given_separator=separator).with_documents(documents)  # type: ignore[arg-type]
+    return subject
+
+
 def _text(
     options: DecisionOptions, subject: Subject, loaded: Loaded, selected: Selected, reporter: progress.Reporter
 ) -> tuple[TokenBlocks, int, alarms.Circumstances]:
     """Return the text in random order, how many documents it left out, and the circumstances of measurements on it."""
     # Read the text, and check that the model can run it
     model, tokenizer = loaded
-    separator = subject.separator(model, tokenizer, reporter)
+    separator = replace(subject.separator(model, tokenizer, reporter), documents=subject.recipe.data.documents)
     _, whole = subject.read(tokenizer, separator.best, reporter)
     micro_batch.check_positions(model, whole.block_size, "--block-size")
     micro_batch.require_logits(model, 1, whole.block_size)

@@ -83,6 +83,9 @@ def test_documents_are_whole(tokenizer: PreTrainedTokenizerBase, blocks: TokenBl
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     assert len(found) > 35  # without those of a last block that is not half full
     assert all(tokens in expected for tokens in found)
+    shuffled = [part.tolist() for part in parts(blocks.in_random_order(0))]
+    assert sorted(shuffled)[:-1] != shuffled[:-1]
+    assert {*map(tuple, shuffled)} <= {tuple(part.tolist()) for part in parts(blocks)}
     assert all(tuple(part[: len(blocks.opening)]) == blocks.opening for part in parts(blocks))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import VERDICT
-from spkv_nas.artifacts.selection import SELECTION, write_selection
+from spkv_nas.artifacts.selection import write_selection
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import write_record
 from spkv_nas.cli import main
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.tokenizer import SeparateDocuments
 from spkv_nas.evaluation.verdict.nll import DocumentRounds
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
+from spkv_nas.proposal.coverage import provenance
+from spkv_nas.stages import decision
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.probe import probe
@@ -189,21 +194,29 @@ class TestResuming:
 class TestChoice:
     """Documents that a layout was selected on are never used for its verdict."""
 
-    def chosen(self, data: str) -> str:
+    def chosen(self, data: str, file: str = "chosen.yaml", row: str = "GL", **options: Any) -> str:
         """Write a layout that was selected by a probe on a text, and return its file."""
-        table = probe(ProbeOptions(model="dense", data=[data], block_size=32, signal="attention-mass", name="mine"))
-        origin = {"probe": table.name, SELECTION: table.selection}
-        Layout(("GL",) * 4, window=4, strategy="chosen", provenance=origin).write("chosen.yaml")
-        return "chosen.yaml"
+        options = {"block_size": 32, "signal": "attention-mass", "name": "mine", **options}
+        table = probe(ProbeOptions(model="dense", data=[data], **options))
+        layout = Layout((row,) * 4, window=4, strategy="chosen")
+        replace(layout, provenance=provenance(table, layout, 1)).write(file)
+        return file
 
     def test_the_text_of_the_probe_is_refused(self, folder: Path) -> None:
         layout = self.chosen("text")
         with pytest.raises(UserError, match=r"all 60 documents .* select a layout \(probe mine\)"):
             run(layout)
 
-    def test_shared_documents_are_left_out(self, folder: Path) -> None:
-        layout = self.chosen("text")
+    def test_shared_documents_are_left_out(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The text is read as that of the probe, whose documents are separate."""
+        layout = self.chosen("text", documents="separate", separator="eos")
+        read: list[TokenBlocks] = []
+        original = decision.text_in_random_order
+        monkeypatch.setattr(decision, "text_in_random_order", lambda x, **more: original(read.append(x) or x, **more))
         result = run(layout, data=["text", "other"])
+        assert isinstance(read[0].boundaries, SeparateDocuments)
+        with pytest.raises(UserError, match="different separators or documents"):
+            run(layout, self.chosen("text", "joined.yaml", "LG", name="joined"), data=["text", "other"])
         assert result.compared.num_left_out == 60
         assert result.rows["num_samples"].item() <= 60
         assert not result.compared.selected.unknown

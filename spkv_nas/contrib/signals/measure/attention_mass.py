@@ -53,10 +53,8 @@ def attention_mass(
 
         # Add the masses to the sums of their documents
         def add(start: int, masses: list[Tensor]) -> None:
-            tokens = torch.from_numpy(blocks.tokens[start : start + len(masses[0])])
-            position = blocks.boundaries.inputs(tokens).get("position_ids", torch.arange(blocks.block_size))
-            has_far_keys = (position.expand(tokens.shape) >= window)[:, window:].numpy()
-            collected.add(start, masses, slice(window, None), has_far_keys)
+            position = blocks.boundaries.positions(blocks.tokens[start : start + len(masses[0])])
+            collected.add(start, masses, slice(window, None), position[:, window:] >= window)
 
         run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()

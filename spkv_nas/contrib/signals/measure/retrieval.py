@@ -154,7 +154,7 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
 
 def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
     """Move the longest of the separate documents of each block to its end; also return where it starts [N]."""
-    position = blocks.boundaries.inputs(torch.from_numpy(blocks.tokens))["position_ids"].numpy()
+    position = blocks.boundaries.positions(blocks.tokens)
     longest = position.max(1) + 1
     end = position.argmax(1) + 1
     columns = np.arange(blocks.block_size)
