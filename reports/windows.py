@@ -1,6 +1,7 @@
 """Compare windows of local heads at equal memory, without training: one window by rule or chosen, two, one per head.
 
     python reports/windows.py MODEL TEXT.jsonl... --memory 0.3 0.2 0.15 0.1 --out reports/windows.csv
+    python reports/windows.py --out reports/windows.csv --figures docs/pictures    # draws the table that is there
 
 Documents are divided into those that choose layouts, and those that every layout is evaluated on. Rows of a memory:
 
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -112,7 +115,7 @@ class Comparison:
         return rows
 
 
-def draw(table: pd.DataFrame, path: Path) -> None:
+def draw_losses(table: pd.DataFrame, path: Path) -> None:
     """Draw loss against memory, a line for each kind of layout."""
     figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
     marks = {"rule": "x:", "one window": "o-", "two windows": "s-", "a window per head": "D-"}
@@ -130,11 +133,31 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def draw_heads(table: pd.DataFrame, path: Path) -> None:
+    """Draw the window of every KV head, of layouts with a window per head at three memories."""
+    sizes = [32, 64, 128, 256, 512, 1024, math.inf]  # global heads are the last
+    figure, panels = plt.subplots(3, 1, figsize=(6.4, 4.6), layout="constrained", sharex=True)
+    for axes, memory in zip(panels, (0.3, 0.2, 0.1), strict=True):
+        (words,) = table.loc[(table["windows"] == "a window per head") & (table["memory"] == memory), "heads"]
+        layers = [word for word in words.split() if "=" not in word]
+        legend = {letter: float(size) for letter, size in (word.split("=") for word in words.split() if "=" in word)}
+        grid = np.array([[sizes.index({**legend, "G": math.inf}[head]) for head in layer] for layer in layers])
+        image = axes.imshow(grid.T, vmin=-0.5, vmax=6.5, cmap=plt.get_cmap("viridis", len(sizes)), aspect="auto")
+        axes.set_ylabel("KV head")
+        axes.set_title(f"{100 * memory:.0f} % of the KV cache", fontsize="medium")
+        axes.set_xticks(range(len(layers)))
+        axes.set_yticks(range(grid.shape[1]))
+    panels[-1].set_xlabel("layer")
+    bar = figure.colorbar(image, ax=panels, ticks=range(len(sizes)), label="window, keys")
+    bar.ax.set_yticklabels([*map(str, sizes[:-1]), "global"])
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
-    """Measure all rows, and write the table after every memory."""
+    """Measure all rows and write the table after every memory, or read it, and draw it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("text", nargs="+", type=Path)
+    parser.add_argument("model", nargs="?", help="without it, draw the table at --out")
+    parser.add_argument("text", nargs="*", type=Path)
     parser.add_argument("--memory", nargs="+", type=float, default=[0.3, 0.2, 0.15, 0.1])
     parser.add_argument("--gates", nargs="*", type=float, default=[0.2, 0.15, 0.1])
     parser.add_argument("--length", type=int, default=2048, help="tokens per block")
@@ -142,8 +165,19 @@ def main() -> None:
         "--blocks", nargs=2, type=int, default=[17, 6], help="blocks per file to choose and to evaluate on"
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--figure", type=Path, help="picture (PNG)")
+    parser.add_argument("--figures", type=Path, help="folder of the pictures")
     options = parser.parse_args()
+    if options.model is not None:
+        measure(options)
+    if options.figures is not None:
+        table = pd.read_csv(options.out)
+        options.figures.mkdir(exist_ok=True)
+        draw_losses(table, options.figures / "memory.png")
+        draw_heads(table, options.figures / "windows.png")
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure all rows, and write the table after every memory."""
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     parts = read_parts(options.text, AutoTokenizer.from_pretrained(options.model), options.length, options.blocks)
     comparison, rows = Comparison(model, *parts), list[dict[str, Any]]()
@@ -152,8 +186,6 @@ def main() -> None:
         table = pd.DataFrame(rows)
         table.to_csv(options.out, index=False)
         print(table.drop(columns="heads").to_string(index=False), flush=True)
-    if options.figure is not None:
-        draw(table, options.figure)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FRESH = {"README.md", "memory.md", "own-model.md", "retrain.md", "serve-vllm.md"}  # start from a model and a text alone
 EMBEDDED = {"install.md", "budget.md", "compare-signals.md"}  # on the embedded models, in the repository's workspace
 SLOW = {  # whole workflows, of twenty seconds and more
-    *("install.md", "cost.md", "decoding.md", "evaluation.md", "report.md", "scores.md", "vllm.md"),
+    *("install.md", "cost.md", "evaluation.md", "report.md", "scores.md", "vllm.md"),
     *("budget.md", "compare-signals.md", "memory.md", "own-model.md", "retrain.md", "trl.md", "python.md", "serve.md"),
     *("serve-vllm.md", "search.md", "distributed.md"),
 }
@@ -244,7 +244,18 @@ def test_links_lead_to_files() -> None:
     assert missing == []
 
 
-def test_the_readme_is_short() -> None:
+def test_pages_are_short() -> None:
+    """Guides and tutorials say what to do, with one table; figures and reasons are in the study and the log."""
+    most = {"README.md": 900, "docs/study.md": 1500, "docs/limits.md": 600}
+    long = []
+    for page in PAGES:
+        text, guide = page.read_text(), page.parent.name in ("guides", "tutorials")
+        limit = 900 if guide else most.get(name_of(page))
+        if limit is not None and (words := len(text.split())) > limit:
+            long.append(f"{name_of(page)}: {words} words, at most {limit}")
+        if guide and len(re.findall(r"^\|(?: *:?-+:? *\|)+$", text, re.MULTILINE)) > 1:
+            long.append(f"{name_of(page)}: more than one table")
+    assert long == []
     assert len((ROOT / "README.md").read_bytes()) <= 12_000
 
 
