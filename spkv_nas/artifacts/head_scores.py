@@ -237,10 +237,7 @@ class HeadScores(grid.OnGrid):
         return replace(self, rows=rows, tau=tau, documents=documents, **earlier)
 
     def tau_for_density(self, rho: float) -> float:
-        """Return the threshold whose mean density is closest to ``rho``, of those that keep any tokens.
-
-        Raises ``UserError`` if ``rho`` is outside [0, 1], or the table has no histogram.
-        """
+        """Return the threshold, keeping any tokens, of mean density closest to ``rho``; errors as ``at_tau``."""
         if not 0.0 <= rho <= 1.0:
             raise UserError(f"the density to match must lie in [0, 1]; found {rho}")
         histogram = self._need_histogram()

@@ -114,10 +114,7 @@ def file_rows(rows: pd.DataFrame, kind: str = DENSITY) -> pd.DataFrame:
 
 
 def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
-    """Return the rows of scores [L, Hkv] of one domain, NaN beyond the heads of a layer.
-
-    Raises ``UserError`` for another shape, kind or range.
-    """
+    """Return the rows of scores [L, Hkv], NaN beyond the heads of a layer; ``UserError`` for other shapes or ranges."""
     # Check shape, kind and range
     try:
         scores = np.asarray(values, dtype=np.float64)

@@ -65,7 +65,12 @@ class Proposal:
         differ in theirs. Layouts that come from another probe of the same name are warned of, too.
         """
         # Warn of layouts from an earlier probe or from different thresholds
-        if stale := self._of_another_probe(table):
+        hashes = {
+            name: layout.provenance.get("probe_hash", table.content_hash)
+            for name, layout in self.layouts.items()
+            if layout.provenance.get("probe") == table.name
+        }
+        if stale := [name for name, probe_hash in hashes.items() if probe_hash != table.content_hash]:
             warnings.warn(
                 f"{', '.join(stale)}: proposed from an earlier probe named '{table.name}', not from the current "
                 f"one (hash {table.content_hash})\nrun propose again to use the current probe",
@@ -85,15 +90,6 @@ class Proposal:
         if self.tau is None or self.tau == histogram.rounded_tau(table.tau) or table.histogram is None:
             return table
         return table.at_tau(self.tau)
-
-    def _of_another_probe(self, table: head_scores.HeadScores) -> list[str]:
-        """List the layouts whose files name a probe of the same name as the table, but with another hash."""
-        origins = {name: layout.provenance for name, layout in self.layouts.items()}
-        return [
-            name
-            for name, origin in origins.items()
-            if origin.get("probe") == table.name and origin.get("probe_hash", table.content_hash) != table.content_hash
-        ]
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> "Proposal":

@@ -13,10 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def choose_device(device: str | None = None) -> str:
-    """Return ``device``, or by default "cuda" if there is a GPU, else "cpu".
-
-    Raises ``UserError`` for "cuda" without a GPU, and for ``AUTO``, which only some commands support.
-    """
+    """Return ``device``, or by default "cuda" if there is a GPU, else "cpu"; ``UserError`` without that GPU."""
     import torch
 
     check_device(device)
@@ -26,10 +23,7 @@ def choose_device(device: str | None = None) -> str:
 
 
 def check_device(device: str | None, *, spreads: bool = False) -> None:
-    """Check the name of a device without importing torch; ``spreads`` says whether ``AUTO`` is supported, too.
-
-    Raises ``UserError`` if the name is not cpu, cuda or cuda:N; None stands for the default.
-    """
+    """Raise ``UserError`` unless a device is None, cpu, cuda, cuda:N, or ``AUTO`` if a command ``spreads`` models."""
     if device == AUTO and not spreads:
         raise errors.UserError(
             "--device auto is for probe, evaluate and score, which place a model's layers on all GPUs\n"

@@ -62,11 +62,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
 
 
-@contextmanager
-def _no_bar(_: str) -> Iterator[Bar]:
-    yield no_progress
-
-
 def part_of(bar: Bar, index: int, number: int, title: str = "") -> Bar:
     """Return a bar for part ``index`` of ``number`` equal parts of a bar, whose notes begin with ``title``."""
 
@@ -81,7 +76,7 @@ class Reporter:
     """Receiver of messages, which it logs, and of progress."""
 
     # creates, for a title, a context manager that shows a progress bar and yields its ``Bar``
-    bar: Callable[[str], AbstractContextManager[Bar]] = _no_bar
+    bar: Callable[[str], AbstractContextManager[Bar]] = lambda _: nullcontext(no_progress)
 
     @classmethod
     def of(cls, progress: Progress | None) -> "Reporter":

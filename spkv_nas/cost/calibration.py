@@ -49,11 +49,6 @@ class LayerCase:
     device: str  # "cpu" or "cuda"
 
     @property
-    def title(self) -> str:
-        """Return a description of the heads."""
-        return _title(self)
-
-    @property
     def global_counts(self) -> tuple[int, ...]:
         """Return the numbers of global heads to measure: from 0 to Hkv, at most five, evenly spaced."""
         number = min(_MAX_COUNTS, self.num_kv_heads + 1)
@@ -101,8 +96,10 @@ class Calibration:
 
     def check_shape(self, shape: Shape) -> None:
         """Raise ``UserError`` unless a model has the measured heads; its number of layers may differ."""
-        if _title(shape) != self.case.title:
-            raise UserError(f"the calibration was measured for {self.case.title}; this model has {_title(shape)}")
+        if heads_title(shape) != heads_title(self.case):
+            raise UserError(
+                f"the calibration was measured for {heads_title(self.case)}; this model has {heads_title(shape)}"
+            )
 
     def check_window(self, window: int) -> None:
         """Raise ``UserError`` unless local heads were measured with this window."""
@@ -223,6 +220,6 @@ def _with_sinks(share: float, context: int, *, window: int, sinks: int) -> float
     return (keys - local) / (context - local) if sinks and context > local else share
 
 
-def _title(heads: LayerCase | Shape) -> str:
+def heads_title(heads: LayerCase | Shape) -> str:
     """Describe the heads of a layer."""
     return f"{heads.num_heads} query heads, {heads.num_kv_heads} KV heads of size {heads.head_dim}"

@@ -80,10 +80,7 @@ class Learns(Enum):
 
 
 def visible_keys(context: int, *, density: float = 1.0, window: int = 0) -> float:
-    """Return the keys that a KV head holds at ``context`` tokens: all in the window, and a share of those before it.
-
-    Raises ``UserError``: a context below 1, a density outside [0, 1] or a negative window.
-    """
+    """Return the keys that a KV head holds: all in the window, a share of those before; ``UserError`` if invalid."""
     if context < 1:
         raise UserError(f"a context must have at least 1 token; found {context}")
     if not 0.0 <= density <= 1.0:
@@ -197,10 +194,7 @@ def cost(
 
 
 def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | None] = ()) -> float:
-    """Return the share of global KV heads in a layout, among the layers that are not local by design.
-
-    Raises ``UserError`` if the layout has another grid than the model.
-    """
+    """Return a layout's share of global KV heads in layers that are not local by design; checks that its grid fits."""
     grid.check_grid(f"layout '{layout.strategy}'", layout.heads_per_layer, "the model", shape.heads_per_layer)
     counts = layout.global_mask.sum(1)
     candidates = local_layers.candidate_layers(local_layers.config_layers(native_windows or [None] * layout.num_layers))

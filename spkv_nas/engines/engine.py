@@ -238,14 +238,6 @@ class CachePlan:
         """Return the bytes that requests need, with the page that vLLM keeps for padding."""
         return self.page_bytes * (requests * self.request_pages + 1)
 
-    def cells(self, context: int, memory: int | None) -> tuple[str, ...]:
-        """Format the bytes of a request and, if memory is limited, the requests and the tokens that fit."""
-        size = units.format_bytes(self.request_bytes)
-        if memory is None:
-            return (size,)
-        concurrency = self.concurrency(memory)
-        return size, f"{concurrency:,.2f}", f"{int(concurrency * context):,}"
-
 
 class PlannedEngine(Engine, ABC):
     """Serving engine that runs any layout, and whose memory is counted as its allocator does."""

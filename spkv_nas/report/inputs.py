@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts import comparison, head_scores
@@ -125,12 +124,3 @@ class ReportInputs:
         """Return the number of global KV heads that most layouts share; without layouts, the knee's."""
         budgets = pd.Series([layout.num_global for layout in self.layouts.values()])
         return knee(self.table) if budgets.empty else max(1, int(budgets.mode().max()))
-
-
-def widest_layout(inputs: ReportInputs) -> str | None:
-    """Return the name of the layout with the highest coverage, at the most frequent budget; None without any."""
-    if not inputs.layouts:
-        return None
-    budgets = pd.Series({name: layout.num_global for name, layout in inputs.layouts.items()})
-    candidates = budgets[budgets == budgets.mode().max()].index
-    return str(max(candidates, key=lambda name: np.nan_to_num(inputs.covered[name])))

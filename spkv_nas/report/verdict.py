@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
-from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.evaluation.trust import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report.evidence import COMPARISON, PASSES, VERDICT, Evidence, Result, all_evidence, layout_result
 from spkv_nas.report.formatting import BASELINES, listed, number, signed, standard_errors
-from spkv_nas.report.inputs import ReportInputs, widest_layout
+from spkv_nas.report.inputs import ReportInputs
 
 _MAX_NAMED = 4
 NOT_BEHIND = "not clearly behind"
@@ -38,7 +38,7 @@ class Verdict:
     layout: Result | None = None  # the layout that the page is about, as ``conclude`` chooses it; None if there is none
     evidence: Evidence | None = None  # the evidence that decided; None if no loss was measured
     has_rivals: bool = False  # whether other layouts of the same budget were measured
-    close: tuple[str, ...] = ()  # names of those that are not clearly behind (``_is_behind``)
+    close: tuple[str, ...] = ()  # names of those that are not clearly behind
     covered: float | None = None  # coverage of the layout, in [0, 1]; None if its heads are unknown
 
     def tag(self, name: str, source: str, steps: float | None = None) -> str:
@@ -88,10 +88,15 @@ def conclude(inputs: ReportInputs) -> Verdict:
         of_verdict = next(pair for pair in measured if pair[1] is best)
         source, scored = min(scores, key=lambda pair: pair[0].source == VERDICT, default=of_verdict)
         return _about(inputs, scored, source, decided, warnings)
-    # A layout that was only proposed
-    name = widest_layout(inputs)
-    if name is None:
-        return Verdict((_mean(inputs.table), "", ""), warnings)
+    # Without layouts, the scores
+    if not inputs.layouts:
+        table, measure = inputs.table, inputs.table.measure
+        mean = f"{measure.scale.factor * table.mean:.1f}, in {measure.shown}"
+        return Verdict((f"The mean {measure.noun} of {table.num_heads} KV heads is {mean}.", "", ""), warnings)
+    # A layout that was only proposed: that of the highest coverage, at the most frequent budget
+    budgets = pd.Series({name: layout.num_global for name, layout in inputs.layouts.items()})
+    candidates = map(str, budgets[budgets == budgets.mode().max()].index)
+    name = max(candidates, key=lambda name: np.nan_to_num(inputs.covered[name]))
     return _about(inputs, layout_result(inputs, inputs.layouts[name], math.nan), None, decided, warnings)
 
 
@@ -127,11 +132,13 @@ def _about(
     loss = _loss(layout, evidence)
     if evidence.steps == 0 and layout.key in decided:
         loss += f"; {decided[layout.key].verdict}"
-    # Find the others that are not clearly behind, by the error of the difference where documents are shared
+    # Find the others that are not clearly behind, by the error of the difference where documents are shared; where it
+    # is NaN, it is at most the sum of both errors
     close = {}
     for other in others:
         error = inputs.pair_error(layout.name, other.name) if evidence.source == COMPARISON else math.nan
-        if not _is_behind(layout, other, error, evidence.critical):
+        largest = layout.error + other.error if math.isnan(error) else error
+        if not other.delta - layout.delta > evidence.critical * largest:
             close[other.name] = f"{other.name} {signed(other.delta - layout.delta)} ± {number(error, 3)}"
     words = (_competition(evidence, len(others), [*close.values()]),) if others else ()
     lead = "", layout.name, f": {size}{loss}."
@@ -159,15 +166,3 @@ def _competition(evidence: Evidence, num_others: int, close: Sequence[str]) -> s
         f"No single best of {total}: it is measured lowest; not behind by more than {margin} of the difference, in "
         f"percentage points: {listed(close, _MAX_NAMED)}.{runs}"
     )
-
-
-def _is_behind(best: Result, other: Result, error: float, critical: float) -> bool:
-    """Return whether NLL is more than ``critical`` errors above the best; a NaN error is at most the sum of both."""
-    return other.delta - best.delta > critical * (best.error + other.error if math.isnan(error) else error)
-
-
-def _mean(table: HeadScores) -> str:
-    """Return a sentence on a table without layouts."""
-    measure = table.measure
-    value = f"{measure.scale.factor * table.mean:.1f}"
-    return f"The mean {measure.noun} of {table.num_heads} KV heads is {value}, in {measure.shown}."

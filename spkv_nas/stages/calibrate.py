@@ -7,7 +7,7 @@ from typing import Any
 from spkv_nas.base import console, units
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts
+from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts, heads_title
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.sized_model import SizedModel
@@ -52,7 +52,7 @@ def show(result: CalibrationResult) -> None:
     for context, row in zip(measured.contexts, seconds, strict=True):
         grid.add_row(f"{context:,}", *map(units.format_microseconds, row))
     console.out.print(grid)
-    console.out.print(f"{case.title}, window {case.window}, {console.escape(measured.source)}")
+    console.out.print(f"{heads_title(case)}, window {case.window}, {console.escape(measured.source)}")
     console.print_path("times", result.folder / "calibration.csv")
 
 

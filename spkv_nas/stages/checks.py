@@ -1,16 +1,15 @@
 """Check the options of a command before its stage, and with it torch, is imported, to report mistakes within a second.
 
-The command line calls ``check`` first. Each base class of options has one function here. The command's function
-``check`` runs after them, from the module that declares its options. Checked are values, options that exclude each
-other, and the existence of files, but nothing that takes a model, a tokenizer or the content of a text. Nothing here
-may import torch (``tests/stages/test_checks.py``).
+The command line calls ``check`` first. It checks what base classes of options declare, then runs the command's function
+``check``, from the module that declares its options. Checked are values, options that exclude each other, and the
+existence of files, but nothing that takes a model, a tokenizer or the content of a text. Nothing here may import torch
+(``tests/stages/test_checks.py``).
 """
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from spkv_nas.base import device, errors, names
 from spkv_nas.cost.ladder import find_level
@@ -26,10 +25,13 @@ def check(command_options: object) -> None:
     """Check a command's options dataclass; ``UserError`` names the option or the file that is wrong."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the stage reads the same files and warns then
-        # Check each kind of options, from the base class on
-        for kind in reversed(type(command_options).__mro__):
-            if kind in _CHECKS:
-                _CHECKS[kind](command_options)
+        # Check what several commands have
+        if (name := getattr(command_options, "name", None)) is not None:
+            names.check_name(name, "the name")
+        if isinstance(command_options, options.OnDevice):
+            device.check_device(command_options.device, spreads=isinstance(command_options, options.Measures))
+        if isinstance(command_options, options.InDtype):
+            device.check_dtype(command_options.dtype)
         # The command's check, beside its options
         check_command = getattr(sys.modules[type(command_options).__module__], "check", None)
         if check_command is not None:
@@ -39,41 +41,25 @@ def check(command_options: object) -> None:
         command_options.folders.check_writable()
 
 
-def check_recipe(file: Path, dtype: str | None = None, *, needs_text: bool = True) -> Recipe:
-    """Read a recipe, in ``dtype`` if given, check its files and the needed text; ``UserError`` names key or file."""
-    recipe = Recipe.read(file).with_precision(dtype)
-    check_files(recipe, file.parent, needs_text=needs_text)
-    return recipe
+def check_recipe(file: Path, dtype: str | None = None) -> None:
+    """Read a recipe, in ``dtype`` if given, and check its files and its text; ``UserError`` names key or file."""
+    check_files(Recipe.read(file).with_precision(dtype), file.parent)
 
 
-def check_files(recipe: Recipe, base: Path, *, needs_text: bool = True) -> None:
-    """Check the files that a recipe names, its text only if it is needed."""
+def check_files(recipe: Recipe, base: Path) -> None:
+    """Check the files that a recipe names."""
     if recipe.model.path is not None:
         check_checkpoint(recipe.model.path)
     if recipe.gates.start_from is not None:
         check_checkpoint(recipe.gates.start_from)
     haystack = [] if recipe.data.mix is None else recipe.data.mix.ruler.haystack
-    if needs_text:
-        check_text([*recipe.data.sources, *haystack], base)
+    check_text([*recipe.data.sources, *haystack], base)
 
 
 def check_text(sources: Iterable[str | config.SourceConfig], base: Path = Path()) -> None:
     """Check that sources of text exist."""
     for source in sources:
         readers.open_source(source, base)
-
-
-def _in_workspace(opts: options.InWorkspace) -> None:
-    if (name := getattr(opts, "name", None)) is not None:
-        names.check_name(name, "the name")
-
-
-def _on_device(opts: options.OnDevice) -> None:
-    device.check_device(opts.device, spreads=isinstance(opts, options.Measures))
-
-
-def _in_dtype(opts: options.InDtype) -> None:
-    device.check_dtype(opts.dtype)
 
 
 def check_model_size(level: str | None, model: str | None) -> None:
@@ -91,10 +77,3 @@ def check_exist(files: Iterable[str | Path], description: str) -> None:
     for file in files:
         if not Path(file).exists():
             raise errors.UserError(f"{description} not found: {file}")
-
-
-_CHECKS: dict[type, Callable[[Any], None]] = {
-    options.InWorkspace: _in_workspace,
-    options.OnDevice: _on_device,
-    options.InDtype: _in_dtype,
-}

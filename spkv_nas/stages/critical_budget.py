@@ -5,9 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from spkv_nas.artifacts import head_scores, result_tables
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
@@ -232,9 +229,9 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
 def show(result: BudgetResult) -> None:
     """Print the budgets that were looked at, the critical budget, what it saves, and what the answer rests on."""
     printing.show_alarm(result.alarm)
-    title = f"{escape(result.probe)}: loss against {escape(result.compared.against)}"
+    title = f"{console.escape(result.probe)}: loss against {console.escape(result.compared.against)}"
     sizes = ["global heads"] if result.memories is None else ["KV cache %", "global heads"]
-    grid = Table(*sizes, "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
+    grid = console.Table(*sizes, "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
     for row in result.rows.sort_values(_column(result), kind="stable").itertuples():
         cells = [str(row.num_global)] if result.memories is None else [f"{row.memory:g}", str(row.num_global)]
         grid.add_row(*cells, str(row.look), *decision.loss_cells(row, result.nouns), row.result)
@@ -287,7 +284,7 @@ def _sentences(result: BudgetResult) -> list[str]:
 def _answer(result: BudgetResult) -> str:
     """Return the critical budget with the interval around it."""
     passes, fails, unknown = result.passes, result.fails, open_budgets(result)
-    margins, any_margin = (word.join(map(escape, result.margins)) for word in (" and ", " or "))
+    margins, any_margin = (word.join(map(console.escape, result.margins)) for word in (" and ", " or "))
     # State the answer
     if passes is not None:
         answer = f"[bold]{_named(result, passes, 'pass')}[/bold]: the loss is below {margins}"

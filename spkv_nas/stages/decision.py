@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.text import Text
 
-from spkv_nas.base import device, progress, version
+from spkv_nas.base import console, device, progress, version
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, zero_shot
@@ -179,4 +178,4 @@ def loss_cells(row: Any, nouns: Mapping[str, str]) -> list[str]:
     loss, low, high = ("-" if number != number else f"{number:+.3g}" for number in (row.loss, row.low, row.high))
     interval = "not known yet" if (low, high) == ("-", "-") else f"{low} to {high}"
     samples = f"{row.num_samples} {nouns[row.criterion]}"
-    return [escape(row.criterion), loss, interval, f"{row.margin:g} {row.unit}", samples]
+    return [console.escape(row.criterion), loss, interval, f"{row.margin:g} {row.unit}", samples]

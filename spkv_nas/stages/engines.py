@@ -34,7 +34,10 @@ class Served:
 
     def cells(self, plan: CachePlan) -> tuple[str, ...]:
         """Format the bytes of a request, and how many requests and tokens fit in the memory, if it is limited."""
-        return plan.cells(self.cache.context, self.memory)
+        size = units.format_bytes(plan.request_bytes)
+        if self.memory is None:
+            return (size,)
+        return size, f"{plan.concurrency(self.memory):,.2f}", f"{plan.tokens(self.cache, self.memory):,}"
 
     def document(self, name: str) -> dict[str, Any]:
         """Return the engine, the cache, and the rows with their sizes under ``name``."""

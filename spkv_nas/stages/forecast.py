@@ -5,9 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from spkv_nas.artifacts import gate_config, shape
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS
 from spkv_nas.artifacts.grid import grid_words
@@ -84,7 +81,10 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
         num_bytes,
     )
     learning = [gate_training(stages, options.steps)] if learns else []
-    stage_costs = [*learning, *_probed(stages, signal, options, num_tokens)]
+    limit = options.max_tokens or _most_tokens(signal, num_tokens)
+    stage_costs = [*learning, signal.cost(stages, min(limit, num_tokens))]
+    if "ablation_tokens" in signal.options() and options.ablation_tokens != 0:
+        stage_costs.append(_validating(stages, min(options.ablation_tokens or ABLATION_TOKENS, num_tokens)))
     if compares:
         looks = 2 * len(MEMORIES).bit_length()
         stage_costs.append(stages.measure("compare memories, at most", min(compares, num_tokens), 1 + looks))
@@ -95,14 +95,6 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
 def gate_training(stages: Stages, steps: int | None) -> StageCost:
     """Return the cost of training gates on a frozen model."""
     return stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, LEARNING_TOKENS, frozen.ROOM)
-
-
-def _probed(stages: Stages, signal: Signal, options: probe.ProbeOptions, tokens: int) -> Iterator[StageCost]:
-    """Yield the stages of ``probe`` on a text of ``tokens`` tokens."""
-    limit = options.max_tokens or _most_tokens(signal, tokens)
-    yield signal.cost(stages, min(limit, tokens))
-    if "ablation_tokens" in signal.options() and options.ablation_tokens != 0:
-        yield _validating(stages, min(options.ablation_tokens or ABLATION_TOKENS, tokens))
 
 
 def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
@@ -137,16 +129,20 @@ def show(result: Forecast) -> None:
     # Model
     size, heads = result.size, result.size.heads
     console.out.print(
-        f"[bold]{escape(result.name)}[/bold]: {size.num_parameters:,} parameters, "
+        f"[bold]{console.escape(result.name)}[/bold]: {size.num_parameters:,} parameters, "
         f"{grid_words(heads.heads_per_layer)} of size {heads.head_dim}; "
         f"{result.num_predictor_parameters:,} of predictors"
     )
     # Table of stages
     site, fits_title = result.site, f"fits in\n{result.site.memory / 1e9:.3g} GB"
     where = site.name if site.devices == 1 else f"{site.name}, training on {site.devices}"
-    grid = Table("", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {where}")
+    grid = console.Table("", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {where}")
     for stage in result.stages:
-        name = f"{escape(stage.name)}\n  [dim]{escape(stage.batching)}[/dim]" if stage.batching else escape(stage.name)
+        name = (
+            f"{console.escape(stage.name)}\n  [dim]{console.escape(stage.batching)}[/dim]"
+            if stage.batching
+            else console.escape(stage.name)
+        )
         tokens, flops = (f"{stage.tokens:,}", units.format_flops(stage.flops)) if stage.tokens else ("-", "-")
         answer = "yes" if stage.fits else "no"
         grid.add_row(name, units.format_bytes(round(stage.memory.total)), tokens, flops, _time(stage), answer)

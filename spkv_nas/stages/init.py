@@ -6,14 +6,13 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from spkv_nas.artifacts import comparison, defaults, layout
 from spkv_nas.base import assets, console, device, errors, files, names, progress, units
 from spkv_nas.data import config, readers
 from spkv_nas.model import checkpoint, transformers_logging
 from spkv_nas.proposal import budget, strategies
-from spkv_nas.stages import checks, commands, dry_run, next_steps, sized_model
+from spkv_nas.stages import checks, commands, dry_run, next_steps, record, sized_model
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.result import Result
 from spkv_nas.training import run_plan, text_size, variants
@@ -30,15 +29,12 @@ class FirstRecipe:
 
 
 def init(options: InitOptions, reporter: progress.Reporter = progress.SILENT) -> FirstRecipe:
-    """Write a first recipe for a model and a text, and plan the runs that follow from it.
-
-    Raises ``UserError`` if the file exists, the model does not, or text or time are too little to train.
-    """
+    """Write a first recipe, and plan the runs that follow from it; ``UserError`` for too little text or time."""
     checks.check(options)
     transformers_logging.quiet_transformers(reporter)
     # Draft the recipe
     base = options.out.parent
-    model, sources = _absolute(options.model), tuple(_source_from(base, source) for source in options.data)
+    model, sources = record.absolute(options.model), tuple(_source_from(base, source) for source in options.data)
     reporter.announce("counting the tokens of the text")
     size, text = checkpoint.read_size(model), text_size.count_text(sources, base, checkpoint.load_tokenizer(model))
     draft = Draft.of(
@@ -135,11 +131,6 @@ def _source_from(base: Path, source: str) -> str:
     return os.path.abspath(path)
 
 
-def _absolute(model: str) -> str:
-    """Return a model folder's absolute path, because recipes read it from the current folder; an id as it is."""
-    return os.path.abspath(Path(model).expanduser()) if Path(model).expanduser().exists() else model
-
-
 def _recipe_name(model: str) -> str:
     """Return a name for the model's recipe, of valid characters; for an embedded model it differs from the demo's."""
     base_name = model if model.startswith(assets.EMBEDDED_PREFIX) else sized_model.model_name(model)
@@ -153,12 +144,8 @@ def show(result: FirstRecipe) -> None:
     console.print_path("recipe", result.file)
 
 
-def document(result: FirstRecipe) -> dict[str, Any]:
-    """Return the recipe's path and the plan of its runs."""
-    return {"recipe": result.file, "plan": dry_run.document_runs(result.plan)}
-
-
 def run(options: InitOptions, reporter: progress.Reporter) -> Result:
     """Run the command."""
     recipe = init(options, reporter)
-    return Result(recipe, show, document, next=recipe.next)
+    document = {"recipe": recipe.file, "plan": dry_run.document_runs(recipe.plan)}
+    return Result(recipe, show, lambda _: document, next=recipe.next)

@@ -17,10 +17,7 @@ _MAX_LISTED = 8  # maximum number of commands in an error
 
 
 def find_table(workspace: Workspace, probe: str) -> head_scores.HeadScores:
-    """Read head scores by name (``probes/<name>/``), folder or file; a ``.tsv`` file is read too.
-
-    Raises ``UserError`` if it does not exist or cannot be read.
-    """
+    """Read head scores by name (``probes/<name>/``), folder or file, also ``.tsv``; ``UserError`` if that fails."""
     # Read a file
     if probe.endswith(".csv"):
         return head_scores.HeadScores.read(Path(probe))
@@ -39,10 +36,7 @@ def find_table(workspace: Workspace, probe: str) -> head_scores.HeadScores:
 
 
 def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:
-    """Read the layouts in files, by default all of ``layouts/<name>/``.
-
-    Raises ``UserError`` if there are none, one cannot be read, or one has a baseline's name.
-    """
+    """Read layouts in files, or all of ``layouts/<name>/``; ``UserError`` for none, or one with a baseline's name."""
     folder = workspace.layout_dir(name)
     if not files and name in workspace.probes() and not workspace.has_layouts(name):
         command = command_line(propose.ProposeOptions(probe=name, workspace=workspace.root))

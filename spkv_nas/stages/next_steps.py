@@ -43,20 +43,13 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
     # Measure head gates
     options = record.read_options(table.metadata, workspace.root)
     if options is None:
-        return Suggestion("", f"{RECOMMENDATION}; {missing_options(table)}")
+        missing = f"probe.yaml of '{table.name}' does not record its model and text, so no command can be suggested"
+        return Suggestion("", f"{RECOMMENDATION}; {missing}: probe the model again with --model and --data")
     if _probe_by_signal(workspace, identity, RECOMMENDED) is not None:  # of another window or other sink tokens
         options = replace(options, window=table.window, sinks=str(table.sinks))
     cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
     measuring = record.for_signal(options, RECOMMENDED, budget, learns=True)
     return Suggestion.of(measuring, f"{RECOMMENDATION}; measuring them takes {cost}")
-
-
-def missing_options(table: HeadScores) -> str:
-    """Return why no command can be suggested for a probe with an incomplete record."""
-    return (
-        f"probe.yaml of '{table.name}' does not record its model and text, so no command can be suggested: probe the "
-        "model again with --model and --data"
-    )
 
 
 def after_init(options: init.InitOptions, name: str, window: int) -> list[Suggestion]:

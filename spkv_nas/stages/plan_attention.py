@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from spkv_nas.artifacts.grid import grid_words
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
@@ -110,17 +107,17 @@ def _served(
 
 def show(result: AttentionCosts) -> None:
     """Print KV bytes, FLOPs and times of full attention, of layouts and of a density."""
-    shape, times, served = result.shape, result.times, result.served
+    shape, times, served, name = result.shape, result.times, result.served, console.escape(result.name)
     console.out.print(
-        f"[bold]{escape(result.name)}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
+        f"[bold]{name}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
         f"{grid_words(shape.heads_per_layer)} of size {shape.head_dim}; {result.context:,} tokens"
     )
     # Table of costs
     sizes = ("KV bytes\nper token", "KV cache\nMiB", "attention\nGFLOPs", "total\nGFLOPs")
-    grid = Table("attention", *sizes, "decode\nµs", title="FLOPs and times are per token")
+    grid = console.Table("attention", *sizes, "decode\nµs", title="FLOPs and times are per token")
     for row in result.costs:
         grid.add_row(
-            escape(row.name),
+            console.escape(row.name),
             f"{row.kv_bytes_per_token:,.0f}",
             f"{row.kv_cache_bytes / 2**20:,.2f}",
             f"{row.attention_flops / 1e9:,.4g}",
@@ -132,15 +129,15 @@ def show(result: AttentionCosts) -> None:
     if times is None:
         console.say("\n".join(["times: not measured", *result.remedy]))
     else:
-        console.out.print(f"times: attention of all layers, {escape(times.source)}")
+        console.out.print(f"times: attention of all layers, {console.escape(times.source)}")
     if result.costs[0].total_flops is None:
         console.out.print("total: unknown for a mixture of experts, of which a token uses only some parameters")
     # Caches in an engine
     if served is not None:
         title = f"KV cache in {served.engine.title}: requests of {served.cache.context:,} tokens"
-        grid = Table("attention", "served as", *served.titles, title=title)
+        grid = console.Table("attention", "served as", *served.titles, title=title)
         for about, plan in served.rows:
-            grid.add_row(escape(about["name"]), about["form"], *served.cells(plan))
+            grid.add_row(console.escape(about["name"]), about["form"], *served.cells(plan))
         console.out.print(grid)
         console.say(f"{served.settings}; {served.engine.title}: {served.engine.evidence}")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.markup import escape
 
 from spkv_nas.artifacts import defaults, head_scores, selection
 from spkv_nas.base import console, errors, units
@@ -147,10 +146,14 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
     if requirements.robust:
         worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
         sentences += [f"coverage of the worst domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
+    sinks = answer.table.sinks
+    tokens = "token" if sinks == 1 else f"{sinks} tokens"
     sentences += [
         _by_costs(answer),
         default_window(answer.table, options.window),
-        _about_sinks(answer.table.sinks),
+        f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
+        if sinks
+        else None,
         tie_advice(answer.table, num_global),
         uneven_budgets(answer.rows, num_global),
     ]
@@ -169,14 +172,6 @@ def _by_costs(answer: Answer) -> str | None:
         f"loss by the costs of windows, to first order: {layout.provenance['cost']:.4f} nats per token with a window "
         f"per head, {loss:.4f} with one window of {densest.window} and {densest.num_global} global heads"
     )
-
-
-def _about_sinks(sinks: int) -> str | None:
-    """Return a sentence on the sink tokens of layouts; None without any."""
-    if not sinks:
-        return None
-    tokens = "token" if sinks == 1 else f"{sinks} tokens"
-    return f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
 
 
 def is_for_several(options: ProposeOptions) -> bool:
@@ -250,7 +245,7 @@ def _layouts(result: ProposalResult) -> None:
             f"random layouts: coverage {100 * spread.mean:.2f} % on average, "
             f"standard deviation {100 * spread.standard_deviation:.2f}"
         )
-    console.out.print(f"layouts: {escape(str(result.folder))}", soft_wrap=True)
+    console.out.print(f"layouts: {console.escape(str(result.folder))}", soft_wrap=True)
 
 
 def _solutions(solutions: Solutions, folder: Path) -> None:

@@ -3,14 +3,14 @@
 Scores and verdicts of the page's model are found under any name, by their layouts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from spkv_nas.artifacts import agreement, checkpoints, comparison, grid, head_scores, layout, search_table
+from spkv_nas.artifacts import agreement, checkpoints, comparison, grid, head_scores, search_table
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import ALARM, CRITICAL_BUDGET, SCORES, VERDICT, AlarmRecord, ResultTable
 from spkv_nas.base import assets, console, errors, records, schema, version
@@ -18,7 +18,6 @@ from spkv_nas.base.files import is_file, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.paired import DOCUMENTS_FILE, pair_error, read_documents
-from spkv_nas.evaluation.trust import Trust
 from spkv_nas.report import density_charts, formatting
 from spkv_nas.report.benchmark_sections import file_section, read_benchmarks
 from spkv_nas.report.inputs import ReportInputs, ResultFile, result_files
@@ -57,7 +56,10 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
         probe.name: in_folder(command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root)
         for probe in probes
     }
-    judged = _trust(options, table_at_tau, proposal.layouts)
+    # Judge the table by the layout ``densest``, if there is one of the table's shape
+    densest, judged = proposal.layouts.get("densest"), None
+    if densest is not None and densest.heads_per_layer == table_at_tau.heads_per_layer:
+        judged = record.trust(workspace, table_at_tau, densest.global_mask)
     inputs = read_inputs(workspace, table, proposal, trust=judged, commands=commands, probes=probes)
     proposal.warn_of_windows(memory=map(inputs.layout_share, proposal.layouts.values()))
     # Write the page; where measurements make no sense, it recommends nothing
@@ -78,14 +80,6 @@ def _with_positions(table: head_scores.HeadScores) -> head_scores.HeadScores:
     with suppress(errors.UserError):
         return replace(table, metadata={**table.metadata, "positions": read_size(model).positions})
     return table
-
-
-def _trust(options: ReportOptions, table: head_scores.HeadScores, layouts: Mapping[str, layout.Layout]) -> Trust | None:
-    """Judge the table by the layout ``densest``; None without one of the table's shape."""
-    densest = layouts.get("densest")
-    if densest is None or densest.heads_per_layer != table.heads_per_layer:
-        return None
-    return record.trust(options.folders, table, densest.global_mask)
 
 
 def pages(workspace: Workspace) -> list[str]:
@@ -163,19 +157,10 @@ def _retrain(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdi
     return [Step(purpose, command_line(replace(retrain, layouts=[file or Path(f"{name}.yaml")])))]
 
 
-def show(page: Path) -> None:
-    """Print the path of the page."""
-    console.print_path("report", page)
-
-
-def document(page: Path) -> dict[str, Any]:
-    """Return the path of the page."""
-    return {"report": page}
-
-
 def run(options: ReportOptions, reporter: Reporter) -> result.Result:
     """Run the command."""
-    return result.Result(report(options, reporter), show, document)
+    page = report(options, reporter)
+    return result.Result(page, lambda page: console.print_path("report", page), lambda page: {"report": page})
 
 
 SEARCH = "search.csv"

@@ -5,9 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import layout_names
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
@@ -80,8 +77,8 @@ def show(result: VerdictResult) -> None:
     printing.show_alarm(result.alarm)
     # Tabulate the criteria of each candidate
     columns = ("criterion", "loss", "interval", "margin", "samples", "result")
-    title = f"{escape(result.compared.name)}: loss against {escape(result.compared.against)}"
-    grid = Table("candidate", "global heads", "KV cache %", *columns, title=title)
+    title = f"{console.escape(result.compared.name)}: loss against {console.escape(result.compared.against)}"
+    grid = console.Table("candidate", "global heads", "KV cache %", *columns, title=title)
     layouts = {each.name: each.chosen for each in result.compared.candidates}
     for row in result.rows.itertuples():
         layout = layouts[row.candidate]
@@ -90,7 +87,7 @@ def show(result: VerdictResult) -> None:
             heads += f", {layout.reach}"
         memory = decision.percent(result.compared, row.candidate)
         sizes = (heads, "-" if memory is None else f"{memory:.1f}")
-        grid.add_row(escape(row.candidate), *sizes, *decision.loss_cells(row, result.nouns), row.answer)
+        grid.add_row(console.escape(row.candidate), *sizes, *decision.loss_cells(row, result.nouns), row.answer)
     console.out.print(grid)
     # Print the conclusions
     for line in _sentences(result):
@@ -117,7 +114,7 @@ def _sentences(result: VerdictResult) -> list[str]:
     for name, answer in result.answers.items():
         rows = result.rows[result.rows["candidate"] == name]
         verb, reason = words.conclusion(rows, answer, result.nouns, result.num_samples)
-        sentences.append(f"[bold]{escape(name)} {verb}[/bold]: {escape(reason)}")
+        sentences.append(f"[bold]{console.escape(name)} {verb}[/bold]: {console.escape(reason)}")
     shared = words.shared_by(len(result.answers))
     basis = words.basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown)
     return [*sentences, console.escape(basis)]

@@ -14,8 +14,6 @@ wastes pages of the cache on some layouts (``engines/vllm.py`` has the rules):
 sink token of any.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

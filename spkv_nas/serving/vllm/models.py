@@ -1,7 +1,5 @@
 """Model classes of vLLM whose attention has the windows of a layout, made when vLLM asks for one by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any

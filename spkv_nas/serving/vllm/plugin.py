@@ -1,7 +1,5 @@
 """Entry point of the plug-in: register the model type and the model classes with vLLM."""
 
-from __future__ import annotations
-
 from spkv_nas.serving.vllm.config import architectures, prepare
 
 
