@@ -102,8 +102,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
         if retrained is not None and (hybrid is None or retrained.memory.used < hybrid.memory.used):
             hybrid = retrained
     if hybrid is None:
-        lines = _remedies(options, search)
-        yield Result(AutoResult(lines), _show, exit_code=result.exit_code)
+        yield Result(AutoResult(_remedies(options, search)), _show, exit_code=result.exit_code)
         return
     # Write the folder and the report
     with stages.begin(_FOLDER) as inner:

@@ -96,10 +96,9 @@ class Calibration:
 
     def check_shape(self, shape: Shape) -> None:
         """Raise ``UserError`` unless a model has the measured heads; its number of layers may differ."""
-        if heads_title(shape) != heads_title(self.case):
-            raise UserError(
-                f"the calibration was measured for {heads_title(self.case)}; this model has {heads_title(shape)}"
-            )
+        measured, present = heads_title(self.case), heads_title(shape)
+        if present != measured:
+            raise UserError(f"the calibration was measured for {measured}; this model has {present}")
 
     def check_window(self, window: int) -> None:
         """Raise ``UserError`` unless local heads were measured with this window."""

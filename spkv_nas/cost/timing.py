@@ -54,8 +54,7 @@ def _time_decoding(case: LayerCase, context: int) -> list[Timing]:
     layers = _num_layers(case, context)
     candidates = {g: _decode_step(case, g, layers, q[:, :, -1].contiguous(), k, v) for g in case.global_counts}
     seconds = interleaved(candidates, DECODE_ROUNDS, case.device)
-    calls = layers * case.batch
-    return [Timing(context, g, float(f"{value / calls:.6g}")) for g, value in seconds.items()]
+    return [Timing(context, g, float(f"{value / (layers * case.batch):.6g}")) for g, value in seconds.items()]
 
 
 def _decode_step(case: LayerCase, num_global: int, layers: int, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:

@@ -115,9 +115,7 @@ class ReportInputs:
     def certainty(self) -> Certainty | None:
         """Return how stable the choice of heads is at ``budget``; None if the probe cannot be resampled."""
         resampled = bootstrap(self.table)
-        if resampled is None:
-            return None
-        return Certainty.of(resampled, self.layouts, self.budget)
+        return None if resampled is None else Certainty.of(resampled, self.layouts, self.budget)
 
     @cached_property
     def budget(self) -> int:

@@ -164,5 +164,4 @@ def page_data(
 
     marks = {chart.name: [content(mark) for mark in chart.marks] for chart in charts}
     data = {"charts": marks, "explorer": explorer}
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

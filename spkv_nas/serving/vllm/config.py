@@ -38,6 +38,7 @@ MAX_SINKS = 1  # first tokens that a local head may see (sink_tokens.py)
 MAX_WINDOWS = 3  # windows of local heads; each has groups of pages of its own (engines/vllm.py)
 _ALL_KEYS = 1 << 62  # longer than any window
 BACKEND = "TransformersForCausalLM"  # serves every other architecture with the code of transformers
+_DAMAGED = "the config is damaged: export the checkpoint again"
 _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's classes refuse layers of several kinds, which mean windows alone here
 
 
@@ -64,18 +65,17 @@ class ServedLayer:
 def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     """Return a section's attention layers by their index in the model; ``UserError`` if its rows do not match them."""
     # Match rows and layers
-    layout = section["layout"]
+    layout, rows = section["layout"], section["layout"]["heads"]
     by_index = {layer_index(name): ServedLayer(saved.get("native_window")) for name, saved in section["layers"].items()}
-    if len(by_index) != len(layout["heads"]):
+    if len(by_index) != len(rows):
         raise UserError(
-            f"section 'spkv' of the config has {len(layout['heads'])} rows of heads for {len(by_index)} layers\n"
-            "the config is damaged: export the checkpoint again"
+            f"section 'spkv' of the config has {len(rows)} rows of heads for {len(by_index)} layers\n{_DAMAGED}"
         )
     layers = dict(sorted(by_index.items()))
     # Choose windows and sinks as the model does
     mark_local_layers(list(layers.values()))
     legend = layout.get("windows") or {"L": layout["window"]}
-    for layer, row in zip(layers.values(), layout["heads"], strict=True):
+    for layer, row in zip(layers.values(), rows, strict=True):
         windows = [layout_window(layer, int(legend.get(head, 0)), is_global=head == "G") for head in row]
         layer.windows = tuple(None if window == _ALL_KEYS else window for window in windows)
         if any(map(layer.takes_sinks, layer.windows)):
@@ -158,9 +158,7 @@ def _check_section(section: Mapping[str, Any]) -> None:
         )
     layout = section.get("layout")
     if not isinstance(layout, dict) or not layout.get("heads") or not section.get("layers"):
-        raise UserError(
-            "section 'spkv' of the config has no layout\nthe config is damaged: export the checkpoint again"
-        )
+        raise UserError(f"section 'spkv' of the config has no layout\n{_DAMAGED}")
     if len({len(row) for row in layout["heads"]}) > 1:
         raise UserError("vLLM was not tried with layers of different numbers of KV heads: serve it with spkv-nas")
     if layout.get("sinks", 0) > MAX_SINKS:
@@ -170,10 +168,7 @@ def _check_section(section: Mapping[str, Any]) -> None:
         )
     windows = layout.get("windows") or "L"
     if unknown := set("".join(layout["heads"])) - {"G", *windows}:
-        raise UserError(
-            f"section 'spkv' of the config has no window for heads {min(unknown)}\n"
-            "the config is damaged: export the checkpoint again"
-        )
+        raise UserError(f"section 'spkv' of the config has no window for heads {min(unknown)}\n{_DAMAGED}")
     if len(windows) > MAX_WINDOWS:
         raise UserError(
             f"the layout's local heads have {len(windows)} windows, but vLLM serves at most {MAX_WINDOWS}\nchoose "
