@@ -14,8 +14,7 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.app import COMMANDS, EVALUATIONS, TwoWordGroup
 from spkv_nas.cli.options import command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
-from spkv_nas.stages.command_group import ADDED_COMMANDS
-from spkv_nas.stages.commands import PROGRAM
+from spkv_nas.stages.commands import ADDED_COMMANDS, PROGRAM
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
 
 

@@ -21,7 +21,7 @@ from spkv_nas.base.version import __version__
 from spkv_nas.cli import options
 from spkv_nas.cli.auto import auto
 from spkv_nas.cli.demo import demo
-from spkv_nas.stages.command_group import ADDED_COMMANDS, COMMAND_GROUPS, AddedCommand, runner
+from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS, AddedCommand, Results, runner
 from spkv_nas.stages.evaluate.evaluation import Evaluation
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options import plan, plan_attention, probe, propose, report, score, train, train_hybrid, verdict
@@ -31,7 +31,6 @@ from spkv_nas.stages.options.evaluate.nll import NLLOptions
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
-from spkv_nas.stages.result import Results
 from spkv_nas.stages.schema import schema
 from spkv_nas.stages.serve_check import serve_check
 

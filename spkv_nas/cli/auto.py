@@ -13,10 +13,9 @@ from rich.text import Text
 from spkv_nas.base import console, errors, units
 from spkv_nas.base.progress import Reporter, Stages
 from spkv_nas.engines.registry import serve_command
-from spkv_nas.stages.commands import command_line, next_line
+from spkv_nas.stages.commands import Result, command_line, next_line
 from spkv_nas.stages.options.auto import AutoOptions
 from spkv_nas.stages.options.init import InitOptions
-from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,7 +8,7 @@ from typing import Any
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages import flags, result
+from spkv_nas.stages import commands, flags
 from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice
 
 DEMO_ABLATION_TOKENS = 2048  # half of the default: 4 to 5 seconds
@@ -29,7 +29,7 @@ def check(options: DemoOptions) -> None:
     options.folders.check_writable()
 
 
-def demo(options: DemoOptions, reporter: Reporter) -> Iterator[result.Result]:
+def demo(options: DemoOptions, reporter: Reporter) -> Iterator[commands.Result]:
     """Run the whole workflow on the embedded reference: probe, propose, train-hybrid, report.
 
     Takes a few minutes on two cores and writes to a separate workspace, the folder demo/.

@@ -21,9 +21,9 @@ from spkv_nas.base import console, progress
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import screen
+from spkv_nas.stages.commands import Result, Results
 from spkv_nas.stages.flags import DEVICE, WORKSPACE
 from spkv_nas.stages.options import OnDevice, Trains
-from spkv_nas.stages.result import Result, Results
 
 Options = TypeVar("Options")
 _LAST = "dtype"  # shown last in the help

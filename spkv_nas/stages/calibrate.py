@@ -8,9 +8,8 @@ from spkv_nas.base import console, units
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts, heads_title
+from spkv_nas.stages import commands, sized_model
 from spkv_nas.stages.options.calibrate import CalibrateOptions
-from spkv_nas.stages.result import Result
-from spkv_nas.stages.sized_model import SizedModel
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
     from spkv_nas.cost.timing import time_attention
 
     # Describe an attention layer of the model
-    subject = SizedModel.of(options.level, options.model)
+    subject = sized_model.SizedModel.of(options.level, options.model)
     shape, device = subject.shape, choose_device(options.device)
     contexts = default_contexts(units.parse_context(options.context))
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -68,6 +67,6 @@ def document(result: CalibrationResult) -> dict[str, Any]:
     }
 
 
-def run(options: CalibrateOptions, reporter: Reporter) -> Result:
+def run(options: CalibrateOptions, reporter: Reporter) -> commands.Result:
     """Run the command."""
-    return Result(calibrate(options, reporter), show, document)
+    return commands.Result(calibrate(options, reporter), show, document)

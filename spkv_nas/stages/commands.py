@@ -1,7 +1,10 @@
-"""Format every command that the product suggests: complete, quoted for a shell, made from a stage's options.
+"""Run a command from its options, hold its result, and format every command that the product suggests.
 
-A suggestion is the options dataclass of a command with everything that the command needs (model, text, budget,
-workspace), so it repeats the user's model and text and never falls back to the embedded ones::
+What entry points add is listed here, too. Nothing heavy is imported, for ``--help``.
+
+A suggestion is complete, and quoted for a shell. It is the options dataclass of a command with everything that the
+command needs (model, text, budget, workspace), so it repeats the user's model and text and never falls back to the
+embedded ones::
 
     command_line(ProposeOptions(probe="mine", workspace=Path("w")))  # spkv-nas propose --probe mine --workspace w
 
@@ -10,12 +13,14 @@ Users see a suggestion as one line, ``next: spkv-nas ...``; programs find it und
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from spkv_nas.base import progress, registry
 from spkv_nas.base.flag import Flag
 
 PROGRAM = "spkv-nas"
@@ -115,3 +120,58 @@ def _text(value: Any) -> str:
     if path is not None and path.is_absolute() and path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
     return str(value)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A value that a command returns, and how it is printed."""
+
+    value: Any  # what the stage returns
+    show: Callable[[Any], None]  # prints the value for people
+    document: Callable[[Any], Any] = lambda value: value  # converts it to what ``--json`` prints
+    exit_code: int = 0
+    next: Sequence[Suggestion] = ()  # commands to run next, the recommended one first
+
+
+Results = Result | Iterator[Result]  # one result, or several that are printed as they arrive
+
+
+@dataclass(frozen=True)
+class AddedCommand:
+    """Command that an entry point adds, such as ``search``: an entry of ``ADDED_COMMANDS``."""
+
+    name: str  # the command
+    # function of an options dataclass and a reporter, such as ``runner`` returns; its docstring is the help. If the
+    # dataclass derives from ``Trains``, ``plan`` in the module that runs it plans a ``--dry-run``
+    run: Callable[[Any, progress.Reporter], Results | None]
+
+
+@dataclass(frozen=True)
+class CommandGroup:
+    """Group of commands that an entry point adds, such as ``reproduce``: an entry of ``COMMAND_GROUPS``."""
+
+    name: str  # first word of its commands
+    help: str  # sentence that describes the group
+    # functions as those of ``AddedCommand``, in the order of the help
+    commands: tuple[Callable[[Any, progress.Reporter], Results | None], ...]
+
+
+ADDED_COMMANDS = registry.Registry("spkv_nas.commands", "command", AddedCommand, ())
+COMMAND_GROUPS = registry.Registry("spkv_nas.command_groups", "command group", CommandGroup, ())
+
+
+def runner(options_class: type, function: str = "run") -> Callable[..., Results | None]:
+    """Return the function that runs the command of a class of options, whose docstring is the help.
+
+    It calls ``function`` of ``stage_module(options_class)``. That module, and torch with it, is imported when it runs.
+    """
+    module = stage_module(options_class)
+
+    def run(options: Any, reporter: progress.Reporter) -> Results | None:
+        results: Results | None = getattr(import_module(module), function)(options, reporter)
+        return results
+
+    run.__doc__ = options_class.__doc__
+    run.__name__ = function if function != "run" else module.removesuffix(".stage").rpartition(".")[2]
+    run.__annotations__ = {"options": options_class, "reporter": progress.Reporter, "return": Results}
+    return run

@@ -23,7 +23,6 @@ from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, sized_model
 from spkv_nas.stages.options import export, verdict
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
-from spkv_nas.stages.result import Result
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,10 @@ class BudgetResult(CriticalBudget):
         return [f"the layouts of {self.probe}"] if self.compared.selected.unknown else []
 
 
-def run(options: CriticalBudgetOptions, reporter: progress.Reporter, deadline: float | None = None) -> Result:
+def run(options: CriticalBudgetOptions, reporter: progress.Reporter, deadline: float | None = None) -> commands.Result:
     """Run the command; no budget is looked at after ``deadline``, as in ``find_critical_budget``."""
     result = critical_budget(options, reporter, deadline)
-    return Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
+    return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
 
 
 def critical_budget(

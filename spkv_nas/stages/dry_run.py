@@ -13,19 +13,18 @@ from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.signals import DENSITY
 from spkv_nas.stages import commands, forecast, lookup
 from spkv_nas.stages.options import InPrecision, OnDevice, Trains, auto, probe, train, train_hybrid
-from spkv_nas.stages.result import Result
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun, Planner
 from spkv_nas.training.variants import Variant
 
 
-def dry_run(options: Trains, reporter: progress.Reporter = progress.SILENT) -> Result:
+def dry_run(options: Trains, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Return the plan of a training command, or its forecast, without training."""
     planned = plan_of(options, reporter)
     if isinstance(planned, Plan):
-        return Result(planned, show_runs, document_runs)
-    return Result(planned, forecast.show, forecast.document)
+        return commands.Result(planned, show_runs, document_runs)
+    return commands.Result(planned, forecast.show, forecast.document)
 
 
 def plan_of(options: Trains, reporter: progress.Reporter = progress.SILENT) -> Plan | forecast.Forecast:

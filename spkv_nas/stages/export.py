@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import console, hub, progress
 from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.commands import Result, Results
 from spkv_nas.stages.options.export import ExportOptions
-from spkv_nas.stages.result import Result, Results
 
 if TYPE_CHECKING:
     from spkv_nas.model.export.export import Exported

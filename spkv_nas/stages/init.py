@@ -14,7 +14,6 @@ from spkv_nas.model import checkpoint, transformers_logging
 from spkv_nas.proposal import budget, strategies
 from spkv_nas.stages import checks, commands, dry_run, next_steps, record, sized_model
 from spkv_nas.stages.options.init import InitOptions
-from spkv_nas.stages.result import Result
 from spkv_nas.training import run_plan, text_size, variants
 from spkv_nas.training.first_recipe import MIN_STEPS, Draft
 
@@ -144,8 +143,8 @@ def show(result: FirstRecipe) -> None:
     console.print_path("recipe", result.file)
 
 
-def run(options: InitOptions, reporter: progress.Reporter) -> Result:
+def run(options: InitOptions, reporter: progress.Reporter) -> commands.Result:
     """Run the command."""
     recipe = init(options, reporter)
     document = {"recipe": recipe.file, "plan": dry_run.document_runs(recipe.plan)}
-    return Result(recipe, show, lambda _: document, next=recipe.next)
+    return commands.Result(recipe, show, lambda _: document, next=recipe.next)

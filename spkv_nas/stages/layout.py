@@ -17,8 +17,8 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.foreign_formats import convert as convert_file
 from spkv_nas.stages import commands, lookup
+from spkv_nas.stages.commands import Result
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
-from spkv_nas.stages.result import Result
 
 _STYLES = {"G": "bold green", "+": "bold green", "-": "bold red", "~": "bold yellow"}  # others are dim
 

@@ -14,9 +14,8 @@ from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model import checkpoint, transformers_logging
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages import checks, engines, forecast, sized_model, subject
+from spkv_nas.stages import checks, commands, engines, forecast, sized_model, subject
 from spkv_nas.stages.options.plan import PlanOptions
-from spkv_nas.stages.result import Result
 from spkv_nas.training import first_recipe, run_plan, step_cost
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.recipe import DenseConfig, Recipe
@@ -171,6 +170,6 @@ def document(result: PlanResult) -> dict[str, Any]:
     return {**forecast.document(result.forecast), **served}
 
 
-def run(options: PlanOptions, reporter: progress.Reporter) -> Result:
+def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
     """Run the command."""
-    return Result(plan(options, reporter), show, document)
+    return commands.Result(plan(options, reporter), show, document)

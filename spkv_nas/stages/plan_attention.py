@@ -9,10 +9,10 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base import console, errors, progress, units
 from spkv_nas.cost import calibration, formulas
+from spkv_nas.stages.commands import Result
 from spkv_nas.stages.engines import Served, chosen_engine, serve
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.plan_attention import AttentionOptions
-from spkv_nas.stages.result import Result
 from spkv_nas.stages.sized_model import SizedModel, calibrate_command, choose_context, read_times
 
 

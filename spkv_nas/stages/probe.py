@@ -31,7 +31,7 @@ from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.signal import LAYER, Signal, parse_sinks
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages import checks, next_steps, printing, reference_run, result
+from spkv_nas.stages import checks, commands, next_steps, printing, reference_run
 from spkv_nas.stages.options import REFERENCE
 from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal, memory_limit
 from spkv_nas.stages.record import OPTIONS, probe_records, recorded
@@ -325,10 +325,10 @@ def document(table: HeadScores, folder: Path) -> dict[str, Any]:
     }
 
 
-def run(options: ProbeOptions, reporter: Reporter) -> result.Result:
+def run(options: ProbeOptions, reporter: Reporter) -> commands.Result:
     """Run the command."""
     table = probe(options, reporter)
-    return result.Result(
+    return commands.Result(
         table,
         show,
         partial(document, folder=options.folders.probe_dir(table.name)),

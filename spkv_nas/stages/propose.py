@@ -9,9 +9,8 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.artifacts import defaults, head_scores, selection
-from spkv_nas.base import console, errors, units
+from spkv_nas.base import console, errors, units, workspace
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.workspace import SOLUTIONS
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.probing.signal import LAYER
 from spkv_nas.proposal import budget, budget_curve, stability, windows
@@ -29,10 +28,9 @@ from spkv_nas.proposal.propose import (
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, write_solutions
 from spkv_nas.stages import engines, lookup, next_steps, printing, record
-from spkv_nas.stages.commands import Suggestion, command_line
+from spkv_nas.stages.commands import Result, Suggestion, command_line
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.record import neighbours, trust, unknown_trust, window_advice
-from spkv_nas.stages.result import Result
 
 
 @dataclass(frozen=True)
@@ -265,7 +263,7 @@ def _solutions(solutions: Solutions, folder: Path) -> None:
     ]
     interval_note = _interval_note("lost", solutions.rows["lost_low"])
     printing.print_rows(rows, f"solutions at least {solutions.request.apart} heads apart{interval_note}")
-    console.print_path("solutions", folder / SOLUTIONS)
+    console.print_path("solutions", folder / workspace.SOLUTIONS)
 
 
 def _interval_note(name: str, lows: "pd.Series[float]") -> str:

@@ -23,7 +23,7 @@ from spkv_nas.report.benchmark_sections import file_section, read_benchmarks
 from spkv_nas.report.inputs import ReportInputs, ResultFile, result_files
 from spkv_nas.report.page import render, write_report
 from spkv_nas.report.verdict import Step, Verdict, conclude
-from spkv_nas.stages import checks, lookup, next_steps, record, result
+from spkv_nas.stages import checks, commands, lookup, next_steps, record
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.propose import ProposeOptions
@@ -157,10 +157,10 @@ def _retrain(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdi
     return [Step(purpose, command_line(replace(retrain, layouts=[file or Path(f"{name}.yaml")])))]
 
 
-def run(options: ReportOptions, reporter: Reporter) -> result.Result:
+def run(options: ReportOptions, reporter: Reporter) -> commands.Result:
     """Run the command."""
     page = report(options, reporter)
-    return result.Result(page, lambda page: console.print_path("report", page), lambda page: {"report": page})
+    return commands.Result(page, lambda page: console.print_path("report", page), lambda page: {"report": page})
 
 
 SEARCH = "search.csv"

@@ -17,10 +17,9 @@ from spkv_nas.evaluation.selected import find_selected
 from spkv_nas.evaluation.zero_shot import cache_folder, cache_shares, score_table, zero_shot
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.stages import lookup, next_steps, printing
+from spkv_nas.stages import commands, lookup, next_steps, printing
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.options.score import ScoreOptions
-from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 
@@ -130,7 +129,7 @@ def show(result: NLLTable) -> None:
     console.print_path("scores", result.folder / "zero-shot.csv")
 
 
-def run(options: ScoreOptions, reporter: Reporter) -> Result:
+def run(options: ScoreOptions, reporter: Reporter) -> commands.Result:
     """Run the command."""
     result = score(options, reporter)
-    return Result(result, show, next=next_steps.after_score(options, result))
+    return commands.Result(result, show, next=next_steps.after_score(options, result))

@@ -8,7 +8,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import console, flag, limits, progress
 from spkv_nas.engines.registry import checked_engines
 from spkv_nas.model.source import check_checkpoint
-from spkv_nas.stages import flags, result
+from spkv_nas.stages import commands, flags
 
 Folder = Annotated[Path, flag.Flag("Exported model folder.", argument=True)]
 Engine = Annotated[str, flag.Flag("Inference engine to run.", values=checked_engines)]
@@ -40,7 +40,7 @@ def check(options: ServeCheckOptions) -> None:
         check_exist([options.python], "Python")
 
 
-def serve_check(options: ServeCheckOptions, reporter: progress.Reporter) -> result.Result:
+def serve_check(options: ServeCheckOptions, reporter: progress.Reporter) -> commands.Result:
     """Run an exported folder in an inference engine, and compare it with our own model.
 
     Greedy tokens and log-probabilities of a prompt longer than the window must agree, and full attention must fail the
@@ -59,4 +59,4 @@ def serve_check(options: ServeCheckOptions, reporter: progress.Reporter) -> resu
         num_prompt=options.prompt_tokens,
         python=options.python,
     )
-    return result.Result(checked, lambda check: console.say(str(check)), exit_code=int(not checked.passed))
+    return commands.Result(checked, lambda check: console.say(str(check)), exit_code=int(not checked.passed))

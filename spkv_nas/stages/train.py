@@ -1,9 +1,8 @@
 """Train a recipe's two models."""
 
 from spkv_nas.base import console, progress
-from spkv_nas.stages import next_steps, reference_run
+from spkv_nas.stages import commands, next_steps, reference_run
 from spkv_nas.stages.options.train import TrainOptions
-from spkv_nas.stages.result import Result
 
 
 def train(options: TrainOptions, reporter: progress.Reporter = progress.SILENT) -> reference_run.Trained:
@@ -18,6 +17,6 @@ def show(result: reference_run.Trained) -> None:
     console.say(f"dense checkpoint: {result.dense}\nSP-KV reference:  {result.reference}")
 
 
-def run(options: TrainOptions, reporter: progress.Reporter) -> Result:
+def run(options: TrainOptions, reporter: progress.Reporter) -> commands.Result:
     """Run the command."""
-    return Result(train(options, reporter), show, next=next_steps.after_train(options))
+    return commands.Result(train(options, reporter), show, next=next_steps.after_train(options))

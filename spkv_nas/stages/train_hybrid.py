@@ -9,9 +9,8 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.evaluation.ranking import format_rank_correlation
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages import lookup, next_steps, printing
+from spkv_nas.stages import commands, lookup, next_steps, printing
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
-from spkv_nas.stages.result import Result
 from spkv_nas.training import hybrids
 from spkv_nas.training.recipe import Recipe
 
@@ -100,8 +99,8 @@ def document(result: hybrids.Comparison) -> dict[str, Any]:
     }
 
 
-def run(options: TrainHybridOptions, reporter: Reporter) -> Result:
+def run(options: TrainHybridOptions, reporter: Reporter) -> commands.Result:
     """Run the command."""
     comparison = train_hybrid(options, reporter)
     steps = () if comparison.alarm else next_steps.after_training_hybrids(options, comparison.folder.name)
-    return Result(comparison, show, document, next=steps)
+    return commands.Result(comparison, show, document, next=steps)

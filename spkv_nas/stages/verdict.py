@@ -12,9 +12,8 @@ from spkv_nas.base import console, progress
 from spkv_nas.evaluation.verdict import margins, trial, words
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.model import checkpoint, config_section, source, transformers_logging
-from spkv_nas.stages import checkpoints, checks, decision, printing, sized_model
+from spkv_nas.stages import checkpoints, checks, commands, decision, printing, sized_model
 from spkv_nas.stages.options.verdict import VerdictOptions, is_layout
-from spkv_nas.stages.result import Result
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,10 @@ class VerdictResult(trial.Verdict):
     folder: Path
 
 
-def run(options: VerdictOptions, reporter: progress.Reporter) -> Result:
+def run(options: VerdictOptions, reporter: progress.Reporter) -> commands.Result:
     """Run the command."""
     result = verdict(options, reporter)
-    return Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer])
+    return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer])
 
 
 def verdict(options: VerdictOptions, reporter: progress.Reporter = progress.SILENT) -> VerdictResult:

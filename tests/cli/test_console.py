@@ -28,7 +28,7 @@ from spkv_nas.cost.ladder import find_level
 from spkv_nas.cost.stage_costs import HARDWARE
 from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages import flags
-from spkv_nas.stages.result import Result
+from spkv_nas.stages.commands import Result
 
 Project = tuple[Path, Path]  # recipe, workspace
 

@@ -25,7 +25,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.base.progress import Reporter
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
-from spkv_nas.stages.result import Result
+from spkv_nas.stages.commands import Result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from spkv_nas.evaluation.verdict.registry import CRITERIA
 from spkv_nas.model.export.registry import TARGETS
 from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.proposal.strategies import STRATEGIES
-from spkv_nas.stages.command_group import ADDED_COMMANDS, COMMAND_GROUPS
+from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS
 
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
 PAGES: list[tuple[Registry[Any], str]] = [

@@ -31,7 +31,7 @@ from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.stages import flags, options
-from spkv_nas.stages.command_group import ADDED_COMMANDS, COMMAND_GROUPS
+from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS
 from spkv_nas.stages.evaluate import evaluation as evaluation_options
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions

@@ -5,8 +5,7 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.proposal.budget import PAPER_BUDGET
-from spkv_nas.stages import command_group, flags
-from spkv_nas.stages.options import InWorkspace
+from spkv_nas.stages import commands, flags, options
 
 Probes = Annotated[
     list[str],
@@ -25,7 +24,7 @@ SplitBy = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(InWorkspace):
+class CompareOptions(options.InWorkspace):
     """Compare how probes rank the heads. Writes reports/NAME/agreement.csv and its figure.
 
     The probes may differ in domain, documents, threshold, sequence length, seed or checkpoint, but must have the same
@@ -38,4 +37,4 @@ class CompareOptions(InWorkspace):
     name: flags.Name = default(None, "the first probe's")
 
 
-COMPARE = command_group.AddedCommand("compare", command_group.runner(CompareOptions))
+COMPARE = commands.AddedCommand("compare", commands.runner(CompareOptions))

@@ -7,7 +7,7 @@ from typing import Annotated
 from spkv_nas.base import flag, progress
 from spkv_nas.contrib.reproduce.ablate.options import AblateOptions
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
-from spkv_nas.stages import command_group, flags, result
+from spkv_nas.stages import commands, flags
 from spkv_nas.stages.options import InWorkspace
 
 PAPER = "paper"  # default name of results about the paper's model ladder
@@ -31,7 +31,7 @@ class ScalingOptions(InWorkspace):
     runs: Runs = flag.default(None, "the paper's levels")
 
 
-def scaling(options: ScalingOptions, reporter: progress.Reporter) -> result.Result:
+def scaling(options: ScalingOptions, reporter: progress.Reporter) -> commands.Result:
     """Fit the scaling law L(C) = L_inf + A C^-alpha to training runs, by default the paper's.
 
     Needs at least four runs of different compute per variant. Predicts the held-out runs. Writes
@@ -39,7 +39,7 @@ def scaling(options: ScalingOptions, reporter: progress.Reporter) -> result.Resu
     """
     from spkv_nas.contrib.reproduce.scaling import stage
 
-    return result.Result(
+    return commands.Result(
         stage.scaling(options.folders, PAPER if options.runs is None else options.runs.stem, options.runs), stage.show
     )
 
@@ -55,7 +55,7 @@ class LadderOptions(InWorkspace):
     name: flags.Name = flag.default(None, PAPER)
 
 
-def ladder(options: LadderOptions, reporter: progress.Reporter) -> result.Result:
+def ladder(options: LadderOptions, reporter: progress.Reporter) -> commands.Result:
     """Compute FLOPs per token of the paper's model ladder: full attention, and SP-KV at a density.
 
     Writes reports/NAME/flops.csv and a figure of FLOPs against model size.
@@ -64,8 +64,8 @@ def ladder(options: LadderOptions, reporter: progress.Reporter) -> result.Result
     from spkv_nas.contrib.reproduce import ladder as stage
 
     context, density = parse_context(options.context), LADDER_DENSITY if options.density is None else options.density
-    return result.Result(stage.ladder(options.folders, options.name or PAPER, context, density), stage.show)
+    return commands.Result(stage.ladder(options.folders, options.name or PAPER, context, density), stage.show)
 
 
-_COMMANDS = (command_group.runner(PalindromeOptions), command_group.runner(AblateOptions), scaling, ladder)
-REPRODUCE = command_group.CommandGroup("reproduce", "Reproduce the paper's experiments.", _COMMANDS)
+_COMMANDS = (commands.runner(PalindromeOptions), commands.runner(AblateOptions), scaling, ladder)
+REPRODUCE = commands.CommandGroup("reproduce", "Reproduce the paper's experiments.", _COMMANDS)

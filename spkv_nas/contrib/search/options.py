@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from spkv_nas.base import errors, flag, progress, units
 from spkv_nas.contrib.search.sampler import SAMPLERS, Effort
 from spkv_nas.proposal.budget import MEMORY, PAPER_BUDGET, is_several, parse_budget, parse_budgets, parse_memories
-from spkv_nas.stages import command_group, flags
+from spkv_nas.stages import commands, flags
 from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
 
 if TYPE_CHECKING:  # pandas takes too long for --help
@@ -174,4 +174,4 @@ def check(options: SearchOptions) -> None:
     check_files(specification.recipe, specification.file.parent)
 
 
-SEARCH = command_group.AddedCommand("search", command_group.runner(SearchOptions))
+SEARCH = commands.AddedCommand("search", commands.runner(SearchOptions))

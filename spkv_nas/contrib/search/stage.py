@@ -17,10 +17,8 @@ from spkv_nas.evaluation import ranking, trust
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.figures import write_study_figures
-from spkv_nas.stages import dry_run, printing
-from spkv_nas.stages.commands import Suggestion
+from spkv_nas.stages import commands, dry_run, printing
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
-from spkv_nas.stages.result import Result
 from spkv_nas.training import run_plan, variants
 
 
@@ -41,7 +39,7 @@ class SearchResult:
         return None if self.recommended is None else self.layouts / f"{self.recommended.layout.strategy}.yaml"
 
 
-def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
+def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Search for layouts as one of possibly many workers; write the results to ``reports/<name>/``."""
     quiet_transformers(reporter)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -76,13 +74,13 @@ def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -
     write_study_figures(folder, rows, None if work.cost is None else work.cost.name)
     result = SearchResult(rows, work, folder, recommended, layouts, alarm)
     if result.file is None:
-        return Result(result, show, document)
+        return commands.Result(result, show, document)
     # Suggest to compare the layout to take with the dense model by the same recipe
     retrain = TrainHybridOptions(
         layouts=[result.file], recipe=specification.file, probe=options.probe, workspace=options.workspace
     )
     reason = "retrain it with full attention beside it; what the search retrained is reused"
-    return Result(result, show, document, next=[Suggestion.of(retrain, reason)])
+    return commands.Result(result, show, document, next=[commands.Suggestion.of(retrain, reason)])
 
 
 def cache_bytes(specification: SearchSpecification, shape: Shape) -> space.LayoutCost | None:

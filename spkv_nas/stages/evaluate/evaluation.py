@@ -7,7 +7,7 @@ from typing import Any
 from spkv_nas.base import flag, progress
 from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.model.source import check_checkpoint
-from spkv_nas.stages import flags, result
+from spkv_nas.stages import commands, flags
 from spkv_nas.stages.options import REFERENCE, Measures
 
 
@@ -20,7 +20,7 @@ class Evaluation:
     """
 
     name: str
-    run: Callable[[Any, progress.Reporter], result.Results | None]
+    run: Callable[[Any, progress.Reporter], commands.Results | None]
     distributed: bool = False
 
 

@@ -14,10 +14,9 @@ from spkv_nas.evaluation import micro_batch, paired, thresholds
 from spkv_nas.evaluation.selected import Selected, find_selected
 from spkv_nas.evaluation.sweep import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
 from spkv_nas.model import config_section, transformers_logging
-from spkv_nas.stages import checks, printing
+from spkv_nas.stages import checks, commands, printing
 from spkv_nas.stages.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
-from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import Measured, Subject, measured_on
 
 
@@ -193,8 +192,8 @@ def sweep_document(result: SweepResult) -> dict[str, Any]:
     return {"name": result.name, **evaluation, "sweep": result.rows, "folder": result.folder}
 
 
-def run(options: NLLOptions, reporter: Reporter) -> Result:
+def run(options: NLLOptions, reporter: Reporter) -> commands.Result:
     """Run the command."""
     if options.taus is not None:
-        return Result(sweep(options, reporter), show_sweep, sweep_document)
-    return Result(nll(options, reporter), show, document)
+        return commands.Result(sweep(options, reporter), show_sweep, sweep_document)
+    return commands.Result(nll(options, reporter), show, document)

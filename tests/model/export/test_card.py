@@ -18,9 +18,9 @@ from spkv_nas.base.progress import SILENT
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.export import verify_export
 from spkv_nas.model.export.export import export
+from spkv_nas.stages.commands import Result
 from spkv_nas.stages.export import run
 from spkv_nas.stages.options.export import ExportOptions
-from spkv_nas.stages.result import Result
 
 MIXED = Layout(("GL", "LM", "LL", "GG"), windows={"L": 6, "M": 20}, sinks=2)
 BASE = "---\nlicense: other\nlicense_name: mine\nbase_model: org/base\nlanguage: en\n---\n# Their card\n"

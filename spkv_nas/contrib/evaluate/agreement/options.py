@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from spkv_nas.base import assets, errors, flag
 from spkv_nas.evaluation.verdict.continuations import NewTokens
-from spkv_nas.stages import command_group, flags
+from spkv_nas.stages import commands, flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
@@ -47,4 +47,4 @@ def check(options: AgreementOptions) -> None:
     subject.check()
 
 
-AGREEMENT = Evaluation("agreement", command_group.runner(AgreementOptions), distributed=True)
+AGREEMENT = Evaluation("agreement", commands.runner(AgreementOptions), distributed=True)

@@ -33,8 +33,7 @@ from spkv_nas.contrib.evaluate.agreement.options import TOKENS, AgreementOptions
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import continuations, micro_batch
 from spkv_nas.model import model_shape, transformers_logging
-from spkv_nas.stages import checkpoints, checks
-from spkv_nas.stages.result import Result
+from spkv_nas.stages import checkpoints, checks, commands
 
 GREEDY, SAMPLED = "greedy", "sampled"
 DRAFT_TOKENS = (1, 2, 4, 8)  # tokens that a model drafts for each pass of the dense model
@@ -166,7 +165,7 @@ class AgreementResult(samples.SampledTable):
     against: str
 
 
-def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
+def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Measure agreement and acceptance: ``reports/<name>/token-agreement.csv``, with tokens in ``runs/``."""
     transformers_logging.quiet_transformers(reporter)
     checks.check(options)
@@ -204,7 +203,7 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
     }
     folder = options.folders.report_dir(subject.name)
     distributed.on_main(lambda: AGREEMENT.write(folder, rows, record, reporter))
-    return Result(AgreementResult(subject.name, rows, folder, sample_folder, options.dense), show)
+    return commands.Result(AgreementResult(subject.name, rows, folder, sample_folder, options.dense), show)
 
 
 @dataclass(frozen=True)

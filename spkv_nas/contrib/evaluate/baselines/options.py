@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from spkv_nas.base import errors, flag
-from spkv_nas.stages import command_group, flags
+from spkv_nas.stages import commands, flags
 from spkv_nas.stages.evaluate.evaluation import CHECKPOINT_TAU, Evaluation
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
@@ -120,4 +120,4 @@ def _sinks(text: str) -> int:
     return int(text)
 
 
-BASELINES = Evaluation("baselines", command_group.runner(BaselinesOptions))
+BASELINES = Evaluation("baselines", commands.runner(BaselinesOptions))

@@ -31,9 +31,8 @@ from spkv_nas.evaluation.nll import DocumentSums, document_nll
 from spkv_nas.model import attention, checkpoint, config_section, loss, modes, transformers_logging
 from spkv_nas.model.gates import keeps
 from spkv_nas.report import plot, result_charts
-from spkv_nas.stages import checkpoints, checks, printing
+from spkv_nas.stages import checkpoints, checks, commands, printing
 from spkv_nas.stages.options import DENSE
-from spkv_nas.stages.result import Result
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 _CHUNK = 16  # tokens between two evictions, as in the paper
@@ -55,7 +54,7 @@ class Measurement:
     tau: float | None = None
 
 
-def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> Result:
+def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure the NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
     checks.check(options)
     transformers_logging.quiet_transformers(reporter)
@@ -88,7 +87,7 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> Result:
     folder = options.folders.report_dir(subject.name)
     result_tables.BASELINES.write(folder, rows, {**measured_on(subject, measured, nll), **settings}, reporter)
     plot.save_chart(folder, result_charts.baselines_chart(rows))
-    return Result(NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents), show)
+    return commands.Result(NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents), show)
 
 
 def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int | None = None) -> None:

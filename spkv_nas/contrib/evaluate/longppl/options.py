@@ -5,7 +5,7 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_BLOCK_SIZE
-from spkv_nas.stages import command_group, flags
+from spkv_nas.stages import commands, flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 from spkv_nas.stages.options import SubjectOptions
 
@@ -45,4 +45,4 @@ def check(options: LongPPLOptions) -> None:
     subject.check(in_blocks=False)
 
 
-LONGPPL = Evaluation("longppl", command_group.runner(LongPPLOptions), distributed=True)
+LONGPPL = Evaluation("longppl", commands.runner(LongPPLOptions), distributed=True)

@@ -22,12 +22,10 @@ from spkv_nas.contrib.evaluate.longppl.reading import Criterion, LongText, Readi
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import heldout_share
 from spkv_nas.data.tokenizer import piece_size
-from spkv_nas.evaluation.continuations import in_batches
-from spkv_nas.evaluation.micro_batch import check_positions
+from spkv_nas.evaluation import continuations, micro_batch
 from spkv_nas.model import config_section, modes, transformers_logging
 from spkv_nas.model.checkpoint import read_size
-from spkv_nas.stages import checkpoints, checks, printing, sized_model
-from spkv_nas.stages.result import Result
+from spkv_nas.stages import checkpoints, checks, commands, printing, sized_model
 from spkv_nas.training.recipe import Recipe
 
 ALL = "all"
@@ -41,7 +39,7 @@ class LongPPLResult(samples.SampledTable):
     withheld: dict[str, str]
 
 
-def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> Result:
+def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure LongPPL of a checkpoint: ``reports/<name>/longppl.csv``, with details by text in ``runs/``."""
     transformers_logging.quiet_transformers(reporter)
     checks.check(options)
@@ -72,7 +70,7 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> Result:
         "environment": version.environment(),
     }
     distributed.on_main(lambda: LONGPPL.write(folder, rows, record, reporter))
-    return Result(LongPPLResult(name, rows, folder, sample_folder, withheld), show)
+    return commands.Result(LongPPLResult(name, rows, folder, sample_folder, withheld), show)
 
 
 def _keys(
@@ -82,7 +80,7 @@ def _keys(
     # Load the evaluator and the texts
     evaluator = samples.Checkpoint.load(options, source, None, reporter)
     model, tokenizer = evaluator.model, evaluator.tokenizer
-    check_positions(model, length, "--block-size")
+    micro_batch.check_positions(model, length, "--block-size")
     texts = _texts(options, tokenizer, length, criterion.short)
     reporter.detail(f"{len(texts)} texts of at most {length} tokens")
     identity = evaluator.identity(f"open {criterion} {_depends_on(tokenizer, texts)}")
@@ -98,7 +96,7 @@ def _keys(
     open_gates = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "open")
     with modes.evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
         lines = samples.kept_samples(
-            sample_folder, "keys", identity, partial(in_batches, find, len(texts), 1, progress)
+            sample_folder, "keys", identity, partial(continuations.in_batches, find, len(texts), 1, progress)
         )
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**evaluator.origin, "tau": None}
@@ -117,7 +115,7 @@ def _readings(
     """Return (a checkpoint's readings of the texts, its origin); finished readings are reused."""
     checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
     model, tokenizer, origin = checkpoint.model, checkpoint.tokenizer, checkpoint.origin
-    check_positions(model, length, "--block-size")
+    micro_batch.check_positions(model, length, "--block-size")
     identity = checkpoint.identity(f"{origin['tau']} {_depends_on(tokenizer, texts, spans)}")
 
     def score(part: range) -> list[dict[str, Any]]:
@@ -131,7 +129,7 @@ def _readings(
     title = f"scoring with {sized_model.model_name(source)}"
     with modes.evaluation_mode(model), checkpoint.hard(), reporter.bar(title) as progress:
         lines = samples.kept_samples(
-            sample_folder, "nll", identity, partial(in_batches, score, len(texts), 1, progress)
+            sample_folder, "nll", identity, partial(continuations.in_batches, score, len(texts), 1, progress)
         )
     return [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines], origin
 

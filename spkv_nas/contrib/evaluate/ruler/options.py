@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from spkv_nas.base import flag, limits
-from spkv_nas.stages import command_group, flags
+from spkv_nas.stages import commands, flags
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 
 SAMPLES = 100  # per task and length by default
@@ -62,4 +62,4 @@ def check_questions(lengths: str, tasks: str | None, haystack: Sequence[str] | N
     check_exist(qa or (), "questions")
 
 
-RULER = Evaluation("ruler", command_group.runner(RulerOptions), distributed=True)
+RULER = Evaluation("ruler", commands.runner(RulerOptions), distributed=True)

@@ -26,11 +26,9 @@ from spkv_nas.data.ruler.sample import VERSION, NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import accepts_any, available, generate
 from spkv_nas.evaluation.continuations import in_batches
 from spkv_nas.evaluation.micro_batch import check_positions
-from spkv_nas.model.generation import continue_greedily
-from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.model import generation, transformers_logging
 from spkv_nas.model.windows import default_window, every_head_local, local_sinks
-from spkv_nas.stages import checkpoints, checks, printing, sized_model
-from spkv_nas.stages.result import Result
+from spkv_nas.stages import checkpoints, checks, commands, printing, sized_model
 
 _TOGETHER = 1 << 15  # prompt tokens per batch
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -137,7 +135,7 @@ def answer(
         if not batch:
             return []
         texts, new_tokens = zip(*((sample.text, sample.new_tokens) for _, sample in batch), strict=True)
-        continuations = continue_greedily(model, tokenizer, list(texts), list(new_tokens))
+        continuations = generation.continue_greedily(model, tokenizer, list(texts), list(new_tokens))
         outputs = zip(batch, continuations.texts, continuations.densities, strict=True)
         return [
             {
@@ -190,9 +188,9 @@ def _average(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([{**average, **labels}])[RULER.header]
 
 
-def run(options: RulerOptions, reporter: Reporter = SILENT) -> Result:
+def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Score a checkpoint on RULER at several lengths: ``reports/<name>/ruler.csv``, with answers in ``runs/``."""
-    quiet_transformers(reporter)
+    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     questions = Questions.read(options.lengths, options.tasks, options.haystack, options.qa)
     lengths, number = questions.lengths, options.samples or SAMPLES
@@ -243,7 +241,7 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> Result:
     columns = zip(questions.cells, checkpoint_answers, floor_answers, baseline_answers, strict=True)
     rows = ruler_table([Cell(*cell, one, local, baseline) for cell, one, local, baseline in columns])
     distributed.on_main(lambda: RULER.write(folder, rows, origin, reporter))
-    return Result(samples.SampledTable(name, rows, folder, sample_folder), show)
+    return commands.Result(samples.SampledTable(name, rows, folder, sample_folder), show)
 
 
 @dataclass(frozen=True)

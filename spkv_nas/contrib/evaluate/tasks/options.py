@@ -5,7 +5,7 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_WHOLE
-from spkv_nas.stages.command_group import runner
+from spkv_nas.stages.commands import runner
 from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
 
 Names = Annotated[

@@ -30,8 +30,7 @@ from spkv_nas.contrib.evaluate.tasks import suite
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages import checks, printing, sized_model
-from spkv_nas.stages.result import Result
+from spkv_nas.stages import checks, commands, printing, sized_model
 
 # Config keys left out of the hash, as the requests contain their effect
 _OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")
@@ -260,7 +259,7 @@ def _mean(cells: Sequence[Cell], *, by_size: bool) -> Cell:
     return int(sizes.sum()), *means
 
 
-def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) -> Result:
+def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Evaluate a checkpoint on downstream tasks: ``reports/<name>/tasks.csv``, with every sample in ``runs/``."""
     checks.check(options)
     quiet_transformers(reporter)
@@ -286,7 +285,7 @@ def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) ->
         "environment": {**environment(), "lm-eval": version("lm-eval")},
     }
     distributed.on_main(lambda: TASKS.write(folder, rows, record, reporter))
-    return Result(samples.SampledTable(name, rows, folder, sample_folder), show)
+    return commands.Result(samples.SampledTable(name, rows, folder, sample_folder), show)
 
 
 def _run_tasks(

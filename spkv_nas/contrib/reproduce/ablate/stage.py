@@ -20,8 +20,7 @@ from spkv_nas.contrib.reproduce.ablate.ablation_plan import AblationPlan
 from spkv_nas.contrib.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages import dry_run, printing
-from spkv_nas.stages.result import Result
+from spkv_nas.stages import commands, dry_run, printing
 from spkv_nas.training import branches, corpus, hybrids, run_plan
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
@@ -46,9 +45,9 @@ class AblationResult:
     folder: Path
 
 
-def run(options: AblateOptions, reporter: progress.Reporter) -> Result:
+def run(options: AblateOptions, reporter: progress.Reporter) -> commands.Result:
     """Run the command."""
-    return Result(ablate(options, reporter), show)
+    return commands.Result(ablate(options, reporter), show)
 
 
 def ablate(options: AblateOptions, reporter: progress.Reporter = progress.SILENT) -> AblationResult:

@@ -28,7 +28,7 @@ from spkv_nas.contrib.reproduce.palindrome.options import BATCH_SIZE, NAME, STEP
 from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, GateWatch, Measures, Palindromes, take_measures
 from spkv_nas.model import attach, checkpoint, transformers_logging, windows
 from spkv_nas.report import chart, plot
-from spkv_nas.stages.result import Result
+from spkv_nas.stages.commands import Result
 from spkv_nas.training.branch_config import GateSchedule, GatesConfig, LearningRateSchedule
 from spkv_nas.training.run_files import remove_checkpoints, run_lock
 from spkv_nas.training.trainer import SPKVTrainer
