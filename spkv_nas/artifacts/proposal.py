@@ -1,4 +1,4 @@
-"""Layouts of one proposal, as later stages read them, with the threshold that they were chosen at.
+"""Layouts of one proposal, as later stages read them, with their threshold, and the difference of two layouts.
 
 Coverage is a share of the density, and density depends on the threshold tau. So the coverage of a layout must be
 computed at the threshold that it was chosen at, not at the probe's. This module reads that threshold from the
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spkv_nas.artifacts import head_scores, histogram
-from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts import grid, head_scores, histogram
+from spkv_nas.artifacts.layout import GLOBAL, Layout
 from spkv_nas.base.errors import UserError
 
 Value = TypeVar("Value", int, str)
@@ -199,3 +199,40 @@ def _warn_if_different(subject: str, label: str, numbers: Mapping[str, int | Non
             f"{cause} the loss whichever heads are global, so the choice of heads cannot be compared: {remedy}",
             stacklevel=4,
         )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference between the heads of two layouts.
+
+    ``marks`` has a row per layer, a character per KV head: ``"G"`` global in both, ``"."`` local in both, ``"~"`` local
+    in both with another window, where one of both has several, ``"-"`` global only in the first, ``"+"`` global only in
+    the second.
+    """
+
+    marks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, first: Layout, second: Layout) -> "Difference":
+        """Compare two layouts; ``UserError`` if they have different grids."""
+        grid.check_grid("the first layout", first.heads_per_layer, "the second", second.heads_per_layer)
+        has_several = bool(first.windows or second.windows)
+
+        def mark(a: int | None, b: int | None) -> str:
+            if a is None or b is None:
+                return GLOBAL if a == b else "-" if a is None else "+"
+            return "~" if has_several and a != b else "."
+
+        rows = zip(first.head_windows, second.head_windows, strict=True)
+        return cls(tuple("".join(map(mark, *pair)) for pair in rows))
+
+    @property
+    def num_heads(self) -> int:
+        """Return the number of KV heads that are global in one layout and local in the other."""
+        return sum(row.count("-") + row.count("+") for row in self.marks)
+
+    @property
+    def jaccard(self) -> float:
+        """Return global heads in both / global heads in either, in [0, 1]; 1 if no head is global."""
+        shared = sum(row.count("G") for row in self.marks)
+        return shared / (shared + self.num_heads) if shared + self.num_heads else 1.0

@@ -14,7 +14,7 @@ import pandas as pd
 
 from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.layout_difference import Difference
+from spkv_nas.artifacts.proposal import Difference
 from spkv_nas.base import limits, locks, progress, tables, workspace
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal import earlier, stability

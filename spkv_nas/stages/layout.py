@@ -9,8 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.layout_difference import Difference
-from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.artifacts.proposal import Difference, Proposal
 from spkv_nas.base import errors, progress
 from spkv_nas.base.console import out, say
 from spkv_nas.base.workspace import Workspace

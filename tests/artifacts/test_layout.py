@@ -12,7 +12,7 @@ import yaml
 from paths import ROOT
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.layout_difference import Difference
+from spkv_nas.artifacts.proposal import Difference
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml, yaml_text
 

@@ -14,7 +14,7 @@ from helpers import fails, make_domain_table, make_table
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.layout_difference import Difference
+from spkv_nas.artifacts.proposal import Difference
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import EngineCost
