@@ -38,6 +38,7 @@ from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayo
 from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
+from spkv_nas.stages.options.verdict import DecisionOptions
 from spkv_nas.training.first_recipe import Draft
 
 FUNCTIONS = [*commands().values(), *LAYOUT_COMMANDS, *REPRODUCE.commands, *(entry.run for entry in EVALUATIONS)]
@@ -90,7 +91,7 @@ def test_a_name_means_one_thing() -> None:
 def test_command_line_and_stages_have_equal_options() -> None:
     option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
-    mixins |= {options.SubjectOptions, options.LayerOptions, options.EngineOptions}
+    mixins |= {options.SubjectOptions, options.LayerOptions, options.EngineOptions, DecisionOptions}
     mixins |= {options.Measures, options.ChoosesProbe, options.RetrainsLayouts, evaluation_options.CheckpointOptions}
     nested = {ShowLayoutsOptions, DiffOptions, ConvertOptions}
     assert option_classes | nested == set(CLASSES) - mixins
