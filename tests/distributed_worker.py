@@ -50,32 +50,10 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe
     "distilled-adapters": {"lora": {"rank": 2}, "branch": {"distill": {}}},
     "distilled-gates": {"gates": {"training": "frozen-model"}, "branch": {"distill": {}}},
 }
+ONLY = {"ddp": ("hybrid", "target", "sampled"), "fsdp": ("one-layer", "distilled-gates")}  # in one mode alone
 RUNS = {
-    "ddp": (
-        "dense",
-        "hybrid",
-        "sp-kv",
-        "target",
-        "frozen-model",
-        "frozen-gates",
-        "adapters",
-        "distilled",
-        "distilled-adapters",
-        "learned-sinks",
-        "sampled",
-    ),
-    "fsdp": (
-        "dense",
-        "sp-kv",
-        "frozen-model",
-        "frozen-gates",
-        "one-layer",
-        "adapters",
-        "learned-sinks",
-        "distilled",
-        "distilled-adapters",
-        "distilled-gates",
-    ),
+    mode: tuple(name for name in VARIANTS if name not in ONLY[other])
+    for mode, other in (("ddp", "fsdp"), ("fsdp", "ddp"))
 }
 
 

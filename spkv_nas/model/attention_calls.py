@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
 
 from spkv_nas.base.errors import UserError
 
@@ -246,20 +245,6 @@ def forget_documents(*_: Any) -> None:
     """Forget the documents of a call: a hook after it."""
     if not torch.compiler.is_compiling():
         _DOCUMENTS.set(None)
-
-
-@contextmanager
-def one_document_per_row() -> Iterator[None]:
-    """Keep transformers from searching ``position_ids`` for packed documents, which waits for the device in every pass.
-
-    For passes without ``position_ids``, whose model makes those of one document per row.
-    """
-    search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = search
 
 
 def document_starts(mask: Tensor | None, kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.model import attach, attention, modes, windows
-from spkv_nas.model.loss import NO_TARGET, DecoderPass, TaughtPass, forward_inside, logits_of, replaced_forward
+from spkv_nas.model.loss import NO_TARGET, DecoderPass, TaughtPass, forward_inside, logits_of, replaced
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,17 @@ class Distillation:
     teacher: Teacher  # the dense model
     weight: float = 1.0  # weight of the divergence, in (0, 1]; the NLL has the rest
     temperature: float = 1.0  # temperature of both predictions
-    # float64 [3]: sums of NLL and divergence over tokens, and the number of tokens; to be read and reset by the caller
+    # float64 [3]: sums of NLL and divergence over tokens, and the number of tokens, since the last ``take_means``
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def begin_pass(self, student: PreTrainedModel) -> DecoderPass:
         """Begin a training pass of the student, for ``loss_in_chunks``."""
         return _DistilledPass(student, self)
 
-    def means(self, sums: Tensor) -> dict[str, float]:
-        """Return the means per token of NLL and divergence, in nats, from ``sums``."""
-        nll, divergence, tokens = sums.tolist()
+    def take_means(self) -> dict[str, float]:
+        """Return the means per token of NLL and divergence, in nats, since the last call. Collective."""
+        nll, divergence, tokens = sum_over_processes(self.sums).tolist()
+        self.sums = torch.zeros_like(self.sums)
         return {"nll": nll / tokens, "kl": divergence / tokens} if tokens else {}
 
     def add(self, nll: Tensor, divergence: Tensor, tokens: Tensor) -> None:
@@ -105,7 +107,7 @@ class _DistilledPass(TaughtPass):
         self._distillation = distillation
         self._teacher_decoder = distillation.teacher.model.get_decoder()
         self._replaced = ExitStack()  # the teacher must wait for the pass, in which autocast is as in training
-        self._replaced.enter_context(replaced_forward(self._decoder, self._decode))
+        self._replaced.enter_context(replaced(self._decoder, "forward", self._decode))
 
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
         """Record the teacher's last hidden states, and run the student's decoder."""
@@ -115,7 +117,7 @@ class _DistilledPass(TaughtPass):
             if teacher is self._model:  # whose pass this is
                 self.taught = decode(*args, **kwargs)
             else:  # as a pass of the model, whose hooks gather the weights of a sharded one
-                with replaced_forward(teacher, decode):
+                with replaced(teacher, "forward", decode):
                     self.taught = teacher(*args, **kwargs)
         return self._decoder.forward(*args, **kwargs)
 

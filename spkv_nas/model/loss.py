@@ -148,7 +148,7 @@ def loss_in_chunks(
     # Install both
     hook = model.register_forward_pre_hook(begin, with_kwargs=True)
     try:
-        with _replaced(model, "_loss_function", loss):
+        with replaced(model, "_loss_function", loss):
             yield
     finally:
         hook.remove()
@@ -270,19 +270,14 @@ class _DivergencePass(TaughtPass):
 def logits_of(decoder: nn.Module, output: type, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
     """Compute logits [B, T, V] with ``forward``, in which ``decoder`` returns the hidden states [B, T, C]."""
     tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)  # only their shape counts
-    with replaced_forward(decoder, lambda *_args, **_kwargs: output(last_hidden_state=hidden)):
+    with replaced(decoder, "forward", lambda *_args, **_kwargs: output(last_hidden_state=hidden)):
         logits: Tensor = forward(input_ids=tokens, use_cache=False).logits
         return logits
 
 
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replace the ``forward`` of a module inside the ``with`` block."""
-    return _replaced(module, "forward", forward)
-
-
 @contextmanager
-def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a module inside the ``with`` block."""
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a module, of PyTorch or Python, inside the ``with`` block."""
     before = vars(module).get(name)
     setattr(module, name, value)
     try:

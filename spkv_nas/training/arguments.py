@@ -12,10 +12,10 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.modes import decoder_layers
 from spkv_nas.training.branch_config import BranchConfig, GatesConfig
-from spkv_nas.training.recipe import DenseConfig, Recipe
-from spkv_nas.training.sharding import fsdp_config
+from spkv_nas.training.recipe import OFFLOAD, DenseConfig, Recipe
 
 _BETAS = (0.9, 0.95)  # SP-KV paper, appendix "Scaling analysis details"
+_FSDP = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
 _COMPILING = 40.0  # seconds that it takes to compile the layers of a model for a GPU
 # Seconds that a compiled layer saves per token and channel on an H100: half of the difference between 245 and 822
 # thousand tokens/s (a plain compiled loop, less a teacher's pass) of a model of 12 layers and 512 channels
@@ -70,7 +70,7 @@ def training_arguments(
         disable_tqdm=True,  # replaced by TokenProgressCallback
         ddp_find_unused_parameters=False,  # compute_loss keeps frozen predictors connected to the loss
         fsdp=sharded or None,
-        fsdp_config=fsdp_config(recipe.sharding) if sharded else None,
+        fsdp_config={**_FSDP, "cpu_offload": recipe.sharding == OFFLOAD} if sharded else None,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # one GPU per rank; with several, DataParallel would enlarge the batch
     return arguments
@@ -104,29 +104,21 @@ def make_optimizer(model: torch.nn.Module, args: TrainingArguments, options: Gat
     Vectors, such as those of norms and learned sinks, are not decayed. Raises ``UserError``: the optimizer does not
     support this device, or cannot be imported.
     """
-    # Parameter groups: (parameters, learning-rate multiplier, weight decay)
+    # Matrices and vectors of the model, then those of predictors, which have a rate and a decay of their own
     predictors = predictor_parameters(model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        ([p for p in trainable if p not in predictors and p.ndim >= 2], 1.0, args.weight_decay),
-        ([p for p in trainable if p not in predictors and p.ndim < 2], 1.0, 0.0),
-        (
-            [p for p in trainable if p in predictors and p.ndim >= 2],
-            options.learning_rate_multiplier,
-            options.weight_decay,
-        ),
-        ([p for p in trainable if p in predictors and p.ndim < 2], options.learning_rate_multiplier, 0.0),
-    ]
-    # Leave out empty groups
-    parameters: list[dict[str, Any]] = [
-        {"params": params, "lr": args.learning_rate * multiplier, "weight_decay": decay}
-        for params, multiplier, decay in groups
-        if params
-    ]
+    groups: list[dict[str, Any]] = []
+    for is_predictor, multiplier, decay in (
+        (False, 1.0, args.weight_decay),
+        (True, options.learning_rate_multiplier, options.weight_decay),
+    ):
+        part = [p for p in model.parameters() if p.requires_grad and (p in predictors) is is_predictor]
+        common = {"lr": args.learning_rate * multiplier}
+        groups.append({**common, "params": [p for p in part if p.ndim >= 2], "weight_decay": decay})
+        groups.append({**common, "params": [p for p in part if p.ndim < 2], "weight_decay": 0.0})
     # Create the optimizer as transformers does
     try:
         kind, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
-        optimizer: torch.optim.Optimizer = kind(parameters, **keywords)
+        optimizer: torch.optim.Optimizer = kind([group for group in groups if group["params"]], **keywords)
     except (ImportError, RuntimeError, ValueError) as error:
         name = getattr(args.optim, "value", args.optim)
         raise UserError(f"optimizer: {name} does not work on {args.device.type}: {first_line(error)}") from error

@@ -30,61 +30,43 @@ class InterruptCallback(TrainerCallback):
 
 
 class LogCallback(TrainerCallback, ExportableState):
-    """Callback that stores the loss accumulated since the last log line, so that logs of resumed runs agree."""
+    """Callback that stores what was summed since the last log line, so that logs of resumed runs agree.
 
-    def __init__(self, trainer: Trainer) -> None:
-        """Read and restore the loss of ``trainer``."""
-        self._trainer = trainer
-        self.total = 0.0  # sum of the losses of the steps after ``since``, averaged over ranks
-        self.since = 0  # step of the last log line
+    That is the loss, and the parts of a loss with a teacher, whose copied model it moves to the device.
+    """
+
+    def __init__(self, trainer: Trainer, distillation: distillation.Distillation | None) -> None:
+        """Read and restore the loss of ``trainer``, and the sums of ``distillation``."""
+        self._trainer, self._distillation = trainer, distillation
+        # sum of the losses of the steps after ``since``, the last log line, and of their parts, averaged over ranks
+        self._saved: dict[str, Any] = {"total": 0.0, "since": 0, "sums": []}
 
     def take(self) -> None:
-        """Copy the trainer's accumulated loss; must be called on all ranks."""
-        self.total = float(distributed.sum_over_processes(self._trainer._tr_loss)) / distributed.num_processes()
-        self.since = int(self._trainer._globalstep_last_logged)
+        """Copy the sums; must be called on all ranks."""
+        total, number = self._trainer._tr_loss, distributed.num_processes()
+        self._saved["total"] = float(distributed.sum_over_processes(total)) / number
+        self._saved["since"] = int(self._trainer._globalstep_last_logged)
+        if self._distillation is not None:
+            self._saved["sums"] = (distributed.sum_over_processes(self._distillation.sums) / number).tolist()
 
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
-        return {"args": {}, "attributes": {"total": self.total, "since": self.since}}
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **_: object) -> None:
-        """Restore the accumulated loss of a resumed run."""
-        entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # absent in old checkpoints
-        if state.global_step and (saved := entry["attributes"])["since"] <= state.global_step:
-            self._trainer._tr_loss = torch.tensor(saved["total"], device=args.device)
-            self._trainer._globalstep_last_logged = saved["since"]
-
-
-class DistillationCallback(TrainerCallback, ExportableState):
-    """Callback that averages the parts of a loss with a teacher for logs; resumed runs continue its saved sums."""
-
-    def __init__(self, loss: distillation.Distillation) -> None:
-        """Read and restore the sums of ``loss``."""
-        self.loss = loss  # the loss of training passes, which collects its parts
-        self._saved: list[float] = []
-
-    def take(self) -> None:
-        """Average the sums over ranks, for a checkpoint; must be called on all ranks."""
-        self._saved = (distributed.sum_over_processes(self.loss.sums) / distributed.num_processes()).tolist()
-
-    def take_means(self) -> dict[str, float]:
-        """Return the mean parts of the loss since the last call, over all ranks; must be called on all ranks."""
-        sums = distributed.sum_over_processes(self.loss.sums)
-        self.loss.sums = torch.zeros_like(self.loss.sums)
-        return self.loss.means(sums)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint."""
-        return {"args": {}, "attributes": {"sums": self._saved}}
+        return {"args": {}, "attributes": self._saved}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any) -> None:
-        """Move a copied teacher to the device, unless it is sharded, and restore the sums of a resumed run."""
-        teacher = self.loss.teacher.model
+        """Restore the sums of a resumed run, and move a copied teacher to the device, unless it is sharded."""
+        entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # absent in old checkpoints
+        is_current = state.global_step and entry["attributes"]["since"] <= state.global_step
+        if is_current:
+            self._trainer._tr_loss = torch.tensor(entry["attributes"]["total"], device=args.device)
+            self._trainer._globalstep_last_logged = entry["attributes"]["since"]
+        if self._distillation is None:
+            return
+        teacher = self._distillation.teacher.model
         if teacher is not kwargs["model"] and not distributed.is_sharded(teacher):
             teacher.to(args.device)
-        saved = state.stateful_callbacks.get(type(self).__name__)
-        if state.global_step and saved and saved["attributes"]["sums"]:
-            self.loss.sums = torch.tensor(saved["attributes"]["sums"], dtype=torch.float64)
+        if is_current and (sums := entry["attributes"].get("sums")):
+            self._distillation.sums = torch.tensor(sums, dtype=torch.float64)
 
 
 class GatePhaseCallback(TrainerCallback, ExportableState):

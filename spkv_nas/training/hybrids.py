@@ -257,13 +257,10 @@ def _nll_columns(nll: paired.DocumentNLL, dense: paired.DocumentNLL, control: pa
 
 def _zero_shot_columns(name: str, untrained: dict[str, paired.DocumentNLL]) -> dict[str, float]:
     """Return NLL without training and its change from the unchanged dense model; NaN for SP-KV."""
-    if name == comparison.FULL_ATTENTION:
-        return {"zero_shot_nll": untrained[comparison.DENSE].mean, "zero_shot_delta_percent": np.nan}
-    score = untrained.get(name)  # None for SP-KV, which has no predictors before training
-    if score is None:
-        return {"zero_shot_nll": np.nan, "zero_shot_delta_percent": np.nan}
-    change = paired.paired_difference(score, untrained[comparison.DENSE])
-    return {"zero_shot_nll": score.mean, "zero_shot_delta_percent": change.percent}
+    dense = untrained[comparison.DENSE]
+    score = dense if name == comparison.FULL_ATTENTION else untrained.get(name)  # SP-KV has no predictors before
+    change = np.nan if score is None or score is dense else paired.paired_difference(score, dense).percent
+    return {"zero_shot_nll": np.nan if score is None else score.mean, "zero_shot_delta_percent": change}
 
 
 def _write(

@@ -19,13 +19,6 @@ from spkv_nas.data.batches import block_tokens, num_spare_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import gates, loss, modes
 from spkv_nas.model.learned_sinks import learned_sinks
-from spkv_nas.training.recipe import OFFLOAD
-
-
-def fsdp_config(sharding: str) -> dict[str, Any]:
-    """Return ``TrainingArguments.fsdp_config`` for a recipe's ``sharding``."""
-    config: dict[str, Any] = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
-    return {**config, "cpu_offload": True} if sharding == OFFLOAD else config
 
 
 def shard_added_modules(model: torch.nn.Module, plugin: Any, *, bfloat16: bool) -> None:

@@ -15,20 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, masking_utils
 from transformers.trainer_callback import PrinterCallback
 
 from spkv_nas.base import manifest, memory, progress
 from spkv_nas.base.distributed import num_processes, on_main, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, deferred
-from spkv_nas.model import attention_calls, modes, weight_files, weights
+from spkv_nas.model import modes, weight_files, weights
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.model.loss import loss_in_chunks
+from spkv_nas.model.loss import loss_in_chunks, replaced
 from spkv_nas.training import arguments, branch_config, run_files, sharding
 from spkv_nas.training.callbacks import (
-    DistillationCallback,
     EndWandbRun,
     GatePhaseCallback,
     InterruptCallback,
@@ -83,17 +82,15 @@ class SPKVTrainer(Trainer):
         self._recomputes, self._compiles = recomputes, compiles
         # Set up logging
         self.remove_callback(PrinterCallback)  # replaced by TokenProgressCallback
-        self._log_state = LogCallback(self)
+        self._distillation = distillation
+        self._log_state = LogCallback(self, distillation)
         self.add_callback(self._log_state)
         if "wandb" in self.args.report_to:
             self.add_callback(EndWandbRun())
         self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
         self._last_log: tuple[int, float] | None = None  # step and time of the last log
         self._recorded: list[tuple[int, str, torch.Tensor]] = []  # step, name and value of numbers to check
-        # Add the callbacks of distillation and gates
-        self._distillation = None if distillation is None else DistillationCallback(distillation)
-        if self._distillation is not None:
-            self.add_callback(self._distillation)
+        # Add the callback of gates
         self._phases = None if gates is None else GatePhaseCallback(gates, self._gate_options)
         if self._phases is not None:
             self.add_callback(self._phases)
@@ -124,11 +121,9 @@ class SPKVTrainer(Trainer):
         with self._reporter.bar(self._title) as self._progress.bar, deferred() as pending:
             interrupt = InterruptCallback(pending)
             self.add_callback(interrupt)
-            loss = None if self._distillation is None else self._distillation.loss
+            loss = self._distillation
+            models = dict.fromkeys([self.model, *([] if loss is None else [loss.teacher.model])])
             begin_pass = None if loss is None else loss.begin_pass
-            models = (
-                [self.model] if loss is None or loss.teacher.model is self.model else [self.model, loss.teacher.model]
-            )
             recomputing = modes.recomputed(self.model) if self._recomputes else nullcontext()
             compiling = modes.compiled(*models) if self._compiles else nullcontext()
             with loss_in_chunks(self.model, begin_pass), recomputing, compiling:
@@ -160,7 +155,7 @@ class SPKVTrainer(Trainer):
                 raise UserError(f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would hold all")
             plugin = self.accelerator.state.fsdp_plugin
             sharding.shard_added_modules(model, plugin, bfloat16=self.args.bf16)
-            if self._distillation is not None and (teacher := self._distillation.loss.teacher.model) is not model:
+            if self._distillation is not None and (teacher := self._distillation.teacher.model) is not model:
                 sharding.shard_teacher(teacher, plugin)
         self.optimizer = arguments.make_optimizer(model, self.args, self._gate_options)
         # Remember the names of parameters, by which create_scheduler finds their shards
@@ -215,7 +210,9 @@ class SPKVTrainer(Trainer):
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the next-token loss, and record it for ``_check_recorded``."""
         self._last_log = self._last_log or (self.state.global_step, time.perf_counter())
-        with nullcontext() if "position_ids" in inputs else attention_calls.one_document_per_row():
+        # Without position_ids there are no packed documents, for which transformers would search, and wait, every time
+        unpacked = replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+        with nullcontext() if "position_ids" in inputs else unpacked:
             result = super().compute_loss(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self.model.training:
@@ -231,8 +228,6 @@ class SPKVTrainer(Trainer):
         self._check_recorded()
         self.check_finite()
         self._log_state.take()
-        if self._distillation is not None:
-            self._distillation.take()
         folder = self._folder / f"checkpoint-{self.state.global_step}"
         with run_files.writing(folder):
             super()._save_checkpoint(model, trial)
@@ -256,23 +251,18 @@ class SPKVTrainer(Trainer):
     def check_finite(self) -> None:
         """Stop the run on all ranks if a weight or its optimizer state is not finite, or a weight has exploded.
 
-        Raises:
-            TrainingStoppedError: a number is not finite, or a weight has exploded.
-        """
-        states = [(name, p, *self.optimizer.state.get(p, {}).values()) for name, p in self.model.named_parameters()]
-        bad_names = [name for name, *tensors in states if not all(math.isfinite(_largest(x)) for x in tensors)]
-        if sum_over_processes(torch.tensor(float(len(bad_names)))) > 0:
-            self._stop(f"weight {bad_names[0]}" if bad_names else "weight of another process", math.nan)
-        self._check_growth()
-
-    def _check_growth(self) -> None:
-        """Stop the run on all ranks if a weight has become too large to recover from.
-
         A learning rate of 1e20 leaves finite weights of 1e20, and a checkpoint with them makes every later attempt
-        fail; at 1e30, all logits are equal and the run ends with the NLL of a uniform guess.
+        fail; at 1e30, all logits are equal and the run ends with the NLL of a uniform guess. Raises
+        ``TrainingStoppedError``.
         """
-        sizes = {name: _largest(p) for name, p in self.model.named_parameters() if p.requires_grad}
-        name = max(sizes, key=lambda name: sizes[name])
+        parameters = dict(self.model.named_parameters())
+        sizes = {name: _largest(p) for name, p in parameters.items()}
+        states = {name: map(_largest, self.optimizer.state.get(p, {}).values()) for name, p in parameters.items()}
+        bad = next((name for name in sizes if not all(map(math.isfinite, (sizes[name], *states[name])))), None)
+        if sum_over_processes(torch.tensor(float(bad is not None))) > 0:
+            self._stop(f"weight {bad}" if bad else "weight of another process", math.nan)
+        # Among those that are trained
+        name = max((name for name, p in parameters.items() if p.requires_grad), key=sizes.__getitem__)
         if sum_over_processes(torch.tensor(float(sizes[name] > self._max_weight))) > 0:
             self._stop(f"largest weight, of {name},", sizes[name])
 

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 from helpers import train_branch, weights
-from interruptions import assert_same, cut
 from marks import slow
 
 from spkv_nas.artifacts.layout import Layout
@@ -18,7 +17,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
 from spkv_nas.cost.stage_costs import Site, Stages
 from spkv_nas.model.checkpoint import load, read_size, save
-from spkv_nas.training.branches import Branch, branch_key
+from spkv_nas.training.branches import branch_key
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.recipe import ModelConfig, Recipe
 from spkv_nas.training.run_plan import Planner
@@ -77,34 +76,6 @@ def test_full_attention_as_its_own_student_does_not_move(
     before, after = weights(tmp_path / "dense"), weights(branch.checkpoint)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize(
-    ("changes", "variant"),
-    [({}, HYBRID), slow((LORA, HYBRID)), slow(({}, Variant.sp_kv())), slow((FROZEN, Variant.sp_kv()))],
-    ids=["full", "lora", "gates", "frozen-model"],
-)
-@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 7])
-def test_a_killed_run_resumes_bit_for_bit(
-    step: int,
-    changes: dict[str, Any],
-    variant: Variant,
-    recipe: Recipe,
-    corpus: Corpus,
-    dense: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With its logs; the parts of the loss are averages over steps before and after the kill."""
-    recipe = with_teacher(recipe, changes, weight=0.5, temperature=2.0)
-
-    def train(name: str) -> Branch:
-        return train_branch(recipe, corpus, dense, tmp_path / name, variant, device="cpu")
-
-    monkeypatch.setattr("transformers.TrainingArguments.logging_steps", 4, raising=False)
-    whole = train("whole")
-    cut(train, "torn", monkeypatch, step)
-    assert_same(whole, train("torn"))
 
 
 @pytest.mark.parametrize("changes", [{}, slow(LORA)], ids=["full", "lora"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import fails, tiny_model, train_branch, weights
-from interruptions import assert_same, cut
-from marks import slow, slow_after
+from interruptions import cut
+from marks import slow_after
 from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.utils import counters
@@ -39,43 +38,10 @@ from spkv_nas.training.variants import Variant
 
 LORA = {"lora": {"rank": 2, "alpha": 8.0, "dropout": 0.1}}
 HYBRID = Variant.hybrid(Layout(("GL", "LG"), window=8))
-NEEDS_BITSANDBYTES = [
-    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
-    pytest.mark.filterwarnings("ignore:Paged optimizers are not"),
-]
 
 
 def changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     return Recipe(**merged(recipe.model_dump(), changes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"gradient_checkpointing": True, "optimizer": "adamw_torch"},
-        slow(LORA),
-        slow({"gates": {"training": "frozen-model"}}),
-        pytest.param({"optimizer": "adamw_8bit"}, marks=NEEDS_BITSANDBYTES),
-        pytest.param({"optimizer": "paged_adamw_32bit"}, marks=NEEDS_BITSANDBYTES),
-    ],
-    ids=str,
-)
-def test_a_killed_run_resumes_bit_for_bit(
-    changes: dict[str, Any], recipe: Recipe, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where only trainable weights are saved; the branch starts from the dense run's optimizer state."""
-    recipe = changed(recipe, changes)
-    dense = train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
-
-    def train(name: str) -> Branch:
-        return train_branch(recipe, corpus, dense, tmp_path / name, Variant.sp_kv(), device="cpu")
-
-    whole = train("whole")
-    cut(train, "torn", monkeypatch)
-    learned = [file.name for file in (tmp_path / "torn" / "checkpoint-6").glob("*.safetensors")]
-    assert learned == ["learned.safetensors" if "lora" in changes or "gates" in changes else "model.safetensors"]
-    assert_same(whole, train("torn"))
 
 
 class TestRecomputed:
