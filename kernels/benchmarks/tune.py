@@ -29,6 +29,7 @@ from attention import Case
 from decode import Case as DecodeCase
 from spkv_kernels import attention, decode_attention
 from spkv_kernels.triton import config as tiles
+from spkv_kernels.triton import op
 from spkv_kernels.triton.config import Config
 from timing import hardware
 from torch import Tensor
@@ -77,10 +78,12 @@ def in_use(job: Job) -> Iterator[None]:
     limit = min(size for size in table if size >= job.size)
     default = table[limit]
     table[limit] = job.config or default
+    op._plan.cache_clear()
     try:
         yield
     finally:
         table[limit] = default
+        op._plan.cache_clear()
 
 
 def calls(job: Job, *, length: int = LENGTH, context: int = CONTEXT) -> dict[str, Callable[[], object]]:

@@ -344,6 +344,8 @@ def _sinks(
 
     It is 0 for a global head, unless the windows are a tensor.
     """
+    if isinstance(sinks, int) and sinks == 0:
+        return None
     if isinstance(windows, Tensor):
         unread = isinstance(sinks, Tensor) and sinks.is_cuda
         if not unread and not any(_per_head("sinks", sinks, heads, length, device)):
@@ -358,6 +360,9 @@ def _per_head(
     name: str, value: int | tuple[int, ...] | Tensor, heads: int, length: int, _: torch.device
 ) -> tuple[int, ...]:
     """Return the window or the number of sinks of every KV head, clamped to T."""
+    least, expected = _MIN[name]
+    if isinstance(value, int) and value >= least:
+        return (min(value, length),) * heads
     if isinstance(value, Tensor):
         _check_int_tensor(name, value, heads)
         values = tuple(int(n) for n in value.tolist())
@@ -368,7 +373,6 @@ def _per_head(
             values = ()
         if len(values) != heads:
             raise ValueError(f"{name}: expected an int, or {heads} as a tuple or int tensor; found {value!r}")
-    least, expected = _MIN[name]
     if min(values) < least:
         raise ValueError(f"{name}: expected {expected}; found {min(values)}")
     return tuple(min(n, length) for n in values)
@@ -382,7 +386,7 @@ def _per_head_tensor(
         _check_int_tensor(name, value, heads)
         return value.clamp(_MIN[name][0], length).to(torch.int32)
     values = _per_head(name, value, heads, length, device)
-    if len(set(values)) == 1:
+    if isinstance(value, int) or len(set(values)) == 1:
         return torch.full((heads,), values[0], dtype=torch.int32, device=device)
     return torch.tensor(values, dtype=torch.int32, device=device)
 

@@ -7,7 +7,9 @@ from functools import partial
 import operator_cases
 import pytest
 import torch
+from marks import slow
 from operator_cases import GATES, SHAPES, inputs, relative_error, rounded, run, unwritten_is_nan
+from paged_cases import DEVICE
 from spkv_kernels import attention
 from spkv_kernels.cpu import compaction, masked
 from torch import Tensor
@@ -130,12 +132,18 @@ def test_a_utility_of_exactly_zero(window: int) -> None:
     check(tensors, window)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", slow("triton")])
 class TestLaws:
     shape = (2, 4, 2, 100, 16)
 
     def out(self, tensors: dict[str, Tensor | None], backend: str, window: int) -> Tensor:
-        return run(tensors, torch.float32, window=window, backend=backend)["out"]
+        return self.run(tensors, backend, window)["out"]
+
+    def run(self, tensors: dict[str, Tensor | None], backend: str, window: int) -> dict[str, Tensor]:
+        if backend == "triton":
+            pytest.importorskip("triton")
+        device = DEVICE if backend == "triton" else "cpu"
+        return run(tensors, torch.float32, device=device, window=window, backend=backend)
 
     def test_open_gates_are_causal_attention(self, backend: str) -> None:
         open_ = self.out(inputs(self.shape, "all"), backend, 10)
@@ -149,7 +157,7 @@ class TestLaws:
 
     def test_a_window_of_everything_ignores_the_gate(self, backend: str) -> None:
         tensors = inputs(self.shape, "soft")
-        result = run(tensors, torch.float32, window=100, backend=backend)
+        result = self.run(tensors, backend, 100)
         assert torch.allclose(result["out"], self.out(inputs(self.shape, "none"), backend, 100), atol=1e-5)
         assert not result["dlog_utility"].any()
 

@@ -113,37 +113,6 @@ def test_runs_repeat_bitwise(gate: str) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-class TestLaws:
-    shape = (1, 4, 2, 100, 16)
-
-    def out(self, tensors: dict[str, Tensor | None], window: int) -> Tensor:
-        return run(tensors, torch.float32, device=DEVICE, window=window, backend="triton")["out"]
-
-    @pytest.mark.slow
-    def test_open_gates_are_causal_attention(self) -> None:
-        causal = self.out(inputs(self.shape, "none"), 100)
-        assert torch.allclose(self.out(inputs(self.shape, "all"), 10), causal, atol=1e-5)
-
-    @pytest.mark.slow
-    def test_closed_gates_are_the_window(self) -> None:
-        window = self.out(inputs(self.shape, "none"), 10)
-        assert torch.allclose(self.out(inputs(self.shape, "nothing"), 10), window, atol=1e-5)
-
-    @pytest.mark.slow
-    def test_a_window_of_everything_ignores_the_gate(self) -> None:
-        result = run(inputs(self.shape, "soft"), torch.float32, device=DEVICE, window=100, backend="triton")
-        assert torch.allclose(result["out"], self.out(inputs(self.shape, "none"), 100), atol=1e-5)
-        assert not result["dlog_utility"].any()
-
-    @pytest.mark.slow
-    def test_hard_is_soft_at_zero_and_one(self) -> None:
-        hard = inputs(self.shape, "hard")
-        keep = hard["keep"]
-        assert keep is not None
-        soft = {**hard, "keep": None, "log_utility": torch.where(keep, 0.0, -1e4).double()}
-        assert torch.allclose(self.out(hard, 10), self.out(soft, 10), atol=1e-5)
-
-
 class TestTorch:
     """The operator works with autograd, compile and other torch features."""
 

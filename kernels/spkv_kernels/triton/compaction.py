@@ -74,14 +74,17 @@ def compact_kernel(
     tl.store(p_far_v + o_far, b_v, mask=m_far)
 
 
-def compact(k: Tensor, v: Tensor, keep: Tensor) -> Kept:
-    """Gather the kept rows of k, v [B, Hkv, T, D] by ``keep`` bool [B, Hkv, T], without synchronising."""
+def compact(k: Tensor, v: Tensor, keep: Tensor, block_d: int) -> Kept:
+    """Gather the kept rows of k, v [B, Hkv, T, D] by ``keep`` bool [B, Hkv, T], without synchronising.
+
+    ``block_d`` is D, padded to a power of two that is at least 16.
+    """
     batch, heads, length, size = k.shape
     keep = keep.contiguous()
     rank = keep.flatten(0, 1).cumsum(-1, dtype=torch.int32)
     far_k, far_v = k.new_empty(batch * heads, length, size), v.new_empty(batch * heads, length, size)
     positions = torch.empty_like(rank)
-    grid = (triton.cdiv(length, _BLOCK) * batch * heads,)
+    grid = (-(-length // _BLOCK) * batch * heads,)
     compact_kernel[grid](
         k,
         v,
@@ -96,6 +99,6 @@ def compact(k: Tensor, v: Tensor, keep: Tensor) -> Kept:
         heads,
         SIZE=size,
         BLOCK=_BLOCK,
-        BLOCK_D=max(16, triton.next_power_of_2(size)),
+        BLOCK_D=block_d,
     )
     return Kept(far_k, far_v, positions, rank)

@@ -1,13 +1,15 @@
 """Torch operators ``spkv::attention`` and ``spkv::attention_backward``, which launch the kernels.
 
 They are registered with torch.library, so that ``torch.compile(fullgraph=True)`` and activation checkpointing see one
-opaque operator with known shapes, and autograd knows its backward pass. Nothing here synchronises with the device.
+opaque operator with known shapes, and autograd knows its backward pass. Nothing here synchronises with the device. As
+short sequences wait for the host, what launches have in common is computed once for each shape.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,7 +22,8 @@ from spkv_kernels.triton.config import LARGEST_BLOCK, block_m, launch_options, s
 from spkv_kernels.triton.sinks import attention_bwd_sink_sum_kernel
 
 _LOG2E = math.log2(math.e)
-_NO_KEPT = (None,) * 4
+_NO_KEPT = _NO_BUFFERS = (None,) * 4
+_NONE, _SOFT, _HARD = NONE.value, SOFT.value, HARD.value
 
 _fwd = tunable("fwd", forward.attention_fwd_kernel)
 _bwd_dq = tunable("bwd_dq", backward.attention_bwd_dq_kernel)
@@ -28,7 +31,6 @@ _bwd_dkdv = tunable("bwd_dkdv", backward.attention_bwd_dkdv_kernel)
 _bwd_far_dkdv = tunable("bwd_dkdv", backward.attention_bwd_far_dkdv_kernel)
 
 
-@torch.library.custom_op("spkv::attention", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -44,20 +46,21 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute the output, shaped as q, and the base-2 log-sum-exp [B, Hq, T] in float32.
 
-    The latter includes the learned sinks. ``sinks`` needs a call without gates and ``starts``.
+    The latter includes the learned sinks. ``log_utility`` is contiguous float32. ``sinks`` needs a call without gates
+    and ``starts``.
     """
-    q, k, v = (_dense_rows(x) for x in (q, k, v))
+    (q, q_strides), (k, k_strides), (v, v_strides) = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     out = _tokens_first(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    shape = _Shape(q, k, log_utility, keep, softcap)
+    plan = _plan_of(q, k, log_utility, keep, softcap)
     # Triton launches on the current device, which autograd sets in a backward pass
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        far = compact(k, v, keep) if keep is not None else _NO_KEPT
-        _fwd[shape.grid("BLOCK_M", len(q) * q.shape[1])](
+        far = compact(k, v, keep, plan.block_d) if keep is not None else _NO_KEPT
+        _fwd[plan.fwd_grid](
             q,
             k,
             v,
-            _contiguous(log_utility),
+            log_utility,
             *far,
             windows,
             sinks,
@@ -65,18 +68,16 @@ def _forward(
             starts,
             out,
             lse,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
+            *q_strides,
+            *k_strides,
+            *v_strides,
             scale * _LOG2E,
-            **shape.arguments,
-            **launch_options("fwd", shape.size, q.dtype),
+            **plan.fwd,
         )
     return out, lse
 
 
-@_forward.register_fake
-def _(
+def _fake_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -92,7 +93,6 @@ def _(
     return _tokens_first(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("spkv::attention_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     q: Tensor,
@@ -114,21 +114,21 @@ def _backward(
     The last two are float32, and empty without soft gates or learned sinks.
     """
     # Allocate outputs
-    q, k, v, grad = (_dense_rows(x) for x in (q, k, v, grad))
-    dq, dk, dv = (_tokens_first(x) for x in (q, k, v))
+    (q, q_strides), (k, k_strides), (v, v_strides) = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    grad, grad_strides = _dense_rows(grad)
+    dq, dk, dv = _tokens_first(q), _tokens_first(k), _tokens_first(v)
     delta = torch.empty_like(lse)
     dgate = lse.new_empty(log_utility.shape if log_utility is not None else 0)
-    gate = _contiguous(log_utility)
-    far = compact(k, v, keep) if keep is not None else None
-    shape = _Shape(q, k, log_utility, keep, softcap)
-    strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
-    far_dk, far_dv, part_dk, part_dv = _sink_buffers(q, k, sinks)
+    plan = _plan_of(q, k, log_utility, keep, softcap)
+    far = compact(k, v, keep, plan.block_d) if keep is not None else None
+    strides = (*q_strides, *k_strides, *v_strides, *grad_strides)
+    far_dk, far_dv, part_dk, part_dv = _NO_BUFFERS if sinks is None else _sink_buffers(q, k)
     # dq, and delta = <dout, out>
-    _bwd_dq[shape.grid("BLOCK_M", len(q) * q.shape[1])](
+    _bwd_dq[plan.dq_grid](
         q,
         k,
         v,
-        gate,
+        log_utility,
         *(far or _NO_KEPT),
         windows,
         sinks,
@@ -141,18 +141,16 @@ def _backward(
         part_dk,
         part_dv,
         *strides,
-        *grad.stride()[:3],
         scale * _LOG2E,
-        **shape.arguments,
-        **launch_options("bwd_dq", shape.size, q.dtype),
+        **plan.dq,
     )
-    ends = _ends(starts)
+    ends = None if starts is None else _ends(starts)
     # dk and dv of gathered keys, from queries outside the window
     kept = None
     if keep is not None and far is not None:
         kept = keep.contiguous().view(torch.uint8)
         far_dk, far_dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (far.k, far.v))
-        _bwd_far_dkdv[shape.grid("BLOCK_N", len(k) * k.shape[1])](
+        _bwd_far_dkdv[plan.dkdv_grid](
             q,
             *far,
             windows,
@@ -162,35 +160,33 @@ def _backward(
             delta,
             far_dk,
             far_dv,
-            *q.stride()[:3],
-            *grad.stride()[:3],
+            *q_strides,
+            *grad_strides,
             scale * _LOG2E,
-            **shape.arguments,
-            EVEN=shape.even,
-            **launch_options("bwd_dkdv", shape.size, q.dtype),
+            **plan.dkdv,
         )
     # dk and dv of sink tokens, from queries outside the window
     if sinks is not None:
-        attention_bwd_sink_sum_kernel[(SINKS.value * len(k) * k.shape[1],)](
+        attention_bwd_sink_sum_kernel[(SINKS.value * k.shape[0] * k.shape[1],)](
             part_dk,
             part_dv,
             windows,
             sinks,
             far_dk,
             far_dv,
-            shape.length,
+            q.shape[2],
             k.shape[1],
             GROUP=q.shape[1] // k.shape[1],
-            SIZE=shape.size,
-            BLOCK_M=block_m(_bwd_dq, "bwd_dq", shape.size, q.dtype),
-            BLOCK_D=shape.arguments["BLOCK_D"],
+            SIZE=q.shape[3],
+            BLOCK_M=plan.dq.get("BLOCK_M") or block_m(_bwd_dq, "bwd_dq", q.shape[3], q.dtype),
+            BLOCK_D=plan.block_d,
         )
     # dk, dv and d log u
-    _bwd_dkdv[shape.grid("BLOCK_N", len(k) * k.shape[1])](
+    _bwd_dkdv[plan.dkdv_grid](
         q,
         k,
         v,
-        gate,
+        log_utility,
         kept,
         far_dk,
         far_dv,
@@ -204,11 +200,8 @@ def _backward(
         dv,
         dgate,
         *strides,
-        *grad.stride()[:3],
         scale * _LOG2E,
-        **shape.arguments,
-        EVEN=shape.even,
-        **launch_options("bwd_dkdv", shape.size, q.dtype),
+        **plan.dkdv,
     )
     dsink = lse.new_empty(0)
     if sink_logits is not None:
@@ -216,8 +209,7 @@ def _backward(
     return dq, dk, dv, dgate, dsink
 
 
-@_backward.register_fake
-def _(
+def _fake_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -247,73 +239,112 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """Compute the gradients of all inputs."""
     q, k, v, windows, log_utility, keep, sinks, sink_logits, starts, out, lse = ctx.saved_tensors
-    dq, dk, dv, dgate, dsink = _backward(
+    dq, dk, dv, dgate, dsink = torch.ops.spkv.attention_backward.default(
         grad, q, k, v, windows, log_utility, keep, out, lse, ctx.scale, sinks, sink_logits, starts, ctx.softcap
     )
-    gate_grad = dgate.to(log_utility.dtype) if log_utility is not None else None
+    gate_grad = dgate if log_utility is not None else None
     return dq, dk, dv, None, gate_grad, None, None, None, dsink if sink_logits is not None else None, None, None
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+def _no_second_derivative(*_: Any) -> None:
+    """Refuse to differentiate the backward pass."""
+    raise RuntimeError("spkv::attention has no second derivative")
 
 
-class _Shape:
-    """Arguments that all launches of one call share."""
-
-    def __init__(
-        self, q: Tensor, k: Tensor, log_utility: Tensor | None, keep: Tensor | None, softcap: float | None
-    ) -> None:
-        self.size = q.shape[3]
-        self.length = q.shape[2]
-        mode = SOFT if log_utility is not None else HARD if keep is not None else NONE
-        self.even = self.length % LARGEST_BLOCK == 0
-        self.arguments: dict[str, Any] = {
-            "softcap": None if softcap is None else softcap * _LOG2E,
-            "length": self.length,
-            "heads": k.shape[1],
-            "GROUP": q.shape[1] // k.shape[1],
-            "MODE": mode.value,
-            "SIZE": self.size,
-            "BLOCK_D": max(16, triton.next_power_of_2(self.size)),
-        }
-
-    def grid(self, block: str, rows: int) -> Any:
-        """Return the launch grid: tiles of ``block`` tokens times ``rows`` heads."""
-        return lambda meta: (triton.cdiv(self.length, meta[block]) * rows,)
+# Functions of the operators are called without the wrappers of torch.library.custom_op, which take longer than they do
+for _name, _function, _fake, _derivative, _setup in (
+    ("spkv::attention", _forward, _fake_forward, _autograd, _setup_context),
+    ("spkv::attention_backward", _backward, _fake_backward, _no_second_derivative, None),
+):
+    torch.library.define(_name, torch.library.infer_schema(_function, mutates_args=()))
+    torch.library.impl(_name, "default", _function)
+    torch.library.register_fake(_name, _fake)
+    torch.library.register_autograd(_name, _derivative, setup_context=_setup)
 
 
-def _sink_buffers(q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[Tensor | None, ...]:
+class _Plan(NamedTuple):
+    """Grids and keyword arguments of the launches for tensors of one shape.
+
+    Attributes:
+        block_d: padded head size.
+        fwd_grid: grid of the forward kernel; with autotuning, a function of the tuned tile.
+        fwd: keyword arguments of the forward kernel.
+        dq_grid: grid of the kernel of dq.
+        dq: keyword arguments of the kernel of dq.
+        dkdv_grid: grid of the kernels of dk and dv.
+        dkdv: keyword arguments of the kernels of dk and dv.
+    """
+
+    block_d: int
+    fwd_grid: Any
+    fwd: dict[str, Any]
+    dq_grid: Any
+    dq: dict[str, Any]
+    dkdv_grid: Any
+    dkdv: dict[str, Any]
+
+
+def _plan_of(q: Tensor, k: Tensor, log_utility: Tensor | None, keep: Tensor | None, softcap: float | None) -> _Plan:
+    """Return the launches for the tensors of a call."""
+    mode = _SOFT if log_utility is not None else _HARD if keep is not None else _NONE
+    return _plan(q.shape, k.shape[1], q.dtype, mode, softcap)
+
+
+@lru_cache(maxsize=256)
+def _plan(shape: tuple[int, int, int, int], heads: int, dtype: torch.dtype, mode: int, softcap: float | None) -> _Plan:
+    """Compute the launches for queries of ``shape`` [B, Hq, T, D] and ``heads`` KV heads."""
+    batch, query_heads, length, size = shape
+    common: dict[str, Any] = {
+        "softcap": None if softcap is None else softcap * _LOG2E,
+        "length": length,
+        "heads": heads,
+        "GROUP": query_heads // heads,
+        "MODE": mode,
+        "SIZE": size,
+        "BLOCK_D": max(16, triton.next_power_of_2(size)),
+    }
+
+    def launch(kernel: str, block: str, rows: int) -> tuple[Any, dict[str, Any]]:
+        """Return grid, tiles of ``block`` tokens times ``rows`` heads, and keyword arguments of a kernel."""
+        options = launch_options(kernel, size, dtype)
+        if not options:  # the tuner chooses the tile
+            return lambda meta: (triton.cdiv(length, meta[block]) * rows,), common
+        return (triton.cdiv(length, options[block]) * rows,), {**common, **options}
+
+    dkdv_grid, dkdv = launch("bwd_dkdv", "BLOCK_N", batch * heads)
+    even = {"EVEN": length % LARGEST_BLOCK == 0}
+    forward_and_dq = (launch(kernel, "BLOCK_M", batch * query_heads) for kernel in ("fwd", "bwd_dq"))
+    (fwd_grid, fwd), (dq_grid, dq) = forward_and_dq
+    return _Plan(common["BLOCK_D"], fwd_grid, fwd, dq_grid, dq, dkdv_grid, {**dkdv, **even})
+
+
+def _sink_buffers(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     """Allocate dk and dv of sink tokens, float32: sums [B * Hkv, SINKS, D], and parts [B * Hq, blocks, SINKS, D]."""
-    if sinks is None:
-        return (None,) * 4
     batch, query_heads, length, size = q.shape
     blocks = triton.cdiv(length, smallest_block_m("bwd_dq", size, q.dtype))
     sums, parts = (batch * k.shape[1], SINKS.value, size), (batch * query_heads, blocks, SINKS.value, size)
     return tuple(q.new_empty(shape, dtype=torch.float32) for shape in (sums, sums, parts, parts))
 
 
-def _ends(starts: Tensor | None) -> Tensor | None:
+def _ends(starts: Tensor) -> Tensor:
     """Return the position after the document of each token, int32 [B, T], from where documents start."""
-    if starts is None:
-        return None
     positions = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device).expand_as(starts)
     return torch.searchsorted(starts, positions.contiguous(), right=True, out_int32=True)
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """Return ``x``, copied unless D is contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def _dense_rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return ``x`` [B, H, T, D], copied unless D is contiguous, and its strides of B, H and T."""
+    strides = x.stride()
+    if strides[3] != 1 and x.shape[3] != 1:
+        x = x.contiguous()
+        strides = x.stride()
+    return x, strides[:3]
 
 
 def _tokens_first(x: Tensor) -> Tensor:
     """Make an empty tensor [B, H, T, D] with the memory layout [B, T, H, D], which its neighbours in a model use."""
-    batch, heads, length, size = x.shape
-    return x.new_empty(batch, length, heads, size).transpose(1, 2)
-
-
-def _contiguous(log_utility: Tensor | None) -> Tensor | None:
-    """Convert log u to contiguous float32."""
-    return None if log_utility is None else log_utility.to(torch.float32).contiguous()
+    _, heads, length, size = x.shape
+    return x.new_empty_strided(x.shape, (length * heads * size, size, heads * size, 1))
 
 
 def attention(
@@ -335,6 +366,8 @@ def attention(
     """
     if starts is not None:
         starts = starts.to(torch.int32).contiguous()
+    if log_utility is not None:
+        log_utility = log_utility.to(torch.float32).contiguous()
     # Gates of sink tokens are open, so the kernels of gated attention need not know them, nor those of documents
     if sinks is not None and (log_utility is not None or keep is not None or starts is not None):
         positions = torch.arange(q.shape[2], device=q.device)
@@ -345,5 +378,8 @@ def attention(
         else:
             keep = is_sink.expand(len(q), -1, -1) if keep is None else keep | is_sink
         sinks = None
-    out: Tensor = _forward(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits, starts, softcap)[0]
+    out: Tensor
+    out, _ = torch.ops.spkv.attention.default(
+        q, k, v, windows, log_utility, keep, scale, sinks, sink_logits, starts, softcap
+    )
     return out
