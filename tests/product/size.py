@@ -24,15 +24,15 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 51_340,
-    "lines without contrib": 43_220,
-    "files": 361,
-    "files without contrib": 303,
+    "lines": 50_740,
+    "lines without contrib": 43_020,
+    "files": 350,
+    "files without contrib": 302,
     "lines of commands": 7_365,
     "files of commands": 66,
     "option slots": 230,
     "option slots of one command": 20,
-    "imports in 100 lines": 8.1,
+    "imports in 100 lines": 8.0,
     "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
     "tracked files": 856,
     "lines of tests": 41_690,
