@@ -6,11 +6,11 @@ from .base.version import __version__ as __version__
 from .data.blocks import build_blocks as build_blocks
 from .evaluation.paired import DocumentNLL as DocumentNLL
 from .evaluation.paired import paired_difference as paired_difference
-from .evaluation.score import score as score
 from .evaluation.separators import measure_separator as measure_separator
 from .evaluation.sweep import Evaluation as Evaluation
 from .evaluation.sweep import evaluate as evaluate
 from .evaluation.verdict.verdict import verdict as verdict
+from .evaluation.zero_shot import score as score
 from .model.attach import attach_gates as attach_gates
 from .model.attach import detach as detach
 from .model.checkpoint import load as load

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts import comparison, result_tables
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import distributed, errors
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.data.batches import block_tokens, num_own_blocks, run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -167,6 +167,47 @@ def score_table(
         sizes = (layout.num_global, share, 100.0 * memory[name], coverage)
         rows.append((name, layout.hash, *sizes, *nll, layout.words))
     return pd.DataFrame(rows, columns=result_tables.SCORES.header)
+
+
+def score(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    layouts: Layout | Sequence[Layout] | Mapping[str, Layout],
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> pd.DataFrame:
+    """Score layouts on the current weights of ``model``, without retraining; the model is left unchanged.
+
+    Args:
+        model: dense, hybrid or gated model.
+        blocks: text, preferably held out; the same for all layouts, so that their differences are paired by document.
+        layouts: one layout, several, or several by name; without names each is called by its strategy.
+        batch_size: blocks per forward pass.
+        progress: called with (blocks done, total) over all layouts.
+
+    Returns:
+        One row for full attention and one per layout, lowest NLL first: strategy, hash, num_global, density_percent,
+        kv_cache_percent (memory for one block, of full attention's), nll (nats per token), and its change from full
+        attention in percent with the standard error.
+
+    Raises ``UserError``: if there is no text or no layout, a layout does not fit the model, or two have the same name.
+    """
+    named, reporter = by_name(layouts), Reporter.of(progress)
+    full, *scores = zero_shot(model, [None, *named.values()], blocks, batch_size=batch_size, reporter=reporter)
+    memory = cache_shares(model, named, blocks.block_size)
+    rows = score_table(named, dict(zip(named, scores, strict=True)), full, memory, {})
+    return rows.drop(columns="coverage_percent")
+
+
+def by_name(layouts: Layout | Sequence[Layout] | Mapping[str, Layout]) -> Mapping[str, Layout]:
+    """Return layouts by name, or by strategy; ``UserError`` if there is none, or two have the same name."""
+    if isinstance(layouts, Layout):
+        layouts = [layouts]
+    named = layouts if isinstance(layouts, Mapping) else {layout.strategy or layout.hash: layout for layout in layouts}
+    if not named or len(named) < len(layouts):
+        raise errors.UserError("give at least one layout, each under a distinct name: {name: layout}")
+    return named
 
 
 def _file(cache: Path | None, layout: Layout | None) -> Path | None:

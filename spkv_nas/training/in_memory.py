@@ -11,7 +11,7 @@ from spkv_nas.artifacts import defaults, layout
 from spkv_nas.base import distributed, errors, files, replace, schema
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation import micro_batch, score
+from spkv_nas.evaluation import micro_batch, zero_shot
 from spkv_nas.model import checkpoint, config_section
 from spkv_nas.training import branches, first_recipe, harm, hybrids
 from spkv_nas.training.corpus import Corpus, join_processes
@@ -66,7 +66,7 @@ def train_hybrids(
     """
     _check(model, blocks, heldout)
     # Write the dense model that all runs start from
-    named, runs, corpus = dict(score.by_name(layouts)), Path(folder), Corpus(tokenizer, blocks, heldout)
+    named, runs, corpus = dict(zero_shot.by_name(layouts)), Path(folder), Corpus(tokenizer, blocks, heldout)
     distributed.on_main(lambda: _write(model, tokenizer, runs / "dense"))
     # Train and compare
     training: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}

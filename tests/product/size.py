@@ -24,10 +24,10 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 50_740,
-    "lines without contrib": 43_020,
-    "files": 350,
-    "files without contrib": 302,
+    "lines": 50_725,
+    "lines without contrib": 43_000,
+    "files": 349,
+    "files without contrib": 301,
     "lines of commands": 7_365,
     "files of commands": 66,
     "option slots": 230,

@@ -8,7 +8,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation import micro_batch, score, separators
+from spkv_nas.evaluation import micro_batch, separators, zero_shot
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
@@ -52,7 +52,7 @@ def verdict(
     Raises ``UserError``: a layout does not fit the model, the margin or the risk is invalid, or no document is left.
     """
     trial = trial_in_memory(model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed)
-    candidates = [Contender(name, layout=layout) for name, layout in score.by_name(layouts).items()]
+    candidates = [Contender(name, layout=layout) for name, layout in zero_shot.by_name(layouts).items()]
     return decide_all(trial, candidates, parse_risk(risk), Reporter.of(progress))
 
 
