@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.tokenizer import train_bpe
-from spkv_nas.evaluation import alarms, separators
+from spkv_nas.evaluation import alarms, micro_batch, separators
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export import plain_logits, verify_export
 from spkv_nas.probing import sinks
@@ -101,11 +101,13 @@ def brief_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     Every command that measures something on a model begins with these checks, each of thousands of tokens. The speed of
     a large matrix product, by which plans estimate times, is measured once. Exports are compared in this process.
+    Passes have 32 blocks in place of 8, as those of tests are short.
     """
     if request.node.get_closest_marker("slow") is None:
         if "fresh_process" not in request.fixturenames:
             request.getfixturevalue("verified_in_process")
-        monkeypatch.setattr(alarms, "_SAMPLE", 256)
+        monkeypatch.setattr(alarms, "_SAMPLE", 64)
+        monkeypatch.setattr(micro_batch, "BATCH_SIZE", 32)
         monkeypatch.setattr(separators, "SEPARATOR_TOKENS", 512)
         monkeypatch.setattr(step_cost, "matmul_speed", measured_speed)
         monkeypatch.setattr(forecast.step_cost, "matmul_speed", measured_speed)

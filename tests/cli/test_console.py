@@ -132,6 +132,7 @@ class TestPipe:
     ) -> None:
         recipe, workspace = project
         monkeypatch.setattr("spkv_nas.base.progress.EVERY", 0.0)
+        monkeypatch.setattr("spkv_nas.evaluation.micro_batch.BATCH_SIZE", 8)
         main(["evaluate", "--model", dense(workspace), *text(recipe), "--name", "told", "--workspace", str(workspace)])
         output = capsys.readouterr().err
         assert output.startswith("evaluate nll: starting\n")

@@ -192,7 +192,7 @@ def test_every_block_of_a_page_runs(
     if page.name in EMBEDDED or page.name not in FRESH:
         write_embedded(tmp_path)
     if page.name not in EMBEDDED:
-        write_models(tmp_path, tiny_tokenizer, words=200 if page.name in SLOW else 60)
+        write_models(tmp_path, tiny_tokenizer, words=200 if page.name in SLOW else 30)
     if page.name not in FRESH | EMBEDDED:
         write_results(tmp_path)
     run_blocks(page)

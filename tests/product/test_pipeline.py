@@ -37,7 +37,8 @@ def test_the_whole_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = ["--workspace", str(workspace)]
-    recipe_file = write_project(tmp_path / "project", RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4"))
+    recipe = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4").replace("{steps: 8", "{steps: 4")
+    recipe_file = write_project(tmp_path / "project", recipe)
     main(["probe", str(recipe_file), *options])
     main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "1", *options])
     assert "coverage" in capsys.readouterr().out

@@ -297,6 +297,7 @@ class TestAuto:
         assert 0 < record["left_out"]["documents"] < 100
         assert record["left_out"]["selected_by"] == ["probe dense-window-costs"]
 
+    @pytest.mark.slow
     def test_an_interrupted_run_resumes_to_the_same_files(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         main([*self.COMMAND])
         whole = contents()
@@ -334,6 +335,7 @@ class TestAuto:
         assert (layout.num_global, layout.windows) == (6, {})
         assert "dense: 6 of 8 KV heads global, window" in capsys.readouterr().out
 
+    @pytest.mark.slow
     def test_retrained_hybrids_are_judged_on_other_documents(
         self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -236,12 +236,12 @@ class TestChoice:
         for name, number in (("few", 5), ("many", 30)):
             Path(name).mkdir()
             for index in range(number):
-                words = " ".join(f"{name}{(index * word) % 23} returns" for word in range(900))
+                words = " ".join(f"{name}{(index * word) % 23} returns" for word in range(300))
                 Path(name, f"{index}.txt").write_text(f"document {index}: {words}\n")
         layout = self.chosen("few")
         with pytest.raises(UserError, match=r"documents of the text were used to select a layout \(probe mine"):
             run(layout, data=["few"])
-        result = run(layout, data=["few", "many"], max_tokens=4096)
+        result = run(layout, data=["few", "many"], max_tokens=2048)
         assert result.compared.num_left_out == 5
 
     def test_a_checkpoint_has_the_choice_of_its_layout(
