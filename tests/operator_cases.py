@@ -29,7 +29,6 @@ SHAPES = [
     pytest.param((1, 4, 4, 512, 16), 300, id="G1-block<w"),
 ]
 GATES = ["none", "soft", "tiny", "hard", "all", "nothing"]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MAX_SPILLED = {"bfloat16": 232, "float32": 0}  # bytes per thread of default tiles on sm_90, to 128 channels
 
 
@@ -140,6 +139,17 @@ def check(tensors: dict[str, Tensor | None], window: int | Tensor, backend: str,
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert relative_error(actual[name], value) <= (2e-5 if name == "out" else 1e-4), name
+
+
+def check_numerical_gradients(tensors: dict[str, Tensor | None], **options: Any) -> None:
+    """Compare the gradients of the CPU backend with finite differences, in float64."""
+    leaves = {name: x.requires_grad_() for name, x in tensors.items() if x is not None and name != "keep"}
+
+    def call(*values: Tensor) -> Tensor:
+        some: Any = {**tensors, **dict(zip(leaves, values, strict=True))}
+        return attention(**some, backend="cpu", **options)
+
+    assert torch.autograd.gradcheck(call, tuple(leaves.values()))
 
 
 @contextmanager

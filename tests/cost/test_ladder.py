@@ -22,19 +22,19 @@ with PAPER_TABLE.open(newline="") as _file:
 
 
 class TestLadder:
-    @pytest.mark.parametrize("name", ladder())
-    def test_parameters_of_the_real_model(self, name: str) -> None:
+    def test_parameters_of_the_real_model(self) -> None:
         """Formula, Hugging Face model and tokens / 160 of the paper's table agree."""
-        level = ladder()[name]
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(vocab_size=512, **level.config()))
-        total = sum(p.numel() for p in model.parameters())
-        num_parameters = total - 2 * 512 * level.hidden_size  # untied embeddings
-        assert level.shape.num_parameters == num_parameters
-        if name in TABLE:
-            row = TABLE[name]
-            assert num_parameters == pytest.approx(1e9 * float(row["parameters_billion"]), rel=0.02, abs=5e6)
-            assert TPP * num_parameters == pytest.approx(1e9 * float(row["tokens_billion"]), rel=1e-3)
+        for name, level in ladder().items():
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(vocab_size=512, **level.config()))
+            total = sum(p.numel() for p in model.parameters())
+            num_parameters = total - 2 * 512 * level.hidden_size  # untied embeddings
+            assert level.shape.num_parameters == num_parameters, name
+            if name in TABLE:
+                row = TABLE[name]
+                billions = float(row["parameters_billion"])
+                assert num_parameters == pytest.approx(1e9 * billions, rel=0.02, abs=5e6), name
+                assert TPP * num_parameters == pytest.approx(1e9 * float(row["tokens_billion"]), rel=1e-3), name
 
     def test_the_table_follows_from_shape_and_batch(self) -> None:
         """Training FLOPs, steps, warm-up (1 TPP) and start of the decay (140 TPP) match the rounded table."""

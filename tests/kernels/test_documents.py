@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import operator_cases
 import pytest
 import torch
 from marks import pairwise
@@ -82,13 +83,7 @@ def test_triton_agrees_on_rows_of_many_tiles(rows: list[list[int]], windows: lis
 
 def test_numerical_gradients() -> None:
     tensors = with_sink_logits(inputs((1, 4, 2, 11, 4), "soft"))
-    leaves = {name: x.requires_grad_() for name, x in tensors.items() if x is not None}
-
-    def call(*values: Tensor) -> Tensor:
-        some = dict(zip(leaves, values, strict=True))
-        return attention(**some, window=3, sinks=1, starts=starts_of([[4, 7]]), backend="cpu")  # type: ignore[arg-type]
-
-    assert torch.autograd.gradcheck(call, tuple(leaves.values()))
+    operator_cases.check_numerical_gradients(tensors, window=3, sinks=1, starts=starts_of([[4, 7]]))
 
 
 def test_compiled_code_computes_documents() -> None:
