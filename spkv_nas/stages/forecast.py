@@ -43,7 +43,7 @@ class Forecast:
         return cls(name, stages.size, stages.num_predictor_parameters, site, tuple(costs), (memory, *remarks))
 
 
-def plan_auto(options: auto.AutoOptions, reporter: progress.Reporter) -> Forecast:
+def plan_auto(options: auto.AutoOptions, reporter: progress.Reporter = progress.SILENT) -> Forecast:
     """Estimate the cost of ``auto``: the probe, and the comparison of memories with the dense model."""
     plan = plan_probe(options.probe, reporter, compares=options.max_tokens or auto.HELD_OUT_TOKENS)
     retraining = [] if options.retrain is None else [f"not counted: --retrain {options.retrain}, and its verdict"]

@@ -7,7 +7,6 @@ from typing import Any
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.console import Table, caution, escape, out
 from spkv_nas.base.statistics import FEW_DOCUMENTS, critical_errors
-from spkv_nas.evaluation.sweep import Evaluation
 
 _WIDEST = 100  # standard errors; a wider confidence interval is not printed
 
@@ -61,17 +60,4 @@ def identification(table: HeadScores) -> dict[str, Any]:
         "tau": table.tau if table.is_density else None,
         "num_layers": table.num_layers,
         "num_kv_heads": table.num_kv_heads,
-    }
-
-
-def evaluation_document(evaluation: Evaluation) -> dict[str, Any]:
-    """Return what ``--json`` prints for an evaluation: NLL in nats per token, threshold, density, size of the text."""
-    nll = evaluation.nll
-    return {
-        "nll": nll.mean,
-        "tau": evaluation.tau,
-        "density": evaluation.density,
-        "num_tokens": nll.num_tokens.sum(),
-        "num_documents": nll.num_documents,
-        "effective_documents": nll.effective_documents,
     }

@@ -125,7 +125,7 @@ def show(result: NLLResult) -> None:
 
 def document(result: NLLResult) -> dict[str, Any]:
     """Return the NLL, and if there is a baseline its NLL, the difference, and all rows of ``evaluation.csv``."""
-    document = {"name": result.name, **printing.evaluation_document(result.evaluation)}
+    document = {"name": result.name, **_document(result.evaluation)}
     if (pair := result.pair) is not None:
         document["against"] = {
             "model": pair.against,
@@ -188,7 +188,7 @@ def show_sweep(result: SweepResult) -> None:
 
 def sweep_document(result: SweepResult) -> dict[str, Any]:
     """Return the evaluation with open gates, and every threshold's."""
-    evaluation = printing.evaluation_document(result.evaluation)
+    evaluation = _document(result.evaluation)
     return {"name": result.name, **evaluation, "sweep": result.rows, "folder": result.folder}
 
 
@@ -197,3 +197,16 @@ def run(options: NLLOptions, reporter: Reporter) -> commands.Result:
     if options.taus is not None:
         return commands.Result(sweep(options, reporter), show_sweep, sweep_document)
     return commands.Result(nll(options, reporter), show, document)
+
+
+def _document(evaluation: Evaluation) -> dict[str, Any]:
+    """Return what ``--json`` prints for an evaluation: NLL in nats per token, threshold, density, size of the text."""
+    nll = evaluation.nll
+    return {
+        "nll": nll.mean,
+        "tau": evaluation.tau,
+        "density": evaluation.density,
+        "num_tokens": nll.num_tokens.sum(),
+        "num_documents": nll.num_documents,
+        "effective_documents": nll.effective_documents,
+    }
