@@ -1,4 +1,4 @@
-"""Result tables of ``baselines`` and ``evaluate`` in ``reports/<name>/``.
+"""Result tables of ``baselines``, ``evaluate`` and ``compare`` in ``reports/<name>/``.
 
 Each is a CSV file plus a record of its origin, under the same name. Their columns are defined here, not beside the
 measurements, because the report shows them even where the libraries that measured them are not installed.
@@ -302,3 +302,17 @@ CRITICAL_BUDGET = ResultTable(
         _number("kv_bytes"),
     ),
 )
+AGREEMENT_COLUMNS = (  # of ``agreement.csv``, which ``compare`` writes: a row per pair of probes
+    Column("first"),
+    Column("second"),
+    Column("budget", "whole", low=1),
+    *(_number(name, -1.0) for name in ("jaccard", "chance", "spearman", "transfer")),
+    _number("mean_difference"),
+)
+
+
+def read_agreement(path: Path) -> pd.DataFrame:
+    """Read the table in an ``agreement.csv``; warns of one that was changed, ``UserError`` if it is invalid."""
+    if is_file(record := path.with_suffix(".yaml")):
+        records.read_record(record, "agreement")
+    return read_table(path, "agreement", AGREEMENT_COLUMNS).reset_index(drop=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from spkv_nas.artifacts import agreement, checkpoints, comparison, grid, head_scores, search_table
+from spkv_nas.artifacts import checkpoints, comparison, grid, head_scores, result_tables, search_table
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import ALARM, CRITICAL_BUDGET, SCORES, VERDICT, AlarmRecord, ResultTable
 from spkv_nas.base import assets, console, errors, records, schema, version
@@ -194,7 +194,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     """Read the results in a folder, by their names in ``report.inputs``."""
     tables = {
         "comparison": (folder / "comparison.csv", comparison.read_comparison),
-        "probe_pairs": (folder / "agreement.csv", agreement.read_agreement),
+        "probe_pairs": (folder / "agreement.csv", result_tables.read_agreement),
         "search": (folder / SEARCH, search_table.read_search),
     }
     record_files: dict[str, tuple[Path, str, type[schema.Recorded]]] = {

@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 from helpers import Page, all_logits, fails, make_layouts, scatter_gates, tiny_model
 
-from spkv_nas.artifacts.agreement import read_agreement
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import MAX_DOCUMENTS, DocumentCounts, LogitHistogram, group_documents, threshold_logit
+from spkv_nas.artifacts.result_tables import read_agreement
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.compare.stage import agreement, parse_probe, short_labels, write_agreement

@@ -11,7 +11,7 @@ import pandas as pd
 import scipy  # submodules load lazily on use
 
 from spkv_nas.artifacts import grid, head_scores, proposal
-from spkv_nas.artifacts.agreement import COLUMNS
+from spkv_nas.artifacts.result_tables import AGREEMENT_COLUMNS
 from spkv_nas.base import console, errors, files, locks, records, version
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import replacing
@@ -199,7 +199,7 @@ def _compared(rows: pd.DataFrame) -> str:
 def _compared_before(path: Path) -> str | None:
     """Describe what the table in a file compares; None without a readable table."""
     try:
-        return _compared(read_table(path, "agreement", COLUMNS)) if files.is_file(path) else None
+        return _compared(read_table(path, "agreement", AGREEMENT_COLUMNS)) if files.is_file(path) else None
     except errors.UserError:
         return None
 
