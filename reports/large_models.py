@@ -32,7 +32,6 @@ from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.model_shape import model_size
 from spkv_nas.model.modes import set_gate_mode
 from spkv_nas.probing.density import probe
-from spkv_nas.probing.frozen import ROOM
 from spkv_nas.probing.head_gates import head_gates
 
 STAGES = ("head-gates", "probe", "train")
@@ -97,7 +96,7 @@ def measure_head_gates(stages: Stages, level: str, vocabulary: int, length: int,
     learn(1)
     seconds, peak = measured(lambda: learn(steps))
     step_tokens = max(1, LEARNING_TOKENS // length) * length
-    planned = stages.learn_gates("head-gates", steps, LEARNING_TOKENS, ROOM, mixes=2)
+    planned = stages.learn_gates("head-gates", steps, LEARNING_TOKENS, mixes=2)
     return report(level, planned, seconds, peak, steps * step_tokens) | {"steps": steps}
 
 

@@ -48,6 +48,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import chunk_tokens
 
 ROOM = 0.9  # share of the available memory for passes; the rest is for allocator and driver
+FROZEN_ROOM = 0.5  # share of the free memory that a pass with gradients through a frozen model may use
 FLOAT32, BFLOAT16 = 4, 2  # bytes
 MOMENTS = 8  # bytes of Adam's two moments per parameter
 

@@ -139,15 +139,16 @@ class Stages:
         """Return the number of parameters of all predictors."""
         return formulas.num_predictor_parameters(self.size, self.gates)
 
-    def learn_gates(self, name: str, steps: int, step_tokens: int, room: float, *, mixes: int = 0) -> StageCost:
-        """Return the cost of training gates or shares of ``mixes`` attentions; ``room``: memory share for passes."""
+    def learn_gates(self, name: str, steps: int, step_tokens: int, *, mixes: int = 0) -> StageCost:
+        """Return the cost of training gates, or shares of ``mixes`` attentions, on a frozen model."""
         of_keys = not mixes
         # Memory: as many blocks per pass as fit
         learning = (FLOAT32 + MOMENTS) * self.num_predictor_parameters if of_keys else 0
         weights = self._weights(gated=of_keys)
         gates = self.gates if of_keys else None
         passes = PassMemory(self.size, self.item, gates, attentions=mixes or 1, on_cpu=self.site.is_cpu)
-        step_blocks, room = max(1, step_tokens // self.block_size), room * (self.site.memory - weights)
+        step_blocks = max(1, step_tokens // self.block_size)
+        room = formulas.FROZEN_ROOM * (self.site.memory - weights)
         blocks, recomputes = formulas.fitting_pass(passes, self.block_size, step_blocks, room)
         memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=recomputes))
         tokens = steps * step_blocks * self.block_size

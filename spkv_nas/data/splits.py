@@ -161,25 +161,21 @@ def load_text(
     """
     settings = f"{max_tokens} {'whole' if max_tokens is None else f'sample-{RULE}'}"
     block_cache = BlockCache(cache, sources, base, tokenizer, settings, block_size, separator, bos, documents)
-    if max_tokens is None:
 
-        def has_text(folder: Path) -> bool:
+    def has_text(folder: Path) -> bool:
+        if max_tokens is None:
             return is_written(folder / _TEXT)
-
-        def write() -> Path:
-            with _reading(sources, base, block_size, reporter) as reading:
-                return _write_text(*reading, block_cache)
-
-        return map_blocks(_checked(block_cache.find_or_write(has_text, write, reporter), _TEXT, reporter) / _TEXT)
-
-    def has_sample(folder: Path) -> bool:
         return (folder / _SAMPLE).is_file() and (folder / _NOTES).is_file()
 
-    def write_sample() -> Path:
+    def write() -> Path:
         with _reading(sources, base, block_size, reporter) as reading:
+            if max_tokens is None:
+                return _write_text(*reading, block_cache)
             return _write_sample(*reading, block_cache, max_tokens)
 
-    folder = block_cache.find_or_write(has_sample, write_sample, reporter)
+    folder = block_cache.find_or_write(has_text, write, reporter)
+    if max_tokens is None:
+        return map_blocks(_checked(folder, _TEXT, reporter) / _TEXT)
     for note in read_notes(folder, _NOTES):
         reporter.announce(note)
     return TokenBlocks.read(folder / _SAMPLE, block_cache.boundaries)

@@ -100,13 +100,19 @@ class Boundaries:
 
     def begins_text(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Return which tokens [..., T] after the first of a block begin a text: they are read, but not predicted."""
-        begins = np.isin(tokens, self.opening) if self.opening else np.zeros(tokens.shape, dtype=np.bool_)
+        begins: NDArray[np.bool_] = np.isin(tokens, self.opening) | (self.positions(tokens) == 0)
         begins[..., 0] = False
         return begins
 
     def is_filling(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return which tokens [..., T] only fill up a block: nothing is measured on them."""
-        return np.zeros(tokens.shape, dtype=np.bool_)
+        """Return which tokens [..., T] only fill up a block: each is a document, and nothing is measured on it."""
+        starts: NDArray[np.bool_] = self.positions(tokens) == 0
+        return starts & np.roll(starts, -1, -1).astype(np.bool_)  # the first token of a block is a start, too
+
+    def num_measured(self, tokens: NDArray[np.integer]) -> tuple[int, int]:
+        """Return how many of the tokens [B, T] of blocks are predicted, and how many are text; at least 1 each."""
+        num_targets, num_text = (self.positions(tokens)[:, 1:] > 0).sum(), (~self.is_filling(tokens)).sum()
+        return max(1, int(num_targets)), max(1, int(num_text))
 
     def positions(self, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the position of each token [..., T] in its block, or in a separate document."""
@@ -122,18 +128,6 @@ class SeparateDocuments(Boundaries):
 
     Every document begins with the opening tokens. One that continues from the block before starts anew in its block.
     """
-
-    def begins_text(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return which tokens [..., T] after the first of a block begin a text, or are the first of a document."""
-        begins = super().begins_text(tokens) | self._starts(tokens)
-        begins[..., 0] = False
-        return begins
-
-    def is_filling(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return which tokens [..., T] only fill up a block: each is a document of its own."""
-        starts = self._starts(tokens)
-        is_last = np.roll(starts, -1, -1)  # the first token of a block is a start, too
-        return starts & is_last
 
     def positions(self, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the position of each token [..., T] in its document."""

@@ -114,6 +114,21 @@ def probe_of(workspace: Workspace, layouts: Iterable[Layout]) -> str | None:
     return names.check_name(probes.pop(), "the probe of the layouts") if len(probes) == 1 else None
 
 
+def recorded_reading(layouts: Iterable[Layout]) -> tuple[str | None, str | None]:
+    """Return the separator and the kind of documents of the text that layouts are from; None where not recorded.
+
+    Raises ``UserError`` if they are from texts that differ in these.
+    """
+    origins = [layout.provenance for layout in layouts if "probe" in layout.provenance]
+    recorded = {(origin.get("separator"), origin.get("documents")) for origin in origins} or {(None, None)}
+    if len(recorded) > 1:
+        raise errors.UserError(
+            "the candidates' scores are from texts with different separators or documents: judge them one at a time"
+        )
+    separator, documents = (None if value is None else str(value) for value in recorded.pop())
+    return separator, documents
+
+
 def _provenances(workspace: Workspace) -> dict[str, list[Mapping[str, Any]]]:
     """Return the provenance of all layouts of a workspace, by their content."""
     provenances: dict[str, list[Mapping[str, Any]]] = {}

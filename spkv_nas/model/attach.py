@@ -21,7 +21,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model import attention, attention_calls, cached_states, config_section, gates, modes
 from spkv_nas.model.cache_layers import attention_indices, cache_layers
 from spkv_nas.model.generation_cache import NOT_ASSISTED, SPKVCache
-from spkv_nas.model.learned_sinks import layer_learned_sinks
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
@@ -86,17 +85,10 @@ def detach(model: PreTrainedModel) -> None:
 def restored(model: PreTrainedModel) -> Iterator[None]:
     """Restore gates, layout and hooks after the ``with`` block, whatever the block does to them."""
     # Remember hooks, gates, learned sinks and settings
-    layers = [
-        (
-            layer,
-            attention.layer_state(layer),
-            dict(vars(attention.layer_state(layer))),
-            attention.layer_predictor(layer),
-            layer_learned_sinks(layer),
-            attention.layer_source(layer),
-        )
-        for layer in attention.hooked_layers(model).values()
-    ]
+    layers = []
+    for layer in attention.hooked_layers(model).values():
+        state, source = attention.layer_state(layer), attention.layer_source(layer)
+        layers.append((layer, state, dict(vars(state)), attention.added_modules(layer), source))
     attn_implementation, _, use_cache = getattr(model, "_spkv_before", (None, None, None))
     section = getattr(model.config, "spkv", None)
     try:
@@ -104,13 +96,10 @@ def restored(model: PreTrainedModel) -> Iterator[None]:
     finally:
         detach(model)
         # Restore them
-        for layer, state, values, predictor, learned_sinks, source in layers:
+        for layer, state, values, added, source in layers:
             vars(state).update(values)
             attention.install(layer, state, source)
-            if predictor is not None:
-                layer.utility_predictor = predictor
-            if learned_sinks is not None:
-                layer.learned_sinks = learned_sinks
+            layer._modules.update(added)
         if layers:
             model.set_attn_implementation("spkv")
             prepare(model, attn_implementation, use_cache)

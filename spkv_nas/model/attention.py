@@ -15,13 +15,12 @@ from typing import Any, Protocol
 import torch
 from spkv_kernels import attention
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from spkv_nas.artifacts import gate_config, local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import attention_calls
-from spkv_nas.model.gates import FixedGates, Gate, UtilityPredictor, gate_from_logits, priced
+from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, priced
 from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
 
 GLOBAL_WINDOW = 1 << 30  # longer than any sequence
@@ -195,15 +194,15 @@ def layer_predictor(layer: nn.Module) -> UtilityPredictor | FixedGates | None:
     return predictor
 
 
-See = Callable[[int, Tensor, Tensor | None], None]  # gets a layer's index, logits and text tokens
+See = Callable[[int, Tensor, Tensor], None]  # gets a layer's index, logits and text tokens
 
 
 def watch_logits(model: nn.Module, see: See) -> ExitStack:
     """Call ``see(layer, logits [B, Hkv, T], is_text)`` each time that the gates of an attention layer run.
 
-    ``is_text`` bool [B, T] is false for padding and filling; None: all are text. Layers are numbered from 0, including
-    those without gates. Recomputation in a backward pass (activation checkpointing) is not reported again. Leave the
-    ``with`` block or call ``close()`` to remove the hooks.
+    ``is_text`` bool [B, T] is false for padding and filling. Layers are numbered from 0, including those without gates.
+    Recomputation in a backward pass (activation checkpointing) is not reported again. Leave the ``with`` block or call
+    ``close()`` to remove the hooks.
     """
     stack = ExitStack()
     for index, layer in enumerate(attention_layers(model).values()):
@@ -218,7 +217,7 @@ def _hook(layer: int, see: See) -> Callable[[nn.Module, Any, dict[str, Any], Ten
 
     def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any], logits: Tensor) -> None:
         if torch._C._current_graph_task_id() == -1:  # no backward pass runs
-            see(layer, logits, kwargs.get("is_text"))
+            see(layer, logits, kwargs["is_text"])
 
     return hook
 
@@ -236,8 +235,13 @@ def uninstall(layer: nn.Module) -> None:
     layer._spkv_handle.remove()  # type: ignore[union-attr, operator]
     del layer.spkv, layer._spkv_handle
     vars(layer).pop("spkv_source", None)
-    for name in {"utility_predictor", "learned_sinks"} & layer._modules.keys():
+    for name in added_modules(layer):
         delattr(layer, name)
+
+
+def added_modules(layer: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the modules that this package added to a layer, by name: its predictor, and learned sinks."""
+    return {name: layer._modules[name] for name in ("utility_predictor", "learned_sinks") if name in layer._modules}
 
 
 def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -256,11 +260,11 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     # Compute the gate; in open mode it only closes local heads
     if predictor is not None and (settings.mode != "open" or gate_config.LOCAL in predictor.row):
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        mask, starts, is_text = kwargs.get("attention_mask"), None, None
+        mask, starts = kwargs.get("attention_mask"), None
         # With a cache, token 0 need not be the first of the text
         if cache is None:
             extra["spkv_starts"] = starts = attention_calls.document_starts(mask, kwargs, hidden_states)
-            is_text = attention_calls.text_tokens(mask, starts)
+        is_text = attention_calls.text_tokens(mask, starts, hidden_states)
         logits = predictor(hidden_states, sinks=cache is None, starts=starts, is_text=is_text)
         if settings.price and isinstance(predictor, UtilityPredictor):
             logits = priced(logits, settings.price, is_text)
@@ -312,24 +316,11 @@ def _attention_function(
     state = _call_state(key.shape[1], kwargs)
     # Attend with queries, keys and values of one size
     scaling, value_size = scaling or query.shape[-1] ** -0.5, value.shape[-1]
-    q, k, v = _one_head_size(query, key, value)
-    out = _attend(state, q, k, v, attention_mask, scaling, {**kwargs, "spkv_gate": _shared_gate(state, key, kwargs)})
+    q, k, v = attention_calls.one_head_size(query, key, value)
+    if state.num_readers and state.gate_window is not None:
+        kwargs = attention_calls.with_shared_gate(key, kwargs)
+    out = _attend(state, q, k, v, attention_mask, scaling, kwargs)
     return out[..., :value_size].transpose(1, 2).to(value.dtype).contiguous(), None
-
-
-def _shared_gate(state: LayerState, key: Tensor, kwargs: dict[str, Any]) -> Gate | None:
-    """Return the gate of a call; where layers share keys, that of the layer which computed them, kept on the keys.
-
-    The gate then lives as long as the keys, also where activation checkpointing computes a reader again.
-    """
-    gate: Gate | None = kwargs.get("spkv_gate")
-    if state.gate_window is None or not state.num_readers:
-        return gate
-    if not kwargs.get("spkv_reads"):
-        key.spkv_gate = gate  # type: ignore[attr-defined]
-    elif not hasattr(key, "spkv_gate"):
-        raise UserError("a layer reads a copy of another's keys, of which the gates are unknown: use one device")
-    return key.spkv_gate  # type: ignore[attr-defined, no-any-return]
 
 
 def _attend(
@@ -388,12 +379,6 @@ def _attend(
     )
 
 
-def _one_head_size(*heads: Tensor) -> list[Tensor]:
-    """Append zero channels to the smaller of queries, keys and values; none changes attention scores or outputs."""
-    size = max(x.shape[-1] for x in heads)
-    return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in heads]
-
-
 def _call_state(num_kv_heads: int, kwargs: dict[str, Any]) -> LayerState:
     """Return the state of the calling layer. Raises ``UserError`` if the layer's sliding window is another one now."""
     window = attention_calls.requested_window(kwargs)
@@ -404,12 +389,6 @@ def _call_state(num_kv_heads: int, kwargs: dict[str, Any]) -> LayerState:
             "hooked: call detach(model), and add gates or layout again"
         )
     return state
-
-
-def refuse_readers(states: Sequence[LayerState], what: str) -> None:
-    """Raise ``UserError`` if layers read the keys of others, for ``what`` that would leave them unchanged."""
-    if any(state.num_readers for state in states):
-        raise UserError(f"layers of this model read the keys of others, which {what} does not compute: choose another")
 
 
 AttentionInterface.register("spkv", _attention_function)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from spkv_nas.base.errors import UserError
 
@@ -137,6 +138,24 @@ def refuse_tensors(
             f"a layer attends from {query.shape[2]} tokens to {key.shape[2]} keys, as with compressed or shared keys "
             "or a cache of its own, which SP-KV attention does not compute"
         )
+
+
+def one_head_size(*heads: Tensor) -> list[Tensor]:
+    """Append zero channels to the smaller of queries, keys and values; none changes attention scores or outputs."""
+    size = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in heads]
+
+
+def with_shared_gate(key: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a call with the gate of the layer that computed ``key``, [B, Hkv, T, D], kept on it.
+
+    The gate then lives as long as the keys, also where activation checkpointing computes a reader of the keys again.
+    """
+    if not kwargs.get("spkv_reads"):
+        key.spkv_gate = kwargs.get("spkv_gate")  # type: ignore[attr-defined]
+    elif not hasattr(key, "spkv_gate"):
+        raise UserError("a layer reads a copy of another's keys, of which the gates are unknown: use one device")
+    return {**kwargs, "spkv_gate": key.spkv_gate}  # type: ignore[attr-defined]
 
 
 def padding_mask(
@@ -276,20 +295,15 @@ def document_starts(mask: Tensor | None, kwargs: dict[str, Any], tokens: Tensor)
     return _latest(torch.cat([same.new_ones(batch, 1, dtype=torch.bool), same[:, 1:] != same[:, :-1]], 1))
 
 
-def text_tokens(mask: Tensor | None, starts: Tensor | None) -> Tensor | None:
+def text_tokens(mask: Tensor | None, starts: Tensor | None, hidden_states: Tensor) -> Tensor:
     """Return which tokens are text, bool [B, T]: no padding, and no documents of one token, such as filling.
 
-    Args:
-        mask: what ``padding_mask`` returned.
-        starts: what ``document_starts`` returned, int [B, T].
-
-    Returns:
-        None if all are.
+    ``mask`` is what ``padding_mask`` returned, ``starts`` [B, T] what ``document_starts`` did for the states [B, T, C].
     """
     if mask is not None and mask.dtype == torch.bool:
-        return mask
+        return mask[:, mask.shape[1] - hidden_states.shape[1] :]  # without cached tokens
     if starts is None:
-        return None
+        return hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
     is_first = starts == torch.arange(starts.shape[1], device=starts.device)
     is_last = torch.cat([is_first[:, 1:], is_first.new_ones(len(starts), 1)], 1)
     return ~(is_first & is_last)

@@ -42,7 +42,7 @@ class DensityTracker:
         self._tau = modes.gate_settings(self._model).tau
         self._watch = attention.watch_logits(self._model, self._count)
 
-    def _count(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor | None) -> None:
+    def _count(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor) -> None:
         """Count kept tokens and NaN utilities in the logits [B, Hkv, T] of a layer."""
         if self._only_learning and not torch.is_grad_enabled():  # a teacher's pass through the same layers
             return
@@ -51,9 +51,7 @@ class DensityTracker:
             [gates.keeps(logits, self._tau), logits.isnan(), torch.ones_like(logits, dtype=torch.bool)]
         )
         # Leave out padding and filling
-        counted = is_text if self._real is None else self._real
-        if counted is not None:
-            states &= counted[:, None].to(logits.device)
+        states &= (is_text if self._real is None else self._real)[:, None].to(logits.device)
         counts = states.sum((1, 3))
         self._seen[layer] = counts if layer not in self._seen else self._seen[layer] + counts
 

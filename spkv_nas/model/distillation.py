@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.model import attach, attention, modes, windows
-from spkv_nas.model.loss import NO_TARGET, DecoderPass, TaughtPass, forward_inside, logits_of, replaced
+from spkv_nas.model.loss import NO_TARGET, DecoderPass, forward_inside, logits_of, replaced
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Distillation:
         self.sums = self.sums.to(nll.device) + values
 
 
-class _DistilledPass(TaughtPass):
+class _DistilledPass(DecoderPass):
     """Decoder pass of a student, after its teacher's on the same arguments; the loss mixes NLL and divergence."""
 
     def __init__(self, student: PreTrainedModel, distillation: Distillation) -> None:

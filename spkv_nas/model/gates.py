@@ -59,18 +59,11 @@ class UtilityPredictor(nn.Module):
         nn.init.normal_(self.down.weight, std=0.02 * self._config.init_scale)
         nn.init.constant_(self.down.bias, self._config.bias)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        sinks: bool = True,
-        starts: Tensor | None = None,
-        is_text: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *, sinks: bool = True, starts: Tensor | None = None, **_: Any) -> Tensor:
         """Compute logits float32 [B, Hkv, T] of hidden states [B, T, model_size].
 
         ``sinks`` tells that the first tokens start a document, ``starts`` int [B, T] where that of each token starts,
-        if there are several in a row. ``is_text`` bool [B, T] is for hooks that average logits (``watch_logits``).
+        if there are several in a row. Other arguments are for hooks on the logits (``watch_logits``).
         """
         if self.mix is not None and starts is not None:
             raise UserError("the bidirectional predictor mixes tokens of packed documents: give one document per row")
@@ -188,12 +181,8 @@ class _Priced(torch.autograd.Function):
         return grad + ctx.price / number * u * (1.0 - u) * is_text[:, None], None, None
 
 
-def priced(logits: Tensor, price: float, is_text: Tensor | None = None) -> Tensor:
-    """Return ``logits`` [B, Hkv, T] with the gradient of ``price * mean(u)`` added in the backward pass.
-
-    The mean is over the tokens that ``is_text``, bool [B, T], marks; None: all.
-    """
-    is_text = torch.ones_like(logits[:, 0], dtype=torch.bool) if is_text is None else is_text
+def priced(logits: Tensor, price: float, is_text: Tensor) -> Tensor:
+    """Add the gradient of ``price * mean(u)`` over text, bool [B, T], to that of ``logits`` [B, Hkv, T]."""
     result: Tensor = _Priced.apply(logits, price, is_text)  # type: ignore[no-untyped-call]
     return result
 

@@ -51,7 +51,6 @@ def generate(
     max_new_tokens: int = 200,
     tau: float | None = None,
     temperature: float = 0.0,
-    top_p: float = 1.0,
     seed: int = 0,
     stream: progress.Announce | None = None,
 ) -> Generation:
@@ -64,7 +63,6 @@ def generate(
         max_new_tokens: maximum number of tokens to generate.
         tau: threshold in [0, 1]; None takes the model's.
         temperature: sampling temperature; 0 decodes greedily.
-        top_p: nucleus sampling: sample among the most probable tokens that together have this probability.
         seed: random seed for sampling.
         stream: called with each piece of text as soon as its words are complete.
 
@@ -80,7 +78,7 @@ def generate(
     model_shape.check_length(model, num_prompt_tokens + max_new_tokens - 1, "give a shorter prompt or fewer new tokens")
     # Generate with hard gates
     tau = gates.tau if gates and tau is None else tau
-    config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p)
+    config = generation_config(model, tokenizer, max_new_tokens, temperature)
     streamer = _TimedStreamer(tokenizer, stream)
     hard_gates = modes.gate_mode(model, "hard", tau) if gates else nullcontext()
     with torch.random.fork_rng(), modes.evaluation_mode(model), hard_gates, decoding_by(model, config):
@@ -132,11 +130,7 @@ def fitting_cache(model: PreTrainedModel) -> Cache:
 
 
 def generation_config(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float = 0.0
 ) -> transformers.GenerationConfig:
     """Build the config of ``generate``; the end-of-text token is the model's, or else the tokenizer's."""
     model_config = model.generation_config
@@ -145,7 +139,7 @@ def generation_config(
         if model_config is not None and model_config.eos_token_id is not None
         else tokenizer.eos_token_id
     )
-    options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+    options: dict[str, Any] = {"temperature": temperature, "top_k": 0} if temperature else {}
     return transformers.GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=temperature > 0,

@@ -47,11 +47,6 @@ def target_tokens(input_ids: Tensor, position_ids: Tensor | None = None) -> Tens
     return targets if position_ids is None else targets.masked_fill(position_ids[:, 1:] == 0, NO_TARGET)
 
 
-def num_targets(input_ids: Tensor, **positions: Tensor) -> int:
-    """Return the number of tokens that the losses of a pass are means over."""
-    return int((target_tokens(input_ids, **positions) != NO_TARGET).sum())
-
-
 def mean_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
     """Compute the mean of ``token_nll`` over ``target_tokens``, with gradients; 0 without any. Warns as it does."""
     targets = target_tokens(input_ids, **positions)
@@ -176,6 +171,7 @@ class DecoderPass:
         self._model = model
         self._decoder = model.get_decoder()
         self._output: Any = None
+        self.taught: Any = None  # output of another pass that a subclass compares the pass with
         self._hook = self._decoder.register_forward_hook(self._see)
 
     def _see(self, _decoder: nn.Module, _args: Any, output: Any) -> None:
@@ -227,10 +223,12 @@ class DecoderPass:
         return result
 
     def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Any]]:
-        """Yield chunks of last hidden states [n, C], and of what ``_loss`` compares them with, such as targets [n]."""
+        """Yield chunks of last hidden states [n, C], and of targets [n], with the states of ``taught`` if it is set."""
         size = memory.chunk_tokens(vocabulary_size(self._model))
-        hidden: Tensor = self._output.last_hidden_state[:, :-1].flatten(0, 1)
-        return zip(torch.split(hidden, size), torch.split(targets.flatten(0, 1), size), strict=True)
+        outputs = [self._output] if self.taught is None else [self._output, self.taught]
+        hidden, *taught = (torch.split(output.last_hidden_state[:, :-1].flatten(0, 1), size) for output in outputs)
+        compared = torch.split(targets.flatten(0, 1), size)
+        return zip(hidden, zip(compared, *taught, strict=True) if taught else compared, strict=True)
 
     def _loss(self, hidden: Tensor, targets: Any, forward: Callable[..., Any]) -> Tensor:
         """Compute the losses of a chunk, float32 [n]."""
@@ -242,21 +240,8 @@ class DecoderPass:
         return logits_of(self._decoder, type(self._output), hidden, forward)
 
 
-class TaughtPass(DecoderPass):
-    """Decoder pass that is compared with another pass, ``taught``: an output with last hidden states [B, T, C]."""
-
-    taught: Any
-
-    def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Any]]:
-        """Yield chunks of last hidden states [n, C], and of the targets [n] with the other pass's states [n, C]."""
-        taught, start = self.taught.last_hidden_state[:, :-1].flatten(0, 1), 0
-        for hidden, ids in super()._chunks(targets):
-            yield hidden, (ids, taught[start : start + len(hidden)])
-            start += len(hidden)
-
-
-class _DivergencePass(TaughtPass):
-    """Decoder pass whose loss is the divergence from the predictions of the other pass."""
+class _DivergencePass(DecoderPass):
+    """Decoder pass whose loss is the divergence from the predictions of another pass, ``taught``."""
 
     def _loss(self, hidden: Tensor, targets: Any, forward: Callable[..., Any]) -> Tensor:
         """Compute the divergences of a chunk, float32 [n]."""

@@ -80,6 +80,19 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
+def decoder_layers(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the decoder layers that can be recomputed and compiled; empty for classes without recognisable ones."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _decoder_layers(model: PreTrainedModel, verb: str, option: str) -> list[GradientCheckpointingLayer]:
+    """Return the decoder layers that transformers can recompute. Raises ``UserError`` about ``option`` without any."""
+    layers = decoder_layers(model)
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no decoder layers to {verb}: leave {option} out")
+    return layers
+
+
 @contextmanager
 def recomputed(model: PreTrainedModel) -> Iterator[None]:
     """Recompute the activations of decoder layers in backward passes inside the ``with`` block.
@@ -88,11 +101,7 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
     may use the reentrant variant, which would drop gradients of values that hooks captured inside a layer. Raises
     ``UserError``: the class has no layers that support it.
     """
-    layers = decoder_layers(model)
-    if not layers:
-        raise UserError(
-            f"{type(model).__name__} does not support activation checkpointing: leave gradient_checkpointing out"
-        )
+    layers = _decoder_layers(model, "recompute", "gradient_checkpointing")
     # Enable checkpointing, which layers apply in training mode only
     before = [layer.training for layer in layers]
     for layer in layers:
@@ -107,11 +116,6 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
             layer.training = training
 
 
-def decoder_layers(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the decoder layers that can be recomputed and compiled; empty for classes without recognisable ones."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
 @contextmanager
 def compiled(*models: PreTrainedModel) -> Iterator[None]:
     """Compile the decoder layers of models one by one inside the ``with`` block, so that all share the same graphs.
@@ -122,10 +126,7 @@ def compiled(*models: PreTrainedModel) -> Iterator[None]:
     """
     from torch._dynamo.exc import TorchDynamoException
 
-    for model in models:
-        if not decoder_layers(model):
-            raise UserError(f"{type(model).__name__} has no decoder layers to compile: set compile: false")
-    layers = [layer for model in models for layer in decoder_layers(model)]
+    layers = [layer for model in models for layer in _decoder_layers(model, "compile", "compile")]
     checkpoints = {layer: layer._gradient_checkpointing_func for layer in layers if layer.gradient_checkpointing}
     compile_once = cache(torch.compile)
     with _outside_graphs(*models):

@@ -81,11 +81,10 @@ class KeyBenefitEstimator:
         self._watch = attention.watch_logits(model, self._see)
         self._benefits: dict[int, torch.Tensor] = {}  # layer -> [Hkv], on the device
 
-    def _see(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor | None) -> None:
+    def _see(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor) -> None:
         """Register a hook on the gradient of the utility logits [B, Hkv, T] of a layer."""
         if logits.requires_grad:
-            counted = torch.ones_like(logits[:, 0], dtype=torch.bool) if is_text is None else is_text
-            logits.register_hook(partial(self._add, layer, logits.detach(), counted))  # type: ignore[no-untyped-call]
+            logits.register_hook(partial(self._add, layer, logits.detach(), is_text))  # type: ignore[no-untyped-call]
 
     def _add(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the benefits of a backward pass, from logits and their gradient [B, Hkv, T], over text [B, T]."""

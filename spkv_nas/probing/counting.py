@@ -144,7 +144,7 @@ class GateCounter:
         """Start a forward pass and discard the logits of a failed one."""
         self._logits = {}
 
-    def see(self, layer: int, logits: torch.Tensor, _is_text: torch.Tensor | None) -> None:
+    def see(self, layer: int, logits: torch.Tensor, _is_text: torch.Tensor) -> None:
         """Buffer the utility logits [B, H, T] of one layer."""
         absent = self._heads - logits.shape[1]  # beyond the heads of the layer
         self._logits[layer] = pad(logits, (0, 0, 0, absent), value=-math.inf) if absent else logits

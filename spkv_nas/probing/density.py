@@ -22,6 +22,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.separators import text_blocks
 from spkv_nas.model import attention, config_section, modes
 from spkv_nas.probing.counting import GateCounter
+from spkv_nas.probing.heads import HeadMeans, score_rows
 
 
 @torch.inference_mode()
@@ -40,17 +41,9 @@ def probe(
 
     Must be called on all ranks: each rank runs its share of the blocks and returns the whole table.
 
-    Args:
-        model: a model with gates; their mode is restored afterwards.
-        blocks: held-out text; a document should be in consecutive blocks, as each run of them is one cluster of the
-            standard errors. Strings are tokenized into blocks of the default size, or of the model's context length
-            if shorter.
-        tau: gate threshold in [0, 1]; None uses the model's threshold.
-        tokenizer: the model's tokenizer; required if ``blocks`` are strings.
-        batch_size: blocks per forward pass.
-        name: name of the table.
-        metadata: provenance of the model and the text.
-        progress: called with (blocks done, total) of this rank.
+    A document should be in consecutive blocks, as each run of them is one cluster of the standard errors. Strings are
+    tokenized into blocks of the default size, or of the model's context length if shorter. ``batch_size`` blocks make a
+    forward pass. Other arguments are those of ``measure.probe``.
 
     Raises ``UserError``: the model has no gates, ``tau`` is outside [0, 1], there is no text, or no tokenizer for it.
     """
@@ -125,21 +118,8 @@ def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) ->
         + density**2 * counts.tokens_squared.reshape(-1, 1, 1)
     )
     error = statistics.clustered_error(squares, num_documents.reshape(-1, 1, 1), tokens)
-    # One row per head and domain
-    rows = [
-        {
-            "layer": layer,
-            "kv_head": head,
-            "score": float(density[domain, layer, head]),
-            "domain": domains[domain],
-            "num_tokens": int(counts.tokens[domain]),
-            "num_documents": int(num_documents[domain]),
-            "standard_error": float(error[domain, layer, head]),
-        }
-        for layer, head in zip(*np.nonzero(counter.is_head), strict=True)
-        for domain in present
-    ]
-    return pd.DataFrame(rows)
+    means = [HeadMeans(density[i], domains[i], int(counts.tokens[i]), int(num_documents[i]), error[i]) for i in present]
+    return score_rows(means, counter.is_head.sum(1).tolist())
 
 
 def _histogram(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> LogitHistogram:

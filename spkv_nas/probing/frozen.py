@@ -16,13 +16,10 @@ from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.base.memory import AdaptiveBatchSize, Result
-from spkv_nas.cost.formulas import PassMemory, fitting_pass
+from spkv_nas.cost.formulas import FROZEN_ROOM, PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.tokenizer import Boundaries
-from spkv_nas.model import device_map, loss, model_shape, modes
+from spkv_nas.model import device_map, model_shape, modes
 from spkv_nas.probing.heads import HeadMeans, signal_table
-
-ROOM = 0.5  # share of the free memory that a forward and backward pass may use
 
 
 @contextmanager
@@ -72,7 +69,7 @@ def passes(
     """
     item, on_cpu = int(model.dtype.itemsize), model.device.type == "cpu"
     memory = PassMemory(model_shape.model_size(model), item, gates, attentions, on_cpu=on_cpu)
-    return fitting_pass(memory, length, step_blocks, ROOM * device_map.memory_for_passes(model))
+    return fitting_pass(memory, length, step_blocks, FROZEN_ROOM * device_map.memory_for_passes(model))
 
 
 def blocks_per_step(blocks: TokenBlocks, step_tokens: int) -> int:
@@ -84,12 +81,6 @@ def rank_tokens(blocks: TokenBlocks, indices: arrays.Int, device: torch.device) 
     """Return this rank's part, int64 [B, T], B may be 0, of the blocks with ``indices``, the same on all ranks."""
     share = distributed.own_share(len(indices))
     return torch.from_numpy(blocks.tokens[indices[share.start : share.stop]].astype(np.int64)).to(device)
-
-
-def num_measured(boundaries: Boundaries, tokens: torch.Tensor) -> tuple[int, int]:
-    """Return the number of tokens to predict in blocks [B, T], and of those that are no filling; at least 1 each."""
-    num_text = int((~boundaries.is_filling(tokens.cpu().numpy())).sum())
-    return max(1, loss.num_targets(**boundaries.inputs(tokens))), max(1, num_text)
 
 
 def run_micro_batches(
@@ -126,20 +117,9 @@ def learned_table(
     metadata: Mapping[str, Any],
     heads_per_layer: Sequence[int],
 ) -> head_scores.HeadScores:
-    """Build the table of a signal learned on all domains together.
+    """Build the table of a signal learned on all domains of ``blocks`` together, from its scores ``values`` [L, Hkv].
 
-    Args:
-        signal: name of the signal.
-        unit: unit of the scores.
-        values: scores [L, Hkv].
-        blocks: training text.
-        window: number of recent keys a local head sees, including the query's own key.
-        tokens_seen: tokens of all steps.
-        name: name of the table.
-        metadata: provenance and options.
-        heads_per_layer: number of KV heads of every layer.
-
-    Raises ``UserError``: a value is not finite.
+    ``tokens_seen`` are those of all steps; other arguments and errors are those of ``signal_table``.
     """
     means, num_tokens = HeadMeans(values, "all", tokens_seen, 0), blocks.tokens.size
     num_passes = defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens

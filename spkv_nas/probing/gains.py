@@ -60,18 +60,9 @@ def gains(
     """
     measured = _measure(model, blocks, window, opens=opens, **options)
     table_metadata = {**(metadata or {}), "granularity": measured.granularity, "nll_before": measured.nll_before}
-    return signal_table(
-        signal,
-        domain_means(blocks, measured.sums, measured.num_tokens),
-        window,
-        passes=measured.passes,
-        tokens=blocks.tokens.size,
-        kind=kinds.GAIN,
-        unit=kinds.NATS,
-        name=name or signal,
-        metadata=table_metadata,
-        heads_per_layer=measured.heads_per_layer,
-    )
+    facts: Any = {"passes": measured.passes, "tokens": blocks.tokens.size, "kind": kinds.GAIN, "unit": kinds.NATS}
+    facts |= {"name": name or signal, "metadata": table_metadata, "heads_per_layer": measured.heads_per_layer}
+    return signal_table(signal, domain_means(blocks, measured.sums, measured.num_tokens), window, **facts)
 
 
 def add_one_head_gains(

@@ -119,14 +119,15 @@ def _slope(
     The gradient is with respect to the ``gates`` [layers, KV heads], a leaf tensor that the layers' mixtures use. The
     blocks [B] are the same on all ranks, on each of which it must be called.
     """
-    num_targets, _ = frozen.num_measured(blocks.boundaries, torch.from_numpy(blocks.tokens[block_indices]))
+    boundaries = blocks.boundaries
+    num_targets, _ = boundaries.num_measured(blocks.tokens[block_indices])
 
     def gradients(parts: Iterator[torch.Tensor]) -> torch.Tensor:
         sums = torch.zeros(1 + gates.numel(), device=model.device)
         for tokens in parts:
-            share = frozen.num_measured(blocks.boundaries, tokens)[0] / num_targets
-            inputs = blocks.boundaries.inputs(tokens)
-            loss = mean_divergence(model, reference=partial(unobserved, states), **inputs) * share
+            share = boundaries.num_measured(tokens.cpu().numpy())[0] / num_targets
+            divergence = mean_divergence(model, reference=partial(unobserved, states), **boundaries.inputs(tokens))
+            loss = divergence * share
             (gradient,) = torch.autograd.grad(loss, gates)
             sums += torch.cat([loss.detach()[None], gradient.flatten()]).float()
         return sums

@@ -150,6 +150,17 @@ def domain_means(blocks: TokenBlocks, sums: arrays.Float, counts: arrays.Int) ->
     return means
 
 
+def score_rows(means: Sequence[HeadMeans], heads_per_layer: Sequence[int] = ()) -> pd.DataFrame:
+    """Return a table's rows, one per layer, KV head and domain; of all cells without ``heads_per_layer``."""
+    parts = []
+    for part in means:
+        layer, head = np.nonzero(head_cells(heads_per_layer) if heads_per_layer else np.ones_like(part.values))
+        error = np.nan if part.standard_error is None else part.standard_error[layer, head]
+        columns = (layer, head, part.values[layer, head], part.domain, part.num_tokens, part.num_documents, error)
+        parts.append(pd.DataFrame(dict(zip(head_tables.COLUMNS, columns, strict=True))))
+    return pd.concat(parts, ignore_index=True).sort_values(["layer", "kv_head"], kind="stable", ignore_index=True)
+
+
 def signal_table(
     signal: str,
     means: Sequence[HeadMeans],
@@ -177,15 +188,8 @@ def signal_table(
             raise errors.UserError(
                 errors.not_finite(f"the score '{signal}'", len(wrong), part.values.size, tuple(wrong[0]))
             )
-    # One row per layer, KV head and domain
-    parts = []
-    for part in means:
-        layer, head = np.nonzero(head_cells(heads_per_layer) if heads_per_layer else np.ones_like(part.values))
-        error = np.nan if part.standard_error is None else part.standard_error[layer, head]
-        values = part.values[layer, head].clip(low, high)
-        columns = (layer, head, values, part.domain, part.num_tokens, part.num_documents)
-        parts.append(pd.DataFrame(dict(zip(head_tables.COLUMNS, (*columns, error), strict=True))))
-    rows = pd.concat(parts, ignore_index=True).sort_values(["layer", "kv_head"], kind="stable", ignore_index=True)
+    rows = score_rows(means, heads_per_layer)
+    rows["score"] = rows["score"].clip(low, high)
     facts = {"signal": signal, "kind": kind, "unit": unit, "source": metadata.get("model")}
     cost = {"passes": round(passes, 2), "tokens": tokens}
     return head_scores.HeadScores(name, rows, window=window, metadata={**facts, **cost, **metadata})

@@ -114,7 +114,7 @@ def learn_gates(
             if step < first:
                 continue
             tokens = frozen.rank_tokens(blocks, np.sort(block_indices), model.device)
-            sizes = frozen.num_measured(blocks.boundaries, torch.from_numpy(blocks.tokens[block_indices]))
+            sizes = blocks.boundaries.num_measured(blocks.tokens[block_indices])
             learning.step(step, tokens, sizes, micro_batch)
             progress(step + 1, steps, f"density {learning.density:.2f}")
             if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
@@ -150,7 +150,7 @@ class _Learning:
     def step(self, number: int, tokens: Tensor, sizes: tuple[int, int], micro_batch: memory.AdaptiveBatchSize) -> None:
         """Apply update ``number`` from 0 on all ranks, with this rank's ``tokens`` int64 [B, T].
 
-        ``sizes`` are the tokens to predict and those of text (``frozen.num_measured``) of all ranks.
+        ``sizes`` are the tokens to predict and those of text (``Boundaries.num_measured``) of all ranks.
         """
         price = self._price
         self.last_price = self._config.price if price is None else price.value
@@ -187,7 +187,7 @@ class _Learning:
         try:
             for tokens in parts:
                 # Weight loss and price by the shares of this micro-batch
-                own_sizes = frozen.num_measured(self._boundaries, tokens)
+                own_sizes = self._boundaries.num_measured(tokens.cpu().numpy())
                 loss_share, price_share = (part / whole for part, whole in zip(own_sizes, sizes, strict=True))
                 modes.set_price(self._model, self.last_price * price_share)
                 loss = mean_nll(self._model, **self._boundaries.inputs(tokens)) * loss_share
@@ -202,7 +202,10 @@ class _Learning:
         numbers = {"density": self.density, "last_price": self.last_price}
         if self._price is not None:
             numbers |= {f"price.{key}": value for key, value in self._price.state().items()}
-        GateState.of(self._parameters, self._optimizer, step, numbers).write(folder)
+        tensors = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            tensors |= {f"{name}|{moment}": self._optimizer.state[parameter][moment] for moment in _MOMENTS}
+        GateState(tensors, step, numbers).write(folder)
 
     def restore(self, folder: Path | None) -> int:
         """Restore the checkpoint in ``folder``, if there is one, and return the number of finished steps."""
@@ -228,20 +231,6 @@ class GateState:
     tensors: dict[str, torch.Tensor]
     step: int  # number of finished steps
     numbers: dict[str, float]  # scalars of the price controller and of the log
-
-    @classmethod
-    def of(
-        cls,
-        parameters: Mapping[str, torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        step: int,
-        numbers: Mapping[str, float],
-    ) -> "GateState":
-        """Collect the state of ``parameters`` and of their AdamW optimizer."""
-        tensors = {name: parameter.detach() for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            tensors |= {f"{name}|{moment}": optimizer.state[parameter][moment] for moment in _MOMENTS}
-        return cls(tensors, step, dict(numbers))
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint atomically over an earlier one. Raises ``UserError``: ``folder`` cannot be written."""

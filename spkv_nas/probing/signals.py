@@ -121,10 +121,7 @@ class Duo(Signal):
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of training alphas on a frozen model."""
-        from spkv_nas.probing.frozen import ROOM
-
-        tokens = defaults.DUO_STEP_BLOCKS * stages.block_size
-        return stages.learn_gates(self.stage_name, self.steps, tokens, ROOM, mixes=2)
+        return stages.learn_gates(self.stage_name, self.steps, defaults.DUO_STEP_BLOCKS * stages.block_size, mixes=2)
 
 
 @dataclass(frozen=True)
@@ -152,9 +149,7 @@ class HeadGates(Signal):
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of training gates of heads on a frozen model."""
-        from spkv_nas.probing.frozen import ROOM
-
-        return stages.learn_gates(self.stage_name, self.steps, defaults.LEARNING_TOKENS, ROOM, mixes=2)
+        return stages.learn_gates(self.stage_name, self.steps, defaults.LEARNING_TOKENS, mixes=2)
 
 
 @dataclass(frozen=True)
@@ -181,10 +176,9 @@ class WindowCosts(Signal):
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of gradients of a frozen model with respect to its heads."""
-        from spkv_nas.probing.frozen import ROOM
         from spkv_nas.probing.window_costs import NUM_BLOCKS, WINDOWS
 
-        return stages.learn_gates(self.stage_name, NUM_BLOCKS, stages.block_size, ROOM, mixes=len(WINDOWS) + 1)
+        return stages.learn_gates(self.stage_name, NUM_BLOCKS, stages.block_size, mixes=len(WINDOWS) + 1)
 
 
 DENSITY = Density()

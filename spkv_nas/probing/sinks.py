@@ -116,17 +116,8 @@ def choose_sinks(model: PreTrainedModel, blocks: TokenBlocks, window: int | None
     """Choose the number of sink tokens of local heads when none is specified; the sibling of ``default_window``.
 
     A model with a layout keeps its layout's number, and one whose gates keep first tokens theirs. On any other model it
-    is measured. Must be called on all ranks, which get the number of the first.
-
-    Args:
-        model: any supported decoder.
-        blocks: text, of which a few blocks are read.
-        window: number of recent keys a local head sees, including the query's own key; None: ``default_window``.
-
-    Returns:
-        (number of sink tokens; entries for ``probe.yaml``, empty if they were not measured).
-
-    Raises ``UserError``: the model cannot be hooked, or its attention is not finite.
+    is measured (``measure_sinks``). Must be called on all ranks, which get the number of the first. Returns (number of
+    sink tokens; entries for ``probe.yaml``, empty if they were not measured).
     """
     # Use the number of an existing layout or gates
     layout, gates = config_section.checkpoint_layout(model), config_section.gate_config(model)

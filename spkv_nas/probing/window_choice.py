@@ -72,16 +72,10 @@ def measure_within(
 ) -> HeadScores:
     """Measure a signal for a limit of memory, and choose the window of local heads; must be called on all ranks.
 
-    Args:
-        memory: limit as ``cache_cost.memory_bytes`` takes it.
-        context: tokens of the sequence whose KV cache is limited; None: ``context_length``.
-        model: any supported decoder.
-        blocks: text, part of whose documents are held out to choose the window.
-        signal: signal to measure, for the number of global heads that the memory leaves if it takes a budget.
-        measure: measures a signal on a text at a window.
-        window: window of local heads; None: choose it.
-        sinks: sink tokens of local heads.
-        progress: called with (blocks done, total) while windows are compared.
+    ``memory`` is a limit as ``cache_cost.memory_bytes`` takes it, for a sequence of ``context`` tokens (None:
+    ``context_length``). Where the ``signal`` takes a budget, it is the number of global heads that the memory leaves.
+    ``measure`` measures a signal on a text at a window. With a ``window`` none is chosen; local heads see ``sinks``
+    tokens as well. ``progress`` is called with (blocks done, total) while windows are compared.
 
     Returns:
         The table with the chosen window. Its metadata have ``memory``, ``context``, the ``budget`` of global heads that

@@ -29,6 +29,7 @@ from spkv_nas.artifacts.grid import head_cells
 from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.base import distributed, statistics
 from spkv_nas.base.progress import Progress
+from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import nll
 from spkv_nas.model import windows as model_windows
@@ -59,17 +60,8 @@ def window_costs(
 ) -> head_scores.HeadScores:
     """Measure what windows cost every KV head on ``blocks``; the model is restored. Must be called on all ranks.
 
-    Args:
-        model: any supported decoder.
-        blocks: text.
-        window: window whose costs are the scores of the heads; measured beside ``windows``.
-        windows: windows to measure, in keys; those above half a block are left out.
-        sinks: first tokens that a local head sees as well.
-        num_blocks: blocks to measure on, drawn at random.
-        seed: seed of the draw.
-        name: name of the table.
-        metadata: provenance of the model and the text.
-        progress: called with (blocks done, total).
+    Costs are those of ``windows``, in keys, of at most half a block, and of ``window``, which are the scores of the
+    heads. ``num_blocks`` blocks are drawn at random by ``seed``. Other arguments are those of ``probe``.
 
     Returns:
         A table whose scores are the costs of ``window`` in nats per token, with standard errors over blocks, and whose
@@ -91,14 +83,8 @@ def window_costs(
     costs = costs[..., :-1] - costs[..., -1:]
     means, by_window = _means(blocks, order, costs, measured, window)
     costs_of_heads = np.where(head_cells(heads_per_layer(states))[..., None], by_window.values, np.nan)
-    facts = {
-        **(metadata or {}),
-        "nll": round(unchanged, 4),
-        "blocks": len(order),
-        "seed": seed,
-        **native,
-        **({"sinks": sinks} if sinks else {}),
-    }
+    facts = {**(metadata or {}), "nll": round(unchanged, 4), "blocks": len(order), "seed": seed, **native}
+    facts |= {"sinks": sinks} if sinks else {}
     record: dict[str, Any] = {"name": name, "metadata": facts, "kind": kinds.GAIN, "unit": kinds.NATS}
     record["heads_per_layer"] = heads_per_layer(states)
     num_passes = passes(len(measured)) * len(order) / blocks.num_blocks
@@ -119,7 +105,7 @@ def _means(
     for domain in domains:
         indices = order[domain_of == domain]
         some = np.moveaxis(costs[domain_of == domain], 0, -1)  # [L, Hkv, W, blocks]
-        sizes = np.array([frozen.num_measured(blocks.boundaries, _tokens(blocks, index)) for index in indices])
+        sizes = np.array([blocks.boundaries.num_measured(blocks.tokens[index][None]) for index in indices])
         mean, error = statistics.jackknife_ratio(some, sizes[:, 0] / (blocks.block_size - 1))
         score, tokens = windows.index(window), int(sizes[:, 1].sum())
         means.append(heads.HeadMeans(mean[..., score], domain, tokens, 0, error[..., score]))
@@ -151,9 +137,8 @@ def _gradients(
         for layer, share in zip(layers, shares, strict=True):
             of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
             states[layer].observer = Mixture(states[layer], of_heads, windows, sinks)
-        tokens = _tokens(blocks, indices).to(model.device)
-        inputs = blocks.boundaries.inputs(tokens)
-        size = frozen.num_measured(blocks.boundaries, tokens)[0] / (blocks.block_size - 1)  # in whole blocks
+        inputs = blocks.boundaries.inputs(block_tokens(blocks.part(indices), 0, len(part), model.device))
+        size = blocks.boundaries.num_measured(blocks.tokens[indices])[0] / (blocks.block_size - 1)  # in whole blocks
         loss = mean_divergence(model, reference=partial(unobserved, states), **inputs) * size
         (gradient,) = torch.autograd.grad(loss, shares)
         frozen.check_finite("window costs: the loss", float(loss.detach()), part.start + 1, gradient)
@@ -168,11 +153,6 @@ def _gradients(
         for index, gradient in zip(rank_share, micro_batch.run_all(gradients, rank_share, progress), strict=True):
             by_block[index] = gradient
     return distributed.sum_over_processes(by_block)
-
-
-def _tokens(blocks: TokenBlocks, indices: NDArray[np.int64]) -> torch.Tensor:
-    """Return the tokens of some blocks, int64 [B, T]; of one index, B is 1."""
-    return torch.from_numpy(blocks.tokens[np.atleast_1d(indices)].astype(np.int64))
 
 
 def _main_domain(blocks: TokenBlocks, index: int) -> str:

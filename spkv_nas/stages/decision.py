@@ -8,10 +8,9 @@ from typing import Any
 from rich.text import Text
 
 from spkv_nas.base import console, device, progress, version
-from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, zero_shot
-from spkv_nas.evaluation.selected import Selected, find_selected, probe_of
+from spkv_nas.evaluation.selected import Selected, find_selected, probe_of, recorded_reading
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
@@ -57,10 +56,11 @@ def prepare(
     options.folders.check_writable()
     margins = parse_margins(options.margin)
     subject = Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins))
-    subject = _read_as_recorded(subject, candidates)
     model, tokenizer = load(options, options.model, reporter)
     # Read the documents that no candidate was selected on
     chosen = {each.name: each.chosen for each in candidates if each.chosen is not None}
+    separator, documents = recorded_reading(chosen.values())
+    subject = replace(subject, given_separator=separator).with_documents(documents)
     text, selected, num_left_out, circumstances = None, Selected(), None, None
     if reads_text(margins):
         selected = find_selected(options.folders, chosen, near=files)
@@ -83,22 +83,6 @@ def prepare(
     fitting = {key: each for key, each in chosen.items() if each.heads_per_layer == heads}
     memory = zero_shot.cache_shares(model, fitting, context)
     return Compared(name, options.model, candidates, trial, selected, num_left_out, context, memory)
-
-
-def _read_as_recorded(subject: Subject, candidates: Sequence[Contender]) -> Subject:
-    """Return a subject whose documents are separated as in the text that the candidates' scores were measured on.
-
-    Raises ``UserError`` if these were separated in different ways.
-    """
-    origins = [each.chosen.provenance for each in candidates if each.chosen is not None]
-    recorded = {(each.get("separator"), each.get("documents")) for each in origins if "probe" in each}
-    if len(recorded) > 1:
-        raise UserError(
-            "the candidates' scores are from texts with different separators or documents: judge them one at a time"
-        )
-    for separator, documents in recorded:
-        subject = replace(subject, given_separator=separator).with_documents(documents)  # type: ignore[arg-type]
-    return subject
 
 
 def _text(

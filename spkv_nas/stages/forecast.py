@@ -16,7 +16,7 @@ from spkv_nas.cost.stage_costs import Site, StageCost, Stages
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
-from spkv_nas.probing import frozen, signals
+from spkv_nas.probing import signals
 from spkv_nas.probing.signal import Signal
 from spkv_nas.proposal.budget import MEMORIES
 from spkv_nas.stages.options import REFERENCE, auto, probe
@@ -94,7 +94,7 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
 
 def gate_training(stages: Stages, steps: int | None) -> StageCost:
     """Return the cost of training gates on a frozen model."""
-    return stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, LEARNING_TOKENS, frozen.ROOM)
+    return stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, LEARNING_TOKENS)
 
 
 def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:

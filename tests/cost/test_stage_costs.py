@@ -188,8 +188,8 @@ class TestStages:
         assert stages.train("", replace(training, recomputes=True), gated=False).flops == 4 * forward
         gates = 6.0 * stages.num_predictor_parameters * 8192
         assert stages.train("", replace(training, learns=Learns.GATES), gated=True).flops == 2 * forward + gates
-        assert stages.learn_gates("", 4, 2048, 0.5).flops == 2 * forward + gates
-        of_heads = stages.learn_gates("", 4, 2048, 0.5, mixes=2)  # the unchanged model runs too
+        assert stages.learn_gates("", 4, 2048).flops == 2 * forward + gates
+        of_heads = stages.learn_gates("", 4, 2048, mixes=2)  # the unchanged model runs too
         assert of_heads.flops == 3 * forward
         adapted = replace(training, learns=Learns.ADAPTERS, adapters=1000)
         assert stages.train("", adapted, gated=False).flops == 2 * forward + 6.0 * 1000 * 8192
@@ -225,7 +225,7 @@ class TestStages:
         assert sharded.train("", Training(160, 32, 4, sharded=True), gated=True).fits
         small = replace(stages, site=Site("", 19e9))
         assert small.measure("", 1 << 20).fits
-        assert small.learn_gates("", 1, 2048, 0.5).remedy == f"{FIXED}, or several devices with --device auto"
+        assert small.learn_gates("", 1, 2048).remedy == f"{FIXED}, or several devices with --device auto"
         long = replace(stages, block_size=1 << 17, site=Site("", 32e9))
         assert long.measure("", 1 << 20).remedy == "a shorter --block-size, or a device with more memory"
         assert not replace(small, item=4).measure("", 1 << 20).fits

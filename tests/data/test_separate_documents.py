@@ -27,7 +27,6 @@ from spkv_nas.model import loss, modes, windows
 from spkv_nas.model.attention import watch_logits
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.gates import predictors
-from spkv_nas.probing import frozen
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.sinks import measure_sinks
@@ -142,7 +141,7 @@ def test_filling_does_not_count(model: PreTrainedModel, blocks: TokenBlocks) -> 
     batches, batch = document_batches(blocks), inputs(blocks)
     num_tokens = sum(x.numel() for x in batches)
     assert int(blocks.boundaries.is_filling(blocks.tokens).sum()) == blocks.tokens.size - num_tokens > 0
-    assert frozen.num_measured(blocks.boundaries, batch["input_ids"]) == (num_tokens - len(batches), num_tokens)
+    assert blocks.boundaries.num_measured(blocks.tokens) == (num_tokens - len(batches), num_tokens)
     # Divergence of a layout
     with spkv_nas.layout_applied(model, LAYOUT), torch.no_grad():
         reference = partial(windows.full_attention, model)

@@ -236,8 +236,9 @@ class TestPrice:
     def test_its_gradient_is_that_of_the_loss(self) -> None:
         one = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
         two = one.detach().clone().requires_grad_()
-        (priced(one, 0.7) ** 2).sum().backward()
-        ((two**2).sum() + 0.7 * torch.sigmoid(two).mean()).backward()
+        is_text = torch.tensor([[True, False, True, True, True], [True, True, False, False, False]])
+        (priced(one, 0.7, is_text) ** 2).sum().backward()
+        ((two**2).sum() + 0.7 * torch.sigmoid(two.transpose(1, 2)[is_text]).mean()).backward()
         assert torch.allclose(one.grad, two.grad)
 
     def test_a_model_sums_over_its_layers(self, tokens: Tensor) -> None:

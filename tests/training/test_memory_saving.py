@@ -79,7 +79,7 @@ class TestRecomputed:
 
     def test_a_class_without_such_layers(self) -> None:
         with (
-            pytest.raises(UserError, match="Linear does not support activation checkpointing"),
+            pytest.raises(UserError, match="Linear has no decoder layers to recompute"),
             recomputed(nn.Linear(2, 2)),
         ):  # type: ignore[arg-type]
             pass

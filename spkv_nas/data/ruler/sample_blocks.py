@@ -45,7 +45,7 @@ class RulerBlocks:
         length = rng.choice(self.lengths)
         # Start with the opening tokens and padding
         opening, separator = self.boundaries.opening, self.boundaries.separator
-        tokens = np.full(self.block_size, (*separator, 0)[0], dtype=np.int64)
+        tokens = np.full(self.block_size, (0, *separator)[-1], dtype=np.int64)
         learned = np.zeros(self.block_size, dtype=np.bool_)
         tokens[: len(opening)] = opening
         num_samples, position = 0, len(opening)

@@ -114,11 +114,8 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         options["rope_parameters"] = {layer_type: dict(config.rope_parameters) for layer_type in (_FULL, _SLIDING)}
     native: PreTrainedConfig = AutoConfig.for_model(**options)
     # Check that position encodings stay the same
-    changed = [
-        i
-        for i, encodings in enumerate(zip(_positions(config), _positions(native), strict=True))
-        if encodings[0] != encodings[1]
-    ]
+    encodings = zip(_positions(config), _positions(native), strict=True)
+    changed = [layer for layer, (before, after) in enumerate(encodings) if before != after]
     if changed:
         raise TargetError(
             f"layer_types of '{native.model_type}' also chooses the position encoding, which would change in layers "

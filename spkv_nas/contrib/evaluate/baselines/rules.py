@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.baselines.options import EXACT, PROTOCOLS
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.attention import LayerState, attention_layers, layer_state, refuse_readers
+from spkv_nas.model.attention import LayerState, attention_layers, layer_state
 from spkv_nas.model.learned_sinks import refuse_learned_sinks
 from spkv_nas.model.windows import full_attention
 
@@ -200,7 +200,8 @@ class Reading:
 def reading(model: PreTrainedModel) -> Iterator[Reading]:
     """Make the model read by the rule set on the yielded object; ``UserError`` if it cannot be hooked."""
     with full_attention(model) as states, ExitStack() as hooks:
-        refuse_readers(states, "this rule")
+        if any(state.num_readers for state in states):
+            raise UserError("layers of this model read the keys of others, which no rule computes: use a layout")
         layers = [layer for layer in attention_layers(model).values() if not layer_state(layer).is_always_local]
         reader = Reading(layers, sum(state.num_kv_heads for state in states if not state.is_always_local))
         for index, layer in enumerate(layers):

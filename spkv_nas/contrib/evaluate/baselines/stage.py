@@ -233,7 +233,7 @@ def measure_sp_kv(
         # Count the kept pairs outside the window in a pass at each threshold
         num_kept, outside = torch.zeros((), dtype=torch.int64, device=model.device), 0
 
-        def count_kept(_layer: int, logits: torch.Tensor, _text: torch.Tensor | None, tau: float = tau) -> None:
+        def count_kept(_layer: int, logits: torch.Tensor, _text: torch.Tensor, tau: float = tau) -> None:
             nonlocal num_kept, outside
             num_kept = num_kept + (keeps(logits, tau) * num_outside.to(logits.device)).sum().to(num_kept.device)
             outside += int(num_outside.sum()) * logits.shape[0] * logits.shape[1]

@@ -157,7 +157,7 @@ class GateWatch:
         self.stop()
         self._hooks = attention.watch_logits(self._model, self._add)
 
-    def _add(self, _layer: int, logits: torch.Tensor, _is_text: torch.Tensor | None) -> None:
+    def _add(self, _layer: int, logits: torch.Tensor, _is_text: torch.Tensor) -> None:
         """Add the utility logits [B, H, T] of one layer."""
         logits = logits.detach().flatten(0, 1)  # [B * H, T]
         self._sums.append(torch.stack([torch.sigmoid(logits).sum(0), (logits >= self._threshold_logit).float().sum(0)]))
