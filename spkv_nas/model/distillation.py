@@ -92,11 +92,6 @@ class Distillation:
         self.sums = torch.zeros_like(self.sums)
         return {"nll": nll / tokens, "kl": divergence / tokens} if tokens else {}
 
-    def add(self, nll: Tensor, divergence: Tensor, tokens: Tensor) -> None:
-        """Add to ``sums``."""
-        values = torch.stack([nll.double(), divergence.double(), tokens.double()])
-        self.sums = self.sums.to(nll.device) + values
-
 
 class _DistilledPass(DecoderPass):
     """Decoder pass of a student, after its teacher's on the same arguments; the loss mixes NLL and divergence."""
@@ -145,7 +140,8 @@ class _DistilledPass(DecoderPass):
         loss, nll, divergence = _Distilled.apply(  # type: ignore[no-untyped-call]
             logits, reference, ids, distillation.weight, distillation.temperature
         )
-        distillation.add(nll.sum(), divergence.sum(), (ids != NO_TARGET).sum())
+        parts = torch.stack([x.sum().double() for x in (nll, divergence, ids != NO_TARGET)])
+        distillation.sums = distillation.sums.to(parts.device) + parts
         return loss
 
 

@@ -200,16 +200,11 @@ class GateSchedule:
     anneal_steps: int = 0
     mode: str = "soft"
 
-    @property
-    def soft_steps(self) -> int:
-        """Return the number of steps during which the predictor is trained."""
-        return round(self.steps * self.soft_fraction)
-
     def at(self, step: int) -> GatePhase:
         """Return the phase of training step ``step``, counted from 0."""
-        if step < self.soft_steps:
+        annealed = step + 1 - round(self.steps * self.soft_fraction)  # steps after the soft ones, if positive
+        if annealed <= 0:
             return GatePhase(self.mode, 0.0, False)
-        annealed = step - self.soft_steps + 1
         if annealed <= self.anneal_steps:
             return GatePhase(self.mode, annealed / (self.anneal_steps + 1), True)
         return GatePhase("hard", 0.0, True)

@@ -138,7 +138,9 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
     """Train and evaluate a branch, and write the subfolder ``final`` of ``folder``."""
     # Train
     recipe, corpus, reporter = context.recipe, context.corpus, context.reporter
-    sink_logits = distributed.on_main(lambda: initial_sinks(context, variant))
+    sink_logits: list[Tensor] | None = None
+    if (layout := variant.layout) is not None and learns_sinks(recipe, variant):
+        sink_logits = distributed.on_main(lambda: measure_initial_sinks(context.load_dense(), layout, corpus.train))
 
     def begin(recipe: Recipe) -> SPKVTrainer:
         setup = set_up(recipe, context.dense, variant, seed, sink_logits)
@@ -190,13 +192,6 @@ def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: 
     if (extend := recipe.branch.extend) is not None:
         trainer.add_callback(callbacks.ExtensionCallback(extend, recipe.branch.steps))
     return trainer
-
-
-def initial_sinks(context: BranchContext, variant: Variant) -> list[Tensor] | None:
-    """Measure the learned sinks [Hq] by layer from which a branch starts; return None for a branch without them."""
-    if variant.layout is None or not learns_sinks(context.recipe, variant):
-        return None
-    return measure_initial_sinks(context.load_dense(), variant.layout, context.corpus.train)
 
 
 def _record(

@@ -94,11 +94,6 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         """Return the state to save in a checkpoint."""
         return {"args": {}, "attributes": {"price": None if self._controller is None else self._controller.state()}}
 
-    @property
-    def reads_density(self) -> bool:
-        """Return whether the host reads the density in every step, to adjust the price."""
-        return self._controller is not None
-
     def frozen(self, step: int) -> bool:
         """Return True if predictors are frozen in training step ``step``."""
         return self._schedule.at(step).frozen

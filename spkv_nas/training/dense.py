@@ -74,10 +74,8 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
 
     # Train, then gather weights and moments on rank 0
     trainer = train_in_fitting_passes(recipe, begin)
-    weights, moments = (
-        sharding.whole_weights(trainer.model),
-        run_files.optimizer_tensors(trainer.optimizer, trainer.model),
-    )
+    weights = sharding.whole_weights(trainer.model)
+    moments = run_files.optimizer_tensors(trainer.optimizer, trainer.model)
 
     def finish() -> None:
         with replace.new_folder(folder / "final") as new:

@@ -126,8 +126,7 @@ class Recipe(schema.Section):
         False, description="recompute activations in the backward pass: less memory, more time"
     )
     compile: bool | Literal["auto"] = Field(
-        "auto",
-        description="compile decoder layers with torch.compile; auto: on a GPU, in runs long enough to gain by it",
+        "auto", description="compile decoder layers with torch.compile; auto: on a GPU, in runs that gain by it"
     )
     optimizer: OptimizerName = Field(
         DEFAULT_OPTIMIZER, description="AdamW variant, by the trainer's name; 8-bit and paged ones need bitsandbytes"
@@ -279,7 +278,8 @@ class Recipe(schema.Section):
         """Return warnings, in sentences, about settings that will probably give poor results."""
         gates, branch = self.gates, self.branch
         soft_steps = gates.soft_fraction * branch.steps
-        reach = logit_reach(gates.learning_rate_multiplier * branch.learning_rate, soft_steps)
+        # A logit moves by the sum of the predictor's learning rates; in 75 % of a cosine decay their mean is 0.63
+        reach = 0.63 * gates.learning_rate_multiplier * branch.learning_rate * soft_steps
         distance = gates.bias - threshold_logit(gates.tau)
         if gates.start_from is None and gates.soft_fraction > 0 and reach < distance < math.inf:
             return [
@@ -288,11 +288,3 @@ class Recipe(schema.Section):
                 "gates.learning_rate_multiplier or a smaller gates.bias would help"
             ]
         return []
-
-
-def logit_reach(learning_rate: float, soft_steps: float) -> float:
-    """Estimate how far a gate's logit can move during training: the sum of the predictor's learning rates.
-
-    The mean of a cosine decay is about one half of the peak ``learning_rate``; over its first 75 % it is 0.63.
-    """
-    return learning_rate * soft_steps * 0.63

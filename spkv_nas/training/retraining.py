@@ -76,17 +76,14 @@ def retrain(
     reporter.announce(f"retraining {number}, {recipe.branch.steps:,} steps each, on {documents}")
     checkpoints = []
     with reporter.bar("retraining") as bar:
+        shown: dict[str, Bar] = {}  # of training alone
+        only = Reporter(lambda title: nullcontext(shown.get(title, no_progress)))
+        context = BranchContext(recipe, corpus, dense, folder, chosen, only)
         for index, layout in enumerate(layouts):
-            part = part_of(bar, index, len(layouts), layout.strategy)
-            context = BranchContext(recipe, corpus, dense, folder, chosen, _only(layout.strategy, part))
+            shown[layout.strategy] = part_of(bar, index, len(layouts), layout.strategy)
             checkpoints.append(context.train(Variant.hybrid(layout)).checkpoint)
             write_selection(checkpoints[-1], blocks.text_ids)
     return checkpoints
-
-
-def _only(title: str, shown: Bar) -> Reporter:
-    """Return a reporter that shows the progress of the step of one title."""
-    return Reporter(lambda step: nullcontext(shown if step == title else no_progress))
 
 
 def _recipe(

@@ -61,19 +61,14 @@ def newest_step(folder: Path) -> int:
     return max((_step(each) for each in _checkpoints(folder) if manifest.is_complete(each)), default=0)
 
 
-def remove_newer(folder: Path, checkpoint: Path | None) -> None:
-    """Remove the incomplete or damaged checkpoints that are newer than ``checkpoint``, or all if it is None."""
-    remove_checkpoints(folder, after=-1 if checkpoint is None else _step(checkpoint))
-
-
-def remove_checkpoints(folder: Path, *, after: int = -1, keep: int = 0) -> None:
-    """Remove the checkpoints after a step except the newest ``keep``; safe if another process does the same.
+def remove_checkpoints(folder: Path, *, after: Path | None = None, keep: int = 0) -> None:
+    """Remove checkpoints, or those newer than ``after``, but not the newest ``keep``; other processes may do the same.
 
     The manifest goes first, so that an interrupted removal leaves a checkpoint incomplete and not damaged.
     """
     newest_first = sorted(_checkpoints(folder), key=_step, reverse=True)
     for checkpoint in newest_first[keep:]:
-        if _step(checkpoint) > after:
+        if after is None or _step(checkpoint) > _step(after):
             (checkpoint / manifest.MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(checkpoint, ignore_errors=True)
 

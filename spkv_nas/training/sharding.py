@@ -4,7 +4,6 @@ Decoder layers are FSDP units, and so are predictors and learned sinks, because 
 dtype: these stay float32 while ``precision: bfloat16`` gathers everything else in bfloat16.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spkv_nas.base.distributed import is_sharded, pass_device
 from spkv_nas.data.batches import block_tokens, num_spare_batches
@@ -41,15 +39,9 @@ def shard_teacher(teacher: PreTrainedModel, plugin: Any) -> None:
         parameter.data = parameter.data.to(policy.param_dtype or parameter.dtype)
     # Shard layers, inner ones first, then the rest
     options = {"mp_policy": policy, "offload_policy": plugin.cpu_offload}
-    layers = [module for module in teacher.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in reversed(layers):
+    for layer in reversed(modes.decoder_layers(teacher)):
         fully_shard(layer, **options)
     fully_shard(teacher, reshard_after_forward=False, **options)
-
-
-def sharded_checkpoint(folder: Path) -> bool:
-    """Return True if the checkpoint of an interrupted run is sharded."""
-    return any(folder.glob("pytorch_model_fsdp*"))
 
 
 @torch.inference_mode()

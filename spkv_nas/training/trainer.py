@@ -39,10 +39,6 @@ from spkv_nas.training.recipe import Recipe
 _MAX_GROWTH = 1e4  # limit of weights, relative to the largest initial weight (at least 1)
 
 
-class TrainingStoppedError(UserError):
-    """Error for training that produced a number that is not finite or an exploded weight, which was not saved."""
-
-
 class SPKVTrainer(Trainer):
     """``Trainer`` with SP-KV's parameter groups, learning rates and gate phases.
 
@@ -99,8 +95,8 @@ class SPKVTrainer(Trainer):
         """Train to the last step, resuming from the newest intact checkpoint, and remove newer ones.
 
         Raises:
-            UserError: the text is shorter than one batch, the checkpoint was sharded differently, or the disk is full.
-            TrainingStoppedError: a number is not finite.
+            UserError: the text is shorter than one batch, the checkpoint was sharded differently, the disk is full, or
+                a number is not finite, which is not saved.
             Interrupted: a signal stopped the run, after a checkpoint of its last step was saved.
         """
         # Check the text and the checkpoint
@@ -111,12 +107,12 @@ class SPKVTrainer(Trainer):
                 "give more text, a smaller block_size or a smaller batch_size"
             )
         newest = on_main(lambda: run_files.newest_checkpoint(self._folder))
-        if newest is not None and sharding.sharded_checkpoint(newest) != bool(self.args.fsdp):
+        if newest is not None and any(newest.glob("pytorch_model_fsdp*")) != bool(self.args.fsdp):
             raise UserError(
                 f"{newest} was written {'without' if self.args.fsdp else 'with'} sharding: fsdp, which this run cannot "
                 "read\ngo on as it was begun, or delete it to start over"
             )
-        on_main(lambda: run_files.remove_newer(self._folder, newest))
+        on_main(lambda: run_files.remove_checkpoints(self._folder, after=newest))
         # Train, deferring signals to the end of a step
         with self._reporter.bar(self._title) as self._progress.bar, deferred() as pending:
             interrupt = InterruptCallback(pending)
@@ -252,8 +248,7 @@ class SPKVTrainer(Trainer):
         """Stop the run on all ranks if a weight or its optimizer state is not finite, or a weight has exploded.
 
         A learning rate of 1e20 leaves finite weights of 1e20, and a checkpoint with them makes every later attempt
-        fail; at 1e30, all logits are equal and the run ends with the NLL of a uniform guess. Raises
-        ``TrainingStoppedError``.
+        fail; at 1e30, all logits are equal and the run ends with the NLL of a uniform guess. Raises ``UserError``.
         """
         parameters = dict(self.model.named_parameters())
         sizes = {name: _largest(p) for name, p in parameters.items()}
@@ -275,8 +270,8 @@ class SPKVTrainer(Trainer):
         norm = super()._get_grad_norm(model, grad_norm)
         step = self.state.global_step
         self._recorded.append((step, "gradient norm", norm.detach()))
-        reads = self._phases is not None and self._phases.reads_density
-        if reads or (step + 1) % self.args.logging_steps == 0:
+        adjusts_price = self._phases is not None and self._gate_options.target_density is not None
+        if adjusts_price or (step + 1) % self.args.logging_steps == 0:
             self._check_recorded()
         return norm
 
@@ -292,10 +287,10 @@ class SPKVTrainer(Trainer):
         self._recorded.clear()
 
     def _stop(self, what: str, value: float, step: int | None = None) -> None:
-        """Raise ``TrainingStoppedError`` with the step, by default the current one, and the last good checkpoint."""
+        """Raise ``UserError`` with the step, by default the current one, and the last good checkpoint."""
         checkpoint = run_files.newest_checkpoint(self._folder)
         step = self.state.global_step if step is None else step
-        raise TrainingStoppedError(
+        raise UserError(
             f"training stopped at step {step}: the {what} is {value:.6g}; nothing was saved with it\n"
             f"last good checkpoint: {checkpoint or 'none yet'}\n"
             "lower the learning rate, or look at the data of this step"

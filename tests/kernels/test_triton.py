@@ -7,10 +7,9 @@ import torch
 from marks import pairwise, slow
 from operator_cases import (
     GATES,
-    MAX_SPILLED,
     check,
+    check_on_gpu,
     compiled_kernels,
-    eager,
     inputs,
     relative_error,
     rounded,
@@ -179,20 +178,25 @@ class TestAheadOfTime:
     """Every default tile compiles for a GPU without one, within its registers and shared memory."""
 
     @pytest.mark.parametrize(
-        ("arch", "modes", "options"),
+        ("options", "kernels", "spilled"),
         [
-            pytest.param(90, ["soft"], "--dtype bfloat16 --size 64 --kernel fwd", id="forward"),
-            pytest.param(80, ["hard"], "", id="sm80", marks=pytest.mark.slow),
-            pytest.param(90, ["soft", "hard"], "", id="sm90", marks=pytest.mark.slow),
+            ("--mode soft --dtype bfloat16 --size 64 --kernel fwd", 1, 0),
+            slow(("--mode hard --arch 80", 2 * 3 * 4, 240)),
+            slow(("--mode soft hard", 2 * 3 * 7, 240)),
+            slow(("--mode sinks --arch 80 90", 2 * 2 * 3 * 5, 240)),
+            slow(("--with sink_logits --kernel fwd --mode soft hard", 2 * 3 * 2, 0)),
+            slow(("--with starts ends --size 64 128 --dtype bfloat16 --mode none soft hard", 2 * 13, 320)),
+            slow(("--with softcap --size 128 256 --dtype bfloat16", 2 * 18, 520)),
         ],
     )
-    def test_every_default_compiles(self, arch: int, modes: list[str], options: str) -> None:
-        rows = compiled_kernels("--arch", str(arch), "--mode", *modes, *options.split())
-        # Three kernels a mode, and far keys, for two dtypes and three sizes
-        assert len(rows) == (1 if options else 2 * 3 * (3 * len(modes) + 1))
+    def test_every_default_compiles(self, options: str, kernels: int, spilled: int) -> None:
+        """16-bit tiles may spill some bytes, because the fastest ones do (``config.py``)."""
+        rows = compiled_kernels(*options.split())
+        assert len(rows) == kernels
         for row in rows:
             assert row["shared"] <= row["shared_limit"], row
-            assert row["spilled"] <= MAX_SPILLED[row["dtype"]] or row["D"] > 128 or arch != 90, row
+            most = 0 if row["dtype"] == "float32" else spilled
+            assert row["spilled"] <= most or row["D"] > 128 or row["arch"] != 90, row
 
     @pytest.mark.slow
     def test_no_load_ahead_of_a_loop_is_unguarded(self) -> None:
@@ -206,7 +210,7 @@ class TestAheadOfTime:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestOnGPU:
-    """Compiled kernels at real sizes; 16-bit errors are at most twice those of the eager formula in the same dtype."""
+    """Compiled kernels at real sizes."""
 
     @pytest.mark.parametrize(
         ("dtype", "size", "gate"),
@@ -218,30 +222,12 @@ class TestOnGPU:
     )
     def test_real_sizes(self, dtype: torch.dtype, size: int, gate: str) -> None:
         for length in (1000, 2048):
-            tensors = rounded(inputs((1, 4, 2, length, size), gate), dtype)
-            expected = run(tensors, torch.float64, device="cuda", window=128, backend="reference")
-            baseline = run(tensors, dtype, device="cuda", attend=eager, window=128)
-            actual = run(tensors, dtype, device="cuda", window=128, backend="triton")
-            for name, value in expected.items():
-                limit = 2e-5 if name == "out" else 1e-4
-                if dtype != torch.float32:
-                    limit = 1e-2 if name == "dlog_utility" else 2 * relative_error(baseline[name], value.cpu())
-                    rms = (actual[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
-                    assert name == "dlog_utility" or rms <= 5e-3, name
-                    if dtype == torch.float16 and size > 128:  # delta from the rounded output: kernels/README.md
-                        limit = max(limit, torch.finfo(dtype).eps)
-                assert relative_error(actual[name], value.cpu()) <= limit, name
+            check_on_gpu(rounded(inputs((1, 4, 2, length, size), gate), dtype), dtype, window=128)
 
     @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
     def test_windows_per_head_at_real_sizes(self, gate: str) -> None:
-        tensors = rounded(inputs((2, 8, 4, 2000, 128), gate), torch.bfloat16)
         window = torch.tensor([128, 1 << 30, 1, 700], device="cuda")
-        expected = run(tensors, torch.float64, device="cuda", window=window, backend="reference")
-        baseline = run(tensors, torch.bfloat16, device="cuda", attend=eager, window=window)
-        actual = run(tensors, torch.bfloat16, device="cuda", window=window, backend="triton")
-        for name, value in expected.items():
-            limit = 1e-2 if name == "dlog_utility" else 2 * relative_error(baseline[name], value.cpu())
-            assert relative_error(actual[name], value.cpu()) <= limit, name
+        check_on_gpu(rounded(inputs((2, 8, 4, 2000, 128), gate), torch.bfloat16), torch.bfloat16, window=window)
 
     def test_more_elements_than_32_bits_count(self) -> None:
         """The last of five sequences starts at element 2^31; it must equal the same sequence by itself."""

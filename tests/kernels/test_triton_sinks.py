@@ -6,10 +6,8 @@ import pytest
 import torch
 from marks import pairwise
 from operator_cases import (
-    MAX_SPILLED,
     check,
-    compiled_kernels,
-    eager,
+    check_on_gpu,
     inputs,
     relative_error,
     rounded,
@@ -119,26 +117,10 @@ def test_decoding_with_learned_sinks(largest: float) -> None:
     assert not actual[2].any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "kernels"),
-    [
-        pytest.param("--with sink_logits --kernel fwd --mode soft hard", 2 * 3 * 2, id="with gates"),
-        pytest.param("--mode sinks --arch 80 90", 2 * 2 * 3 * 5, id="every default"),
-    ],
-)
-def test_every_default_compiles(options: str, kernels: int) -> None:
-    rows = compiled_kernels(*options.split())
-    assert len(rows) == kernels
-    for row in rows:
-        assert row["shared"] <= row["shared_limit"], row
-        assert row["spilled"] <= MAX_SPILLED[row["dtype"]] or row["D"] > 128 or row["arch"] != 90, row
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestOnGPU:
-    """Compiled kernels at real sizes; 16-bit errors are at most twice those of the eager formula in the same dtype."""
+    """Compiled kernels at real sizes."""
 
     @pytest.mark.parametrize(
         ("dtype", "size", "gate"),
@@ -147,15 +129,7 @@ class TestOnGPU:
     def test_real_sizes(self, dtype: torch.dtype, size: int, gate: str) -> None:
         sinks = torch.tensor([4, 50], device="cuda")
         tensors = rounded(with_sink_logits(inputs((1, 4, 2, 1000, size), gate)), dtype)
-        expected = run(tensors, torch.float64, device="cuda", window=128, sinks=sinks, backend="reference")
-        baseline = run(tensors, dtype, device="cuda", attend=eager, window=128, sinks=sinks)
-        actual = run(tensors, dtype, device="cuda", window=128, sinks=sinks, backend="triton")
-        for name, value in expected.items():
-            limit = 2e-5 if name == "out" else 1e-4
-            if dtype != torch.float32:
-                summed = name in ("dlog_utility", "dsink_logits")
-                limit = 1e-2 if summed else 2 * relative_error(baseline[name], value.cpu())
-            assert relative_error(actual[name], value.cpu()) <= limit, name
+        check_on_gpu(tensors, dtype, window=128, sinks=sinks)
 
     def test_a_hundred_runs_repeat_bitwise(self) -> None:
         tensors = with_sink_logits(inputs((1, 8, 2, 4096, 128), "none"))

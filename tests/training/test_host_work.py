@@ -20,14 +20,8 @@ from spkv_nas.training.trainer import SPKVTrainer
 from spkv_nas.training.variants import Variant
 
 HYBRID = Variant.hybrid(Layout(("GL", "LL"), window=8))
-READS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "equal",
-    "allclose",
-    "unique",
-    "masked_select",
-)  # results wait for the device
+# Operators whose results the host waits for
+READS = ("_local_scalar_dense", "nonzero", "equal", "allclose", "unique", "masked_select")
 
 
 class Reads(TorchDispatchMode):

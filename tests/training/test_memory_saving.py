@@ -77,13 +77,6 @@ class TestRecomputed:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         assert len(passes) == 1
 
-    def test_a_class_without_such_layers(self) -> None:
-        with (
-            pytest.raises(UserError, match="Linear has no decoder layers to recompute"),
-            recomputed(nn.Linear(2, 2)),
-        ):  # type: ignore[arg-type]
-            pass
-
 
 class TestCompiled:
     """The recipe key ``compile``."""
@@ -137,9 +130,14 @@ class TestCompiled:
         with pytest.raises(UserError, match="cannot be compiled here"), fresh_inductor_cache(), compiled(model):
             model(input_ids=tokens, use_cache=False)
 
-    def test_a_class_without_layers(self) -> None:
-        with pytest.raises(UserError, match="Linear has no decoder layers to compile"), compiled(nn.Linear(2, 2)):  # type: ignore[arg-type]
-            pass
+
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [(recomputed, "has no decoder layers to recompute"), (compiled, "has no decoder layers to compile")],
+)
+def test_a_class_without_layers(context: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"Linear {message}"), context(nn.Linear(2, 2)):
+        pass
 
 
 def reset() -> None:
