@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,20 @@ import pytest
 import torch
 from helpers import Recorder, train_branch, weights
 from interruptions import Killed, Train, assert_same, at_step, cut, kill
-from marks import slow, slow_after
+from marks import slow_after
 from safetensors.torch import load_file
-from transformers import TrainingArguments
 
-from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.locks import FolderLock, locked
 from spkv_nas.base.manifest import MANIFEST, write_manifest
-from spkv_nas.base.schema import merged
-from spkv_nas.training import arguments, callbacks, run_files, trainer
+from spkv_nas.training import callbacks, run_files, trainer
 from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.corpus import Corpus, load_corpus, tokenizer_folder
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import OPTIMIZER_STATE, newest_checkpoint
 from spkv_nas.training.variants import Variant
-
-HYBRID = Variant.hybrid(Layout(("GL", "LL"), window=8))
-MEMORY = {"gradient_checkpointing": True, "optimizer": "adamw_torch"}
-LORA = {"lora": {"rank": 2, "alpha": 8.0, "dropout": 0.1}}
-FROZEN = {"gates": {"training": "frozen-model"}}
-DISTILL = {"branch": {"distill": {"weight": 0.5, "temperature": 2.0}}}
-NEEDS_BITSANDBYTES = [
-    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
-    pytest.mark.filterwarnings("ignore:Paged optimizers are not"),
-    pytest.mark.slow,
-]
 
 
 @pytest.fixture
@@ -57,53 +42,6 @@ def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
 
 
 class TestKilled:
-    @pytest.mark.parametrize(
-        ("changes", "variant", "step"),
-        [
-            *(slow((changes, Variant.sp_kv(), 7)) for changes in ({}, MEMORY, LORA, FROZEN)),
-            pytest.param({"optimizer": "adamw_8bit"}, Variant.sp_kv(), 7, marks=NEEDS_BITSANDBYTES),
-            pytest.param({"optimizer": "paged_adamw_32bit"}, Variant.sp_kv(), 7, marks=NEEDS_BITSANDBYTES),
-            (DISTILL, HYBRID, 7),
-            slow((DISTILL, HYBRID, 4)),
-            *(slow((DISTILL | LORA, HYBRID, step)) for step in (4, 7)),
-            *(slow((merged(DISTILL, more), Variant.sp_kv(), step)) for step in (4, 7) for more in ({}, FROZEN)),
-        ],
-    )
-    def test_the_same_command_resumes_bit_for_bit(
-        self,
-        changes: dict[str, Any],
-        variant: Variant,
-        step: int,
-        recipe: Recipe,
-        corpus: Corpus,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """Also where only trainable weights are saved; the branch starts from the dense run's optimizer state.
-
-        With logs, whose losses and parts are averages over steps before and after the kill.
-        """
-        recipe = Recipe(**merged(recipe.model_dump(), changes))
-        dense = train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
-        monkeypatch.setattr(
-            arguments, "TrainingArguments", lambda **options: TrainingArguments(**{**options, "logging_steps": 4})
-        )
-
-        def train(name: str) -> Branch:
-            return train_branch(recipe, corpus, dense, tmp_path / name, variant, device="cpu")
-
-        whole = train("whole")
-        cut(train, "torn", monkeypatch, step)
-        newest = newest_checkpoint(tmp_path / "torn")
-        assert newest is not None
-        assert newest.name == f"checkpoint-{step // 3 * 3}"
-        is_partial = (variant == Variant.sp_kv() and "gates" in changes) or "lora" in changes
-        saved = [file.name for file in newest.glob("*.safetensors")]
-        assert saved == ["learned.safetensors" if is_partial else "model.safetensors"]
-        assert len(pd.read_csv(whole.checkpoint / "train-log.csv")) == 2
-        assert_same(whole, train("torn"))
-        assert not list((tmp_path / "torn").glob("checkpoint-*"))
-
     @pytest.mark.slow
     def test_no_step_after_the_last(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A run killed in its evaluation does not train another step."""
