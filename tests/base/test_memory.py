@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from spkv_nas.base import memory
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, require
+from spkv_nas.evaluation import micro_batch
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.model_shape import check_keys, check_length, check_size, check_tokens, num_positions
 from spkv_nas.stages.evaluate.nll import nll
@@ -182,7 +183,7 @@ class TestPasses:
         monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 19)
         monkeypatch.setattr("spkv_nas.base.memory.available_bytes_per_process", lambda device: 1 << 40)
         subject = Subject.of(self.options(folder, text, 64), "", "measure")
-        with pytest.raises(UserError, match=r"logits of 8 x 64 tokens"):
+        with pytest.raises(UserError, match=rf"logits of {micro_batch.BATCH_SIZE} x 64 tokens"):
             subject.load()
         subject.load(with_logits=False)
 
@@ -190,16 +191,16 @@ class TestPasses:
         """The measured values do not depend on the batch size."""
         options = NLLOptions(model=str(folder), data=[str(text)], block_size=64, device="cpu")
         whole = nll(options).evaluation.nll
-        sizes, messages = [], []
+        sizes, messages, most = [], [], micro_batch.BATCH_SIZE
         for free in (1 << 40, 1_500_000, 1):
             monkeypatch.setattr("spkv_nas.base.memory.available_bytes_per_process", lambda device, free=free: free)
             messages.clear()
             reporter = Recorder(announced=messages.append)
             measured = Subject.of(self.options(folder, text, 64), "", "measure").load(reporter)
             sizes.append(measured.batch_size)
-            assert any("using a micro-batch of" in line for line in messages) == (measured.batch_size < 8)
+            assert any("using a micro-batch of" in line for line in messages) == (measured.batch_size < most)
             assert nll(options).evaluation.nll.mean == pytest.approx(whole.mean, rel=1e-6)
-        assert sizes[0] == 8 > sizes[1] > sizes[2] == 1
+        assert sizes[0] == most > sizes[1] > sizes[2] == 1
 
     def test_tokens_that_the_model_does_not_have(
         self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase

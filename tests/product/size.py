@@ -35,7 +35,7 @@ BUDGETS: dict[str, float] = {
     "imports in 100 lines": 8.0,
     "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
     "tracked files": 856,
-    "lines of tests": 41_688,
+    "lines of tests": 41_689,
     "quick test items": 3_599,
 }
 AT_LEAST = ("comments in 1,000 lines",)
