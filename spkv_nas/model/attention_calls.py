@@ -98,8 +98,7 @@ def record_call(module: nn.Module, keys: Tensor, values: Tensor, native_window: 
 
 def requested_window(kwargs: dict[str, Any]) -> int | None:
     """Return the sliding window among the keyword arguments of an attention call; None: full attention."""
-    window = kwargs.get("sliding_window")
-    return int(window) if window is not None else None
+    return None if (window := kwargs.get("sliding_window")) is None else int(window)
 
 
 def refuse_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -119,11 +118,7 @@ def refuse_tensors(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float, cache: Any
 ) -> None:
     """Raise ``UserError`` for tensors of an attention call from which the operator would compute something else."""
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise UserError(
-            "this batch has an attention mask of its own, which SP-KV attention would ignore: give the padding mask "
-            "[batch, tokens], or packed documents by position_ids"
-        )
+    _refuse_mask(attention_mask)
     if cache is not None and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise UserError(
             "no gradients pass through SPKVCache: call the model inside torch.no_grad(), or with use_cache=False"
@@ -137,6 +132,15 @@ def refuse_tensors(
         raise UserError(
             f"a layer attends from {query.shape[2]} tokens to {key.shape[2]} keys, as with compressed or shared keys "
             "or a cache of its own, which SP-KV attention does not compute"
+        )
+
+
+def _refuse_mask(mask: Tensor | None) -> None:
+    """Raise ``UserError`` for an attention mask that is not for tokens [B, T]."""
+    if mask is not None and mask.ndim != 2:
+        raise UserError(
+            "this batch has an attention mask of its own, which SP-KV attention would ignore: give the padding mask "
+            "[batch, tokens], or packed documents by position_ids"
         )
 
 
@@ -278,6 +282,7 @@ def document_starts(mask: Tensor | None, kwargs: dict[str, Any], tokens: Tensor)
     Returns:
         None if each row is one document.
     """
+    _refuse_mask(mask)
     batch, length = tokens.shape[0], tokens.shape[-2]
     ends, index = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
     if mask is not None and mask.dtype != torch.bool:

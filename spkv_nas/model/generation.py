@@ -133,12 +133,8 @@ def generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float = 0.0
 ) -> transformers.GenerationConfig:
     """Build the config of ``generate``; the end-of-text token is the model's, or else the tokenizer's."""
-    model_config = model.generation_config
-    eos = (
-        model_config.eos_token_id
-        if model_config is not None and model_config.eos_token_id is not None
-        else tokenizer.eos_token_id
-    )
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    eos = tokenizer.eos_token_id if eos is None else eos
     options: dict[str, Any] = {"temperature": temperature, "top_k": 0} if temperature else {}
     return transformers.GenerationConfig(
         max_new_tokens=max_new_tokens,

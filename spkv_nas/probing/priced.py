@@ -131,9 +131,8 @@ class _Learning:
     ) -> None:
         """Create the optimizer, the learning-rate schedule and the price controller."""
         self._model, self._config, self._boundaries = model, config, boundaries
-        named = dict(model.named_parameters())
         predictors = gates.predictor_parameters(model)
-        self._parameters = {name: parameter for name, parameter in named.items() if parameter in predictors}
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter in predictors}
         # Apply weight decay to matrices and kernels, not to biases
         groups = [
             {"params": [p for p in self._parameters.values() if p.ndim >= 2], "weight_decay": _WEIGHT_DECAY},
