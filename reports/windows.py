@@ -1,7 +1,7 @@
 """Compare windows of local heads at equal memory, without training: one window by rule or chosen, two, one per head.
 
     python reports/windows.py MODEL TEXT.jsonl... --memory 0.3 0.2 0.15 0.1 --out reports/windows.csv
-    python reports/windows.py --out reports/windows.csv --figures docs/pictures    # draws the table that is there
+    python reports/windows.py --out reports/windows.csv --figures docs/pictures --positions reports/llama-30m/*.csv
 
 Documents are divided into those that choose layouts, and those that every layout is evaluated on. Rows of a memory:
 
@@ -115,22 +115,41 @@ class Comparison:
         return rows
 
 
-def draw_losses(table: pd.DataFrame, path: Path) -> None:
-    """Draw loss against memory, a line for each kind of layout."""
-    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+def draw_losses(by_memory: pd.DataFrame, by_position: pd.DataFrame, path: Path) -> None:
+    """Draw loss against memory (tables of this script), and by quarter of a block (tables of ``reports/llama-30m``)."""
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(6.4, 7.2), layout="constrained")
+    options = {"capsize": 3, "markersize": 5}
+    # Loss against memory
     marks = {"rule": "x:", "one window": "o-", "two windows": "s-", "a window per head": "D-"}
     labels = {"rule": "head gates, window 128"}
     for name, mark in marks.items():
-        rows = table[table["windows"] == name].sort_values("memory")
+        rows = by_memory[by_memory["windows"] == name].sort_values("memory")
         share, loss, error = 100 * rows["share_of_cache"], rows["delta_nll_percent"], rows["standard_error"]
-        axes.errorbar(share, loss, error, fmt=mark, capsize=3, markersize=5, label=labels.get(name, name))
-    axes.set_yscale("symlog", linthresh=0.3, linscale=1.5)
-    axes.set_yticks([0, 0.1, 0.2, 0.3, 1, 3], ["0", "0.1", "0.2", "0.3", "1", "3"])
-    axes.set_xlabel("KV cache, % of full attention's")
-    axes.set_ylabel("ΔNLL, %, without training")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+        upper.errorbar(share, loss, error, fmt=mark, label=labels.get(name, name), **options)
+    upper.set_yscale("symlog", linthresh=0.3, linscale=1.5)
+    upper.set_yticks([0, 0.1, 0.2, 0.3, 1, 3], ["0", "0.1", "0.2", "0.3", "1", "3"])
+    upper.set_xlabel("KV cache, % of full attention's")
+    upper.legend(frameon=False)
+    # Loss by position, at a quarter of the cache
+    quarters = by_position[(by_position["kind"] == "text") & by_position["tokens counted"].str.startswith("quarter")]
+    layouts = {
+        "25 interleaved-last": ("v:", "one layer in four, window 128"),
+        "25 gates-text": ("x:", "head gates, window 128"),
+        "25 one-window": ("o-", "one window, by its costs"),
+        "25 window-per-head": ("D-", "up to three windows"),
+    }
+    for name, (mark, label) in layouts.items():
+        rows = quarters[quarters["layout"] == name].sort_values("tokens counted")
+        lower.errorbar([1, 2, 3, 4], rows["delta_nll_percent"], rows["error"], fmt=mark, label=label, **options)
+    lower.set_yscale("symlog", linthresh=1)
+    lower.set_yticks([0, 0.5, 1, 3, 10, 30], ["0", "0.5", "1", "3", "10", "30"])
+    lower.set_xticks([1, 2, 3, 4])
+    lower.set_xlabel("quarter of a block of 2,048 tokens, at 25 % of the KV cache")
+    lower.legend(frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.66))
+    for axes in (upper, lower):
+        axes.set_ylabel("ΔNLL, %, without training")
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
 
 
 def draw_heads(table: pd.DataFrame, path: Path) -> None:
@@ -166,13 +185,13 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--figures", type=Path, help="folder of the pictures")
+    parser.add_argument("--positions", nargs="+", type=Path, help="tables of reports/llama-30m, for the pictures")
     options = parser.parse_args()
     if options.model is not None:
         measure(options)
     if options.figures is not None:
-        table = pd.read_csv(options.out)
-        options.figures.mkdir(exist_ok=True)
-        draw_losses(table, options.figures / "memory.png")
+        table, positions = pd.read_csv(options.out), pd.concat(map(pd.read_csv, options.positions))
+        draw_losses(table, positions, options.figures / "losses.png")
         draw_heads(table, options.figures / "windows.png")
 
 
