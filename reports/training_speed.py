@@ -12,7 +12,7 @@ import argparse
 import cProfile
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
@@ -53,9 +53,10 @@ def new_model(options: argparse.Namespace) -> PreTrainedModel:
     return LlamaForCausalLM(config).to(options.device)
 
 
-def step_of(kind: Any, taught: bool, tokens: torch.Tensor, options: argparse.Namespace) -> Callable[[], None]:
-    """Return a training step of a case of ``CASES``."""
-    # Apply the case to a new model
+def step_of(
+    kind: Any, taught: bool, tokens: torch.Tensor, options: argparse.Namespace, contexts: ExitStack
+) -> Callable[[], None]:
+    """Return a training step of a case of ``CASES``, which is set up until ``contexts`` end."""
     model, distillation = new_model(options), None
     if isinstance(kind, str):
         attach.attach_gates(model, GateConfig(window=options.block_size // 16), seed=0)
@@ -70,11 +71,11 @@ def step_of(kind: Any, taught: bool, tokens: torch.Tensor, options: argparse.Nam
     models = [model] if distillation is None else [model, distillation.teacher.model]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     begin_pass = None if distillation is None else distillation.begin_pass
-    in_chunks = nullcontext() if kind is None else loss_in_chunks(model, begin_pass)
+    if kind is not None:
+        contexts.enter_context(loss_in_chunks(model, begin_pass))
     autocast = torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda")
-    in_chunks.__enter__()  # for all steps
     if options.compile:
-        modes.compiled(*models).__enter__()
+        contexts.enter_context(modes.compiled(*models))
 
     def step() -> None:
         with autocast:
@@ -127,7 +128,8 @@ def main() -> None:
     # Warm up, then time all cases in one order and the other
     print(f"{device_name(options.device)}, torch {torch.__version__}; one step, against the plain loop")
     tokens = torch.randint(options.vocabulary, (options.batch_size, options.block_size), device=options.device)
-    steps = {name: step_of(*case, tokens, options) for name, case in CASES.items()}
+    contexts = ExitStack()
+    steps = {name: step_of(*case, tokens, options, contexts) for name, case in CASES.items()}
     times: dict[str, list[float]] = {name: [] for name in CASES}
     clock = process_time if options.device == "cpu" else perf_counter
     for number in range(-1, 2 * options.rounds):

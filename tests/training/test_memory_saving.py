@@ -231,7 +231,7 @@ class TestOptimizer:
         with pytest.raises(UserError, match="optimizer: adamw_torch_fused does not work on cpu: `fused=True` requires"):
             train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
 
-    @pytest.mark.parametrize("value", ["sgd", "adamw", 8])
+    @pytest.mark.parametrize("value", slow_after(1, ["sgd", "adamw", 8]))
     def test_unknown_names(self, value: object, recipe: Recipe) -> None:
         with pytest.raises(UserError, match=r"key 'optimizer'.*adamw_torch_fused"):
             Recipe.parse({**recipe.model_dump(), "optimizer": value}, Path(), "recipe")
