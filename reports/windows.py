@@ -132,6 +132,7 @@ def draw_losses(by_memory: pd.DataFrame, by_position: pd.DataFrame, path: Path) 
     upper.legend(frameon=False)
     # Loss by position, at a quarter of the cache
     quarters = by_position[(by_position["kind"] == "text") & by_position["tokens counted"].str.startswith("quarter")]
+    quarters = quarters.sort_values("blocks", ascending=False).drop_duplicates(["tokens counted", "layout"])
     layouts = {
         "25 interleaved-last": ("v:", "one layer in four, window 128"),
         "25 gates-text": ("x:", "head gates, window 128"),
