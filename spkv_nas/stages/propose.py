@@ -147,7 +147,7 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
     sinks = answer.table.sinks
     tokens = "token" if sinks == 1 else f"{sinks} tokens"
     sentences += [
-        _by_costs(answer),
+        _by_costs(answer, options.window),
         default_window(answer.table, options.window),
         f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
         if sinks
@@ -159,16 +159,19 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def _by_costs(answer: Answer) -> str | None:
-    """Return a sentence on what the costs of windows say that layouts lose; None without them."""
+def _by_costs(answer: Answer, window: int | None) -> str | None:
+    """Return a sentence on what layouts lose by the costs of windows; ``window`` was asked for; None without costs."""
     table, layout = answer.table, answer.layouts.get(windows.WINDOW_PER_HEAD)
     if layout is None:
         return None
     densest = answer.layouts["densest"]
     loss = float(table.values[table.is_head & ~densest.global_mask].sum())
+    tried = {row["window"] for row in table.metadata.get("windows_tried", []) if row["blocks"]}
+    is_compared = window is not None or densest.window in tried
+    advice = "" if is_compared else "; probe --memory compares such windows on text, where costs err"
     return (
         f"loss by the costs of windows, to first order: {layout.provenance['cost']:.4f} nats per token with a window "
-        f"per head, {loss:.4f} with one window of {densest.window} and {densest.num_global} global heads"
+        f"per head, {loss:.4f} with one window of {densest.window} and {densest.num_global} global heads{advice}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.engines.engine import Serving
 from spkv_nas.engines.vllm import VLLM
@@ -128,6 +130,20 @@ class TestProposal:
         probed = table(memory=0.2, context=2048, budget=7)
         layout = propose_for(probed).layouts["window-per-head"]
         assert layout.provenance["memory"] == int(0.2 * COST.full(48))
+
+    def test_a_window_that_was_not_compared_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        tried = [{"window": 64, "blocks": 8}, {"window": 128, "blocks": 0}]
+        scores = table(memory=0.2, context=2048, budget=7, windows_tried=tried)
+        assert scores.window_costs is not None
+        costs = replace(scores.window_costs, values=scores.window_costs.values / 100)
+        replace(scores, window_costs=costs).write(tmp_path / "probes" / "p")
+
+        def advice(*options: str) -> bool:
+            main(["propose", "--probe", "p", "--memory", "20%", "--workspace", str(tmp_path), *options])
+            return "probe --memory compares such windows" in " ".join(capsys.readouterr().out.split())
+
+        assert advice()
+        assert not advice("--window", "32")
 
     def test_constraints(self) -> None:
         constraints = Constraints.parse(["windows=64,512", "max-per-layer=1", "local-layers=0"])
