@@ -24,19 +24,19 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 50_490,
-    "lines without contrib": 42_740,
-    "files": 332,
-    "files without contrib": 284,
-    "lines of commands": 7_065,
+    "lines": 50_200,
+    "lines without contrib": 42_456,
+    "files": 331,
+    "files without contrib": 283,
+    "lines of commands": 7_050,
     "files of commands": 58,
     "option slots": 230,
     "option slots of one command": 20,
-    "imports in 100 lines": 7.8,
+    "imports in 100 lines": 7.7,
     "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
-    "tracked files": 835,
-    "lines of tests": 41_950,
-    "quick test items": 3_620,
+    "tracked files": 832,
+    "lines of tests": 41_905,
+    "quick test items": 3_608,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 
