@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,8 @@ from spkv_nas.base.files import read_json
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.stages.next_steps import RECOMMENDATION
+from spkv_nas.stages.options import probe
 
 STUDY = ROOT / "reports" / "study"
 MODULES = [file.stem for file in STUDY.glob("*.py")]
@@ -61,6 +64,30 @@ judged:
     sinks: [{chosen: 1, run: 1}, {chosen: 1, run: learned}]
 """
 pytestmark = pytest.mark.filterwarnings("ignore:the model predicts", "ignore:a sum of head gains")
+
+
+def test_advice_follows_from_the_figures() -> None:
+    """The default scores are the best of the committed results, and README has the same figures."""
+    results = pd.read_csv(ROOT / "reports" / "llama-30m" / "results.csv")
+    rows = results.query("kind == 'text' and `tokens counted` == 'all' and blocks == 16").set_index("layout")
+    readme = (ROOT / "README.md").read_text()
+    quoted = re.findall(r"^\| \**(.+?)\** \| \**\+([\d.]+) ± ([\d.]+)", readme, re.MULTILINE)
+    layouts = ["window-per-head", "one-window", "gates-text", "h100-densities", "h100-duo", "interleaved-last"]
+    for (_, change, error), name in zip(quoted, layouts, strict=True):
+        row, digits = rows.loc[f"25 {name}"], len(change.partition(".")[2])
+        assert float(change) == round(row["delta_nll_percent"], digits), name
+        assert float(error) == round(row["error"], digits), name
+    # Windows chosen by their costs lose least, and are what a limit of memory chooses by
+    least = rows["delta_nll_percent"].filter(like="25 ").idxmin()
+    assert least == "25 window-per-head"
+    options = probe.ProbeOptions(model="embedded:dense", data=["stdlib"])
+    assert probe.chosen_signal(replace(options, memory="25%")).name == "window-costs"
+    # With one window of 128 keys no other score loses less than the default one, and densities are level with it
+    others = rows.loc[[f"25 {name}" for name in ("h100-densities", "h100-duo", "leave-one-out")]]
+    assert probe.chosen_signal(options).name == "head-gates"
+    assert (others["behind_first"] > -2 * others["behind_error"]).all()
+    assert abs(others["behind_first"].iloc[0]) < 2 * others["behind_error"].iloc[0]
+    assert "level with them on one of 30 M" in RECOMMENDATION
 
 
 @pytest.fixture
