@@ -92,7 +92,8 @@ class KeyBenefitEstimator:
         has_gate = (slope > 0.0) & is_text[:, None]  # not in global and local heads, and not for sink tokens
         num_keys, num_gated = is_text.sum(), has_gate.sum((0, 2))
         sums = -(gradient / slope).where(has_gate, 0.0).sum((0, 2))
-        benefit = sums * (num_keys / num_gated) * self._num_gates  # NaN without any gate
+        scale = torch.where(num_keys > 0, num_keys / num_gated, 0.0)  # NaN without any gate, 0 without text
+        benefit = sums * scale * self._num_gates
         self._benefits[layer] = self._benefits.get(layer, torch.zeros_like(benefit)) + benefit
 
     def stop(self) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from spkv_nas.training.branch_config import BranchConfig, GatesConfig, gates_of_
 
 OFFLOAD = "fsdp-offload"
 _REMOVED = {"gates": {"layers": None}, "evaluation": {"every": None, "max_tokens": 65536}}
-_LATER = {"compile": "auto", "lora": None, "optimizer": DEFAULT_OPTIMIZER}
+_LATER = {"compile": (False, "auto"), "lora": (None,), "optimizer": (DEFAULT_OPTIMIZER,)}
 
 
 class ModelConfig(schema.Section):
@@ -238,11 +238,12 @@ class Recipe(schema.Section):
         """Hash the recipe, or the given sections: the first 16 hexadecimal digits of the SHA-256.
 
         The hash names finished runs, so it must not change between versions for recipes that train the same: the price
-        is hashed as the paper's weight, later keys are left out at their default, and removed keys count at theirs.
+        is hashed as the paper's weight, later keys are left out at their past and present defaults, and removed keys
+        count at theirs.
         """
         # Leave out later keys at their defaults
         data = self.model_dump(mode="json", include=set(sections) if sections else None)
-        data = {key: value for key, value in data.items() if key not in _LATER or value != _LATER[key]}
+        data = {key: value for key, value in data.items() if value not in _LATER.get(key, ())}
         for section, key in (("data", "mix"), ("branch", "extend")):
             if section in data and data[section][key] is None:
                 del data[section][key]

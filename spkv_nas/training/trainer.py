@@ -279,7 +279,7 @@ class SPKVTrainer(Trainer):
         """Stop the run on all ranks if a loss or gradient norm since the last call is not finite, naming the first."""
         if not self._recorded:
             return
-        values = torch.stack([sharding.whole(value).float() for _, _, value in self._recorded])
+        values = torch.stack([sharding.whole(value).float().to(self.args.device) for _, _, value in self._recorded])
         means = (sum_over_processes(values) / num_processes()).tolist()
         for (step, what, _), mean in zip(self._recorded, means, strict=True):
             if not math.isfinite(mean):

@@ -17,7 +17,7 @@ import spkv_nas
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.signals.measure.attention_mass import attention_mass
-from spkv_nas.contrib.signals.measure.retrieval import retrieval
+from spkv_nas.contrib.signals.measure.retrieval import needles, retrieval
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
 from spkv_nas.data.splits import load_text
 from spkv_nas.data.tokenizer import train_bpe
@@ -207,6 +207,15 @@ def test_attention_is_that_of_documents_alone(model: PreTrainedModel, tokenizer:
     )
     with pytest.raises(UserError, match="cannot hold a needle of 12"):
         retrieval(model, blocks, 2, needle_length=12)
+
+
+def test_needles_are_in_the_longest_document(blocks: TokenBlocks) -> None:
+    before = blocks.boundaries.positions(blocks.tokens)
+    found = needles(blocks, 2, 3, seed=0).blocks
+    positions = found.boundaries.positions(found.tokens)
+    assert found.num_blocks >= blocks.num_blocks - 1
+    assert np.isin(positions[:, -1], before.max(1)).all()
+    assert (positions.max(1) == positions[:, -1]).all()
 
 
 def test_are_the_same_from_files(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

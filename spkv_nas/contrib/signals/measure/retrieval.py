@@ -153,7 +153,11 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
 
 
 def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
-    """Move the longest of the separate documents of each block to its end; also return where it starts [N]."""
+    """Move the longest of the separate documents of each block to its end; also return where it starts [N].
+
+    The separator's end is written before it, over tokens of other documents. Where these are fewer, the start is the
+    block size, as no needle fits.
+    """
     position = blocks.boundaries.positions(blocks.tokens)
     longest = position.max(1) + 1
     end = position.argmax(1) + 1
@@ -161,7 +165,15 @@ def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
     is_longest = (columns < end[:, None]) & (columns >= (end - longest)[:, None])
     order = np.argsort(is_longest, axis=1, kind="stable")
     tokens, document = (np.take_along_axis(array, order, 1) for array in (blocks.tokens, blocks.document))
-    return replace(blocks, tokens=tokens, document=document), blocks.block_size - longest
+    start = blocks.block_size - longest
+    # Separate it from what now comes before it
+    separator = blocks.boundaries.separator
+    end = separator[: len(separator) - len(blocks.opening)]
+    for row, first in zip(tokens, start, strict=True):
+        if first >= len(end):
+            row[first - len(end) : first] = end
+    start[(start > 0) & (start < len(end))] = blocks.block_size
+    return replace(blocks, tokens=tokens, document=document), start
 
 
 def _accuracy(num_correct: arrays.Int, num_tokens: int) -> float:
