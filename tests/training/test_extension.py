@@ -24,6 +24,7 @@ from spkv_nas.base.limits import MAX_SEED
 from spkv_nas.base.schema import merged
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.order import BlockOrder, Mixture, library_order, mixed_order
+from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.export.export import export
 from spkv_nas.model.rope import extend_positions
@@ -212,6 +213,8 @@ class TestTraining:
 
 class ShortSamples:
     """Stands in for RULER's samples, which do not fit in 32 tokens."""
+
+    boundaries = Boundaries()
 
     def __init__(self, _tokenizer: object, size: int, *_: object) -> None:
         self.size = size

@@ -35,6 +35,13 @@ def test_a_finished_run_is_found_whatever_tracks_it(recipe: Recipe) -> None:
     assert parse(recipe, report_to=["wandb"]).content_hash(*HASHED) == recipe.content_hash(*HASHED)
 
 
+def test_a_finished_run_is_found_after_the_default_became_auto(recipe: Recipe) -> None:
+    default, never, always = (
+        parse(recipe, **keys).content_hash() for keys in ({}, {"compile": False}, {"compile": True})
+    )
+    assert default == never != always
+
+
 def test_unknown_keys_and_trackers(recipe: Recipe) -> None:
     with pytest.raises(UserError, match="unknown key 'tensorboard'"):
         parse(recipe, tensorboard=True)

@@ -170,7 +170,7 @@ def test_answers_match_the_samples_asked(
         texts = [", ".join(one.answers[: 4 * (seen.index(one.text) % 2)]) for one in samples]
         return Continuations(texts, np.full(len(samples), 0.5))
 
-    monkeypatch.setattr(ruler, "continue_greedily", answering)
+    monkeypatch.setattr(ruler.generation, "continue_greedily", answering)
     monkeypatch.setattr(ruler, "_TOGETHER", 2000)
     updates: list[tuple[int, int]] = []
     result = Answers.of(answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: updates.append(step)), 7)
@@ -275,7 +275,7 @@ class TestCommand:
         assert [file.name[:6] for file in kept] == ["vt-512"] * 3 + ["vt-600"] * 3
         line = json.loads(kept[0].read_text().splitlines()[1])
         assert set(line) == {"index", "question", "answers", "output", "score", "density"}
-        monkeypatch.setattr(ruler, "continue_greedily", None)
+        monkeypatch.setattr(ruler.generation, "continue_greedily", None)
         main(command)  # asks nothing again
         assert pd.read_csv(folder / "ruler.csv").equals(rows)
 
