@@ -24,8 +24,8 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 50_200,
-    "lines without contrib": 42_456,
+    "lines": 50_215,
+    "lines without contrib": 42_460,
     "files": 331,
     "files without contrib": 283,
     "lines of commands": 7_050,
@@ -35,8 +35,8 @@ BUDGETS: dict[str, float] = {
     "imports in 100 lines": 7.7,
     "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
     "tracked files": 832,
-    "lines of tests": 41_905,
-    "quick test items": 3_608,
+    "lines of tests": 41_950,
+    "quick test items": 3_613,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 
