@@ -1,11 +1,11 @@
-"""Measure layouts of a model on documents that chose nothing: by domain and position, and on copies from far away.
+"""Measure layouts of a model on documents not used for selection: by domain and position, and on copies from far away.
 
     python study.py text MODEL FOLDER             # writes text/: three parts, and two kinds of text for head gates
     python study.py measure MODEL LAYOUT... --kinds text recall unseen ruler --rounds 4 --out results.csv
 
 FOLDER holds a JSON Lines file for each domain, LAYOUT is a file whose folder names a memory. A round is a block of
-2,048 tokens of each domain, from the middle of one document. Losses are kept by layout and block in runs/study/, so
-that runs resume, and rounds can be added.
+2,048 tokens of each domain, from the middle of one document. Losses are kept by model, layout and block in runs/study/,
+so that runs resume, and rounds can be added.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def losses(model: Any, layout: Layout | None, blocks: Tokens) -> NDArray[np.floa
     spkv_nas.detach(model) if layout is None else spkv_nas.apply_layout(model, layout)
     for tokens in blocks:
         name = f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.npy"
-        file = CACHE / ("full" if layout is None else layout.content_hash) / name
+        file = CACHE / Path(model.name_or_path).name / ("full" if layout is None else layout.content_hash) / name
         if not file.is_file():
             with torch.inference_mode():
                 row = token_nll(model, torch.from_numpy(tokens)[None])[0].numpy()
@@ -157,11 +157,12 @@ def table_rows(kind: str, layouts: dict[str, Layout], options: argparse.Namespac
     documents = stretches(options.text / "evaluate.jsonl", tokenizer)
     layouts = {} if kind == "unseen" else layouts  # what the passages cost a model that did not see them before
     shares, every = cache_shares(model, layouts, LENGTH), {"full attention": None, **layouts}
-    for rounds in range(1, options.rounds + 1):  # so that what an interrupted run has done can be compared
+    # Compute all layouts' losses round by round, so that an interrupted run has the same blocks of each
+    for rounds in range(1, options.rounds + 1):
         blocks, masks = blocks_of(kind, documents, tokenizer, rounds)
-        found = {name: losses(model, layout, blocks) for name, layout in every.items()}
+        by_layout = {name: losses(model, layout, blocks) for name, layout in every.items()}
     for group, mask in masks.items():
-        sums = {name: (each * mask).sum(1, dtype=np.float64) for name, each in found.items()}
+        sums = {name: (each * mask).sum(1, dtype=np.float64) for name, each in by_layout.items()}
         full = sums["full attention"]
         for name, total in sums.items():
             row = {"kind": kind, "tokens counted": group, "layout": name, "blocks": int(mask.any(1).sum())}

@@ -146,15 +146,15 @@ def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, repo
     # Choose layouts by their costs
     margins, nll = search.compared.trial.margins, table.metadata.get("nll")
     middle = len(search.layouts) // 2
-    found = {first_by_costs(margins, search.layouts, nll, factor) for factor in _RECOVERED}
-    chosen = sorted({middle if position is None else position for position in found})
+    by_costs = {first_by_costs(margins, search.layouts, nll, factor) for factor in _RECOVERED}
+    positions = sorted({middle if position is None else position for position in by_costs})
     passes = search.critical.passes
-    if passes is not None and passes <= chosen[0]:
+    if passes is not None and passes <= positions[0]:
         reporter.announce("nothing is retrained: no smaller layout is likely to pass")
         return []
     # Write them under names with their sizes, so that what selected them is known
     layouts = []
-    for position in chosen:
+    for position in positions:
         layout = search.layouts[position]
         layouts.append(replace(layout, strategy=f"{layout.strategy}-{search.budgets[position]:g}"))
         layouts[-1].write(options.folders.layout_dir(table.name) / f"{layouts[-1].strategy}.yaml")

@@ -194,10 +194,10 @@ def layer_predictor(layer: nn.Module) -> UtilityPredictor | FixedGates | None:
     return predictor
 
 
-See = Callable[[int, Tensor, Tensor], None]  # gets a layer's index, logits and text tokens
+LogitsObserver = Callable[[int, Tensor, Tensor], None]  # gets a layer's index, logits and text tokens
 
 
-def watch_logits(model: nn.Module, see: See) -> ExitStack:
+def watch_logits(model: nn.Module, see: LogitsObserver) -> ExitStack:
     """Call ``see(layer, logits [B, Hkv, T], is_text)`` each time that the gates of an attention layer run.
 
     ``is_text`` bool [B, T] is false for padding and filling. Layers are numbered from 0, including those without gates.
@@ -212,7 +212,7 @@ def watch_logits(model: nn.Module, see: See) -> ExitStack:
     return stack
 
 
-def _hook(layer: int, see: See) -> Callable[[nn.Module, Any, dict[str, Any], Tensor], None]:
+def _hook(layer: int, see: LogitsObserver) -> Callable[[nn.Module, Any, dict[str, Any], Tensor], None]:
     """Make the forward hook of a predictor."""
 
     def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any], logits: Tensor) -> None:

@@ -61,8 +61,8 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     table = with_sinks(measured, options.sinks)
     reporter.caution(table.missed_price)
     # Add the recommended signal's scores of the densities' model, if measured with the same sink tokens
-    found = neighbours(options.folders, measured) if measured.is_density else ()
-    same = [other for other in found if (other.signal, other.sinks) == (defaults.RECOMMENDED, measured.sinks)]
+    tables = neighbours(options.folders, measured) if measured.is_density else ()
+    same = [other for other in tables if (other.signal, other.sinks) == (defaults.RECOMMENDED, measured.sinks)]
     others = [with_sinks(other, options.sinks) for other in same[:1]]
     solutions = None if options.solutions is None else SeveralSolutions.parse(options.solutions)
     # Solve for the layouts

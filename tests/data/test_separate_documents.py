@@ -146,8 +146,8 @@ def test_filling_does_not_count(model: PreTrainedModel, blocks: TokenBlocks) -> 
     with spkv_nas.layout_applied(model, LAYOUT), torch.no_grad():
         reference = partial(windows.full_attention, model)
         sums = [loss.mean_divergence(model, x, reference) * (x.numel() - 1) for x in batches]
-        found = loss.mean_divergence(model, batch["input_ids"], reference, position_ids=batch["position_ids"])
-    assert found.item() == pytest.approx(sum(sums).item() / (num_tokens - len(batches)), rel=1e-4)
+        divergence = loss.mean_divergence(model, batch["input_ids"], reference, position_ids=batch["position_ids"])
+    assert divergence.item() == pytest.approx(sum(sums).item() / (num_tokens - len(batches)), rel=1e-4)
     # Price and densities of gates, without effect on hidden states in any mode; the sink token has no gate
     spkv_nas.attach_gates(model, spkv_nas.GateConfig(window=SIZE, sinks=1, bias=0.0, init_scale=40.0), seed=0)
     *_, predictor = predictors(model).values()  # of the last layer, which no other layer's price moves
@@ -211,9 +211,9 @@ def test_attention_is_that_of_documents_alone(model: PreTrainedModel, tokenizer:
 
 def test_needles_are_in_the_longest_document(blocks: TokenBlocks) -> None:
     before = blocks.boundaries.positions(blocks.tokens)
-    found = needles(blocks, 2, 3, seed=0).blocks
-    positions = found.boundaries.positions(found.tokens)
-    assert found.num_blocks >= blocks.num_blocks - 1
+    moved = needles(blocks, 2, 3, seed=0).blocks
+    positions = moved.boundaries.positions(moved.tokens)
+    assert moved.num_blocks >= blocks.num_blocks - 1
     assert np.isin(positions[:, -1], before.max(1)).all()
     assert (positions.max(1) == positions[:, -1]).all()
 

@@ -265,13 +265,13 @@ def test_gates_of_layers_that_share_keys(family: str) -> None:
     weights = [p for module in predictors(model).values() for p in module.parameters()]
     for mode in ("hard", "soft"):
         set_gate_mode(model, mode)
-        found = model(input_ids=prompts(), use_cache=False).logits
+        logits = model(input_ids=prompts(), use_cache=False).logits
         with explicit_gates(model, mode):
             expected = model(input_ids=prompts(), use_cache=False).logits
-        assert error(found, expected) < 1e-6
+        assert error(logits, expected) < 1e-6
     slopes = torch.autograd.grad(expected.square().mean(), weights)
     recompute_activations(model)
     recomputed = model(input_ids=prompts(), use_cache=False).logits
-    for outputs in (found, recomputed):
+    for outputs in (logits, recomputed):
         actual = torch.autograd.grad(outputs.square().mean(), weights)
         assert all(error(x, y) < 1e-5 for x, y in zip(actual, slopes, strict=True))

@@ -86,10 +86,12 @@ def _keys(
     identity = evaluator.identity(f"open {criterion} {_depends_on(tokenizer, texts)}")
 
     def find(part: range) -> list[dict[str, Any]]:
-        found = [(number, texts[number], key_spans(model, tokenizer, texts[number].text, criterion)) for number in part]
+        by_text = [
+            (number, texts[number], key_spans(model, tokenizer, texts[number].text, criterion)) for number in part
+        ]
         return [
             {"text": number, "name": text.name, "spans": spans, "keys": [text.text[a:b] for a, b in spans]}
-            for number, text, spans in found
+            for number, text, spans in by_text
         ]
 
     # Find the key tokens, with open gates
