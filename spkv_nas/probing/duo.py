@@ -180,12 +180,14 @@ def sums_of_squares(
     is differentiable in the alphas of the ``mixtures``, one per layer, which are attached to the model.
     """
     decoder, inputs = model.get_decoder(), boundaries.inputs(tokens)
-    is_text = torch.from_numpy(~boundaries.is_filling(tokens.cpu().numpy())).to(model.device)
     for mixture in mixtures:
         mixture.records = True
     with torch.no_grad():
-        target = decoder(**inputs, use_cache=False).last_hidden_state[is_text].float()
+        target = decoder(**inputs, use_cache=False).last_hidden_state
     for mixture in mixtures:
         mixture.records = False
-    hidden = decoder(**inputs, use_cache=False).last_hidden_state[is_text].float()
+    hidden = decoder(**inputs, use_cache=False).last_hidden_state
+    # Leave out filling
+    is_text = torch.from_numpy(~boundaries.is_filling(tokens.cpu().numpy())).to(hidden.device)
+    hidden, target = hidden[is_text].float(), target[is_text].float()
     return F.mse_loss(hidden, target, reduction="sum"), target.square().sum()

@@ -35,9 +35,8 @@ def attention_mass(
 ) -> head_scores.HeadScores:
     """Measure the attention mass of every KV head by domain, over all queries that have keys outside the window.
 
-    The window includes the query's own key. ``sinks`` keys at the start of each document that is separate, or else of
-    each block, are excluded. Must be called on
-    all ranks. Raises ``UserError`` if the model cannot be hooked.
+    The window includes the query's own key. The first ``sinks`` keys of each block, or of each of its separate
+    documents, are excluded. Must be called on all ranks. Raises ``UserError`` if the model cannot be hooked.
     """
     with windows.full_attention(model) as states:
         heads = attention.heads_per_layer(states)

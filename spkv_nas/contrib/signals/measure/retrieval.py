@@ -155,8 +155,8 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
 def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
     """Move the longest of the separate documents of each block to its end; also return where it starts [N].
 
-    The separator's end is written before it, over tokens of other documents. Where these are fewer, the start is the
-    block size, as no needle fits.
+    What separates documents is written before it, over tokens of other documents. Where these are too few, the start is
+    the block size, where no needle fits.
     """
     position = blocks.boundaries.positions(blocks.tokens)
     longest = position.max(1) + 1
@@ -168,11 +168,11 @@ def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
     start = blocks.block_size - longest
     # Separate it from what now comes before it
     separator = blocks.boundaries.separator
-    end = separator[: len(separator) - len(blocks.opening)]
+    ending = separator[: len(separator) - len(blocks.opening)]
     for row, first in zip(tokens, start, strict=True):
-        if first >= len(end):
-            row[first - len(end) : first] = end
-    start[(start > 0) & (start < len(end))] = blocks.block_size
+        if first >= len(ending):
+            row[first - len(ending) : first] = ending
+    start[(start > 0) & (start < len(ending))] = blocks.block_size
     return replace(blocks, tokens=tokens, document=document), start
 
 
