@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("runs/auto-risk"))
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
-    # Make the layouts, and measure them on documents that chose nothing
+    # Make the layouts, and measure them on documents not used for selection
     table = HeadScores.read(options.probe)
     cost = Requirements(kv_bytes="20%").cache_cost(table, None)
     assert cost is not None

@@ -37,7 +37,7 @@ _RECOVERED = (2.0, 4.0, 8.0)  # layouts are retrained that lose up to these mult
 
 @dataclass(frozen=True)
 class AutoResult:
-    """Hold the lines that say what ``auto`` found, and what it wrote; None if no memory passes."""
+    """Hold the lines that say what ``auto`` found, and what it wrote; None if no budget passes."""
 
     lines: list[str]
     layout: Path | None = None
@@ -58,7 +58,7 @@ class _Hybrid:
 
 
 def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
-    """Measure the costs of windows, find the smallest memory that passes, export its layout, and write the report.
+    """Measure the costs of windows, find the smallest KV cache that passes, export its layout, and write the report.
 
     Nothing is computed here: every step is one of another command. Raises ``UserError`` as these do, and if the numbers
     of the probe make no sense.
@@ -74,7 +74,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     with stages.begin(_COSTS, "probing") as inner:
         table = probe.probe(options.probe, inner, is_step=True)
     _check(table.metadata.get(ALARM))
-    # Find the smallest memory; the answer about retrained hybrids may replace this one
+    # Find the smallest KV cache; the answer about retrained hybrids may replace this one
     with stages.begin(_SEARCH, "comparing") as inner:
         result = critical_budget.run(options.search(table.name), inner, deadline)
     yield replace(result, exit_code=0) if retrains else result
@@ -96,7 +96,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
             judged = verdict.run(options.verdict(table.name, checkpoints), inner)
         yield replace(judged, exit_code=0)
         _check(judged.value.alarm)
-        # Take the hybrid of smaller memory, and of equal ones that which was not retrained
+        # Take the hybrid with the smaller KV cache, or of equal ones the one that was not retrained
         retrained = _passing(options, table, judged.value)
         if retrained is not None and (hybrid is None or retrained.memory.used < hybrid.memory.used):
             hybrid = retrained
@@ -194,7 +194,7 @@ def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | 
 def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None) -> list[str]:
     """Return the lines that a user reads at the end: heads, memory, loss, files, and what was not tried."""
     layout, memory, nouns = hybrid.layout, hybrid.memory, hybrid.compared.trial.nouns
-    # The loss by each criterion, whose upper end holds for all memories together
+    # The loss by each criterion, whose upper end holds for all budgets together
     losses = [
         f"{row.criterion} {row.loss:+.2g} {row.unit}, at most {row.high:+.2g} after {row.num_samples} "
         f"{nouns[row.criterion]}"
@@ -218,7 +218,7 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
 
 
 def _remedies(options: AutoOptions, search: BudgetResult) -> list[str]:
-    """Return the loss at the largest memory that was tried, and what to do if no memory passes."""
+    """Return the loss at the largest budget that was tried, and what to do if none passes."""
     rows = search.rows[search.rows["kv_bytes"] == search.rows["kv_bytes"].max()]
     losses = [
         f"{f'{row.num_global} global heads' if search.memories is None else f'{row.memory:g} % of the KV cache'}: "

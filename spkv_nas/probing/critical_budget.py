@@ -89,11 +89,11 @@ def auto(
 ) -> CriticalBudget:
     """Find the smallest KV cache with which ``model`` loses less than a margin, with a window for every head.
 
-    It measures costs of windows on half of the text at most, and bisects layouts for several memories on the other
-    documents, as the command ``auto`` does::
+    It measures costs of windows on half of the text at most, and bisects layouts for several memory budgets on the
+    other documents, as the command ``auto`` does::
 
         result = spkv_nas.auto(model, tokenizer, texts, margin="nll=1%")
-        result.passes, result.layout  # 12.0 (% of full attention's KV cache) and its layout; None if no memory passes
+        result.passes, result.layout  # 12.0 (% of full attention's KV cache) and its layout; None if no budget passes
 
     Args:
         model: any supported decoder; it is left unchanged.
@@ -105,7 +105,7 @@ def auto(
         max_tokens: tokens to compare on; None: one block per document, at least 128 blocks.
         progress: called with what is done and the total.
 
-    Raises ``UserError``: the margin or a memory is invalid, or the text has too few documents.
+    Raises ``UserError``: the margin or a memory budget is invalid, or the text has too few documents.
     """
     blocks = texts if isinstance(texts, TokenBlocks) else separators.text_blocks(model, texts, tokenizer)
     part = window_choice.half_of(blocks, NUM_BLOCKS)

@@ -154,9 +154,9 @@ class HeadGates(Signal):
 
 @dataclass(frozen=True)
 class WindowCosts(Signal):
-    """Cost of every window of local heads, from which layouts of one window or several are made for any memory."""
+    """Cost of every window of local heads, from which layouts of one or several windows are made for any budget."""
 
-    name, help = "window-costs", "what each window costs each head, for layouts within a memory"
+    name, help = "window-costs", "what each window costs each head, for layouts within a memory budget"
     kind, unit = kinds.GAIN, kinds.NATS
     takes_sinks = True
 

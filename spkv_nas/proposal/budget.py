@@ -1,4 +1,4 @@
-"""Parse budgets: the number of global KV heads as a count, a share of all heads, or several of these; or memories."""
+"""Parse budgets: numbers of global KV heads as counts or shares of all heads, and memory budgets."""
 
 from fractions import Fraction
 
@@ -95,5 +95,5 @@ def _share(text: str) -> float:
 
     memory = parse_memory(text)
     if memory >= 1.0:
-        raise UserError(f"budget {text[:40]}: several memories are shares of full attention's KV cache, such as 20%")
+        raise UserError(f"budget {text[:40]}: several memory budgets are shares of the full KV cache, such as 20%")
     return memory

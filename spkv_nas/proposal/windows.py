@@ -1,4 +1,4 @@
-"""Choose windows of local heads within a memory: one with the number of global heads, or one for every head.
+"""Choose windows of local heads within a memory budget: one with the number of global heads, or one for every head.
 
 At equal memory a wider window leaves fewer global heads, or narrower windows for other heads. What each choice costs is
 known to first order from ``WindowCosts``. A window for every head is a multiple-choice knapsack, solved exactly: every
@@ -251,7 +251,7 @@ def window_per_head(
 def layouts_by_memory(
     table: HeadScores, cost: CacheCost, percents: Sequence[float], constraints: Constraints | None = None
 ) -> dict[float, Layout]:
-    """Return the layout with a window per head for each memory, in percent of full attention's KV cache.
+    """Return the layout with a window per head for each memory budget, in percent of full attention's KV cache.
 
     Memories that are too small for any layout are left out; errors as ``window_per_head`` if all are.
     """

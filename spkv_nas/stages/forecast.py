@@ -44,7 +44,7 @@ class Forecast:
 
 
 def plan_auto(options: auto.AutoOptions, reporter: progress.Reporter = progress.SILENT) -> Forecast:
-    """Estimate the cost of ``auto``: the probe, and the comparison of memories with the dense model."""
+    """Estimate the cost of ``auto``: the probe, and the comparison of memory budgets with the dense model."""
     plan = plan_probe(options.probe, reporter, compares=options.max_tokens or auto.HELD_OUT_TOKENS)
     retraining = [] if options.retrain is None else [f"not counted: --retrain {options.retrain}, and its verdict"]
     return replace(plan, remarks=(*plan.remarks, *retraining))
@@ -87,7 +87,7 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
         stage_costs.append(_validating(stages, min(options.ablation_tokens or ABLATION_TOKENS, num_tokens)))
     if compares:
         looks = 2 * len(MEMORIES).bit_length()
-        stage_costs.append(stages.measure("compare memories, at most", min(compares, num_tokens), 1 + looks))
+        stage_costs.append(stages.measure("compare budgets, at most", min(compares, num_tokens), 1 + looks))
     about_time = f"time: computed from FLOPs at {speed:.2g} FLOP/s, half the measured speed of a matrix product"
     return Forecast.of(subject.name, stages, stage_costs, about_time)
 

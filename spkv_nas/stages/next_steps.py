@@ -1,8 +1,7 @@
 """Suggest what to run next after each stage, and recommend the signal to choose heads by.
 
-Head gates choose the heads: at a quarter of them no other score with one window is better by more than 0.15 points of
-NLL (``docs/study.md``). Densities tell which keys a cache may drop, by domain and position. Every stage, the page and
-the demo take the wording and the commands from here.
+Head gates choose the heads: at a quarter of them no other score is better by more than 0.15 points of NLL
+(``docs/study.md``). Densities tell which keys a cache may drop. All commands and the page take the wording from here.
 """
 
 from dataclasses import replace
@@ -98,7 +97,7 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
     has_unseen = table.window_costs is not None and recorded.max_tokens is None
     if has_unseen and recorded.model is not None and layout.is_file():
         judged = verdict.VerdictOptions(candidates=[str(layout)], **measured)
-        return [Suggestion.of(judged, "decide whether it loses less than 1 % of NLL, on documents that chose nothing")]
+        return [Suggestion.of(judged, "decide whether it loses less than 1 % of NLL, on text not used for selection")]
     scored = score.ScoreOptions(max_tokens=recorded.max_tokens, probe=table.name, **measured)
     fairer = "other text is fairer, as this one selected the heads"
     return [Suggestion.of(scored, f"compare the NLL of the layouts before any training; {fairer}")]

@@ -26,8 +26,8 @@ Memories = Annotated[
 Retrain = Annotated[
     str | None,
     Flag(
-        "Also retrain up to three hybrids of smaller memories for this long together, or for a number of steps each, "
-        "on the half of the documents that selects. They are tested on the other half, at half of the risk; a smaller "
+        "Also retrain up to three smaller hybrids for this long together, or for a number of steps each, "
+        "on the selection half of the documents. They are tested on the other half, at half of the risk; a smaller "
         "hybrid that passes is exported.",
         metavar="TIME|STEPS",
     ),
@@ -39,9 +39,9 @@ class AutoOptions(Trains):
     """Find the smallest KV cache with which a model loses less than a margin, and export that hybrid.
 
     Measures on part of the text what each window of local attention costs each KV head, makes a layout with a window
-    per head for each memory, and bisects these for the smallest whose loss is below --margin, on documents that chose
-    nothing. A wrong pass has a probability of at most --risk. Exports the model with this layout, and writes a report.
-    Without --retrain no weight changes. Run the same command again after an interruption: what was measured is reused.
+    per head for each memory budget, and bisects these for the smallest whose loss is below --margin, on documents not
+    used for selection. A wrong pass has a probability of at most --risk. Exports the model with this layout, and writes
+    a report. Without --retrain no weight changes. After an interruption, the same command reuses what was measured.
 
     Exits with 0 if a layout passes, 1 if all fail, 3 otherwise.
     """
@@ -55,9 +55,9 @@ class AutoOptions(Trains):
     budget: flags.OptionalBudget = default(None, "none", note="Replaces --memory; all other heads have one window.")
     retrain: Retrain = default(None, "no retraining")
     engine: ForEngine = default(None, "none")
-    max_tokens: flags.OptionalMaxTokens = default(None, f"{HELD_OUT_TOKENS:,}", note="Of documents that chose nothing.")
+    max_tokens: flags.OptionalMaxTokens = default(None, f"{HELD_OUT_TOKENS:,}", note="Of text not used for selection.")
     block_size: flags.BlockSize = default(None, f"the model's context, up to {defaults.CONTEXT:,}")
-    minutes: Minutes = default(None, note="Then no further memory is tried; costs of windows are measured in any case.")
+    minutes: Minutes = default(None, note="Then no further budget is tried; costs of windows are measured in any case.")
 
     @property
     def measured(self) -> dict[str, Any]:
