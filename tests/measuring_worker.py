@@ -57,7 +57,7 @@ def measure_all(ground: Path, workspace: Path) -> Found:
     take("density", model=gated, ablation_tokens=200)
     take("learned", signal="density", steps=6, ablation_tokens=0)
     for signal in SIGNALS.names[1:]:
-        some: dict[str, Any] = {"num_layouts": 20, "budget": "3"} if signal == "regression" else {}
+        some: dict[str, Any] = {"budget": "3"} if signal == "regression" else {}
         some |= {"steps": 4} if signal in ("duo", "head-gates") else {}
         take(signal, signal=signal, window=6, **some)
     take("duo, short", signal="duo", window=6, steps=4, max_tokens=SHORT)
