@@ -5,22 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from spkv_nas.base.errors import UserError
 
-# Layers that store the keys of all tokens or of the last ones, a state that is not made of keys, both, or nothing
+# Layers that store the keys of all tokens or of the last ones, a state that is not made of keys, both, or nothing; by
+# name, as older releases of transformers have fewer of them
 _KNOWN = {
-    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer, DummyLayer,
+    "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
 }  # fmt: skip
 _SPARSE = "choose or compress their keys, which SP-KV attention does not compute"
 
@@ -35,7 +28,7 @@ def cache_layers(config: PreTrainedConfig) -> list[Any]:
     except KeyError as error:
         raise UserError(f"its layers of type {error.args[0]} {_SPARSE}") from error
     kinds = getattr(config.get_text_config(), "layer_types", None) or [type(layer).__name__ for layer in layers]
-    if wrong := sorted({k for k, layer in zip(kinds, layers, strict=False) if type(layer) not in _KNOWN}):
+    if wrong := sorted({k for k, layer in zip(kinds, layers, strict=False) if type(layer).__name__ not in _KNOWN}):
         raise UserError(f"its layers of type {', '.join(wrong)} {_SPARSE}")
     return layers
 
@@ -43,6 +36,11 @@ def cache_layers(config: PreTrainedConfig) -> list[Any]:
 def attention_indices(layers: Sequence[Any]) -> list[int]:
     """Return which of the ``cache_layers`` store keys and values, some beside a state of another kind."""
     return [index for index, layer in enumerate(layers) if isinstance(layer, DynamicLayer)]
+
+
+def keeps_states(config: PreTrainedConfig) -> bool:
+    """Return whether layers keep a state that is not made of keys: linear attention, state spaces, convolutions."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache_layers(config))
 
 
 def native_windows(config: PreTrainedConfig) -> list[int | None]:

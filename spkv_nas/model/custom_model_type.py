@@ -9,7 +9,7 @@ type, so that even loading with a native class instead of an Auto class fails::
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from spkv_nas.base import errors, limits
 CUSTOM_MODEL_TYPE = "spkv"
 _PREFIX = "SPKV"  # of class names
 _LAYERS, _TEXT = "num_hidden_layers", "text_config"
+_KINDS = "layers_block_type"  # in its place where a config lists the kind of each layer (Nemotron-H)
 _DAMAGED = "the config is damaged: copy it again"
 _HINT = "said in the section spkv, because a stock class would run this model dense: load it with spkv_nas.load"
 
@@ -116,19 +117,20 @@ def _custom_content(content: dict[str, Any]) -> dict[str, Any]:
     if CUSTOM_MODEL_TYPE not in content:
         return content
     text = content.get(_TEXT) or content
-    key = _layers_key(text["model_type"])
+    key = _layers_key(text)
     section = {**content[CUSTOM_MODEL_TYPE], "stock_type": content["model_type"], _LAYERS: text[key]}
     architectures = [f"{_PREFIX}{name}" for name in content.get("architectures") or []]
     custom_fields = {"model_type": CUSTOM_MODEL_TYPE, "architectures": architectures, CUSTOM_MODEL_TYPE: section}
     return {**_with_layers(content, key, _HINT), **custom_fields}
 
 
-def _layers_key(kind: str) -> str:
-    """Return the name of the number of layers in the config file of a model type, such as n_layer of GPT-2."""
+def _layers_key(text: Mapping[str, Any]) -> str:
+    """Return the key that holds the number of layers of a text config, such as n_layer, or the list of their kinds."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    attribute_map = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
-    return str(attribute_map.get(_LAYERS, _LAYERS))
+    kind = text["model_type"]
+    key = str((CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}).get(_LAYERS, _LAYERS))
+    return key if key in text else _KINDS
 
 
 def _with_layers(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -152,10 +154,10 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
         )
     # Restore the content
     architectures = [str(name).removeprefix(_PREFIX) for name in content.get("architectures") or []]
-    text = content.get(_TEXT) or {"model_type": kind}
+    text = content.get(_TEXT) or {**content, "model_type": kind}
     if not isinstance(text, dict) or text.get("model_type") not in CONFIG_MAPPING:
         raise errors.UserError(f"the model's config lacks the text model's section '{_TEXT}'\n{_DAMAGED}")
-    native = {**_with_layers(content, _layers_key(text["model_type"]), num_layers), "model_type": kind}
+    native = {**_with_layers(content, _layers_key(text), num_layers), "model_type": kind}
     limits.check_counts(native, "the model")  # now that they are under their usual keys
     native.pop("auto_map", None)  # names the export's code for plain transformers, in whose place these classes load
     return {**native, "architectures": architectures, CUSTOM_MODEL_TYPE: section}, CONFIG_MAPPING[kind]

@@ -10,6 +10,7 @@ If the engine differs, layers are tried one by one to say which one it runs with
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -305,13 +306,20 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
             message = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise UserError(f"{engine} ended with {process.returncode}: {message}")
         content = json.loads(answer.read_text())
-    # Explain why the engine refuses the folder
     if content["error"] is not None:
-        message = " ".join(content["error"].split())
-        lacks_package = "spkv" in message and not program.converts  # a converted file needs no package of ours
-        hint = f"\ninstall spkv-nas in the environment of {python}" if lacks_package else ""
-        raise UserError(f"{engine} does not run {folder}: {message}{hint}")
+        raise UserError(f"{engine} does not run {folder}: {_reason(content['error'], program.converts, python)}")
     return _Answer(content["version"], content["tokens"], torch.tensor(content["logprobs"]), content["cache"])
+
+
+def _reason(error: str, converts: bool, python: str) -> str:
+    """Return an engine's error in one line, and how to mend it if the engine does not know our model type.
+
+    The engine needs this package for that, unless it ``converts`` folders to a format of its own.
+    """
+    # Keep what the plug-in says of an error that pydantic raises in vLLM
+    message = re.sub(r"^ValidationError: .*?Value error, (.*?) \[type=.*", r"\1", " ".join(error.split()))
+    lacks_package = re.search(r"(?i)model type .?spkv|no module named 'spkv", message) and not converts
+    return f"{message}\ninstall spkv-nas in the environment of {python}" if lacks_package else message
 
 
 def _largest(difference: torch.Tensor) -> float:

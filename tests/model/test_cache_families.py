@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import logits, recompute_activations, save_with_tokenizer, tiny_model
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.model import attach
 from spkv_nas.model.attention import LayerState, hooked_layers, layer_predictor, layer_state, layer_states
 from spkv_nas.model.checkpoint import load
+from spkv_nas.model.custom_model_type import native_class
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.model_shape import config_shape
 
@@ -226,6 +228,18 @@ def test_states_outside_of_the_cache_are_refused() -> None:
     apply_layout(model, Layout(("LL",), 5))
     with pytest.raises(UserError, match="keeps states outside of its cache"):
         model.generate(prompts(), attention_mask=torch.ones(2, 20), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "family", ["nemotron_h", *(pytest.param(f, marks=pytest.mark.slow) for f in ("lfm2", "zamba2"))]
+)
+def test_hybrids_are_saved_and_loaded(family: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Nemotron-H lists the kinds of its layers, not their number; its own config class refuses the file."""
+    model = hybrid(family)
+    save_with_tokenizer(model, tiny_tokenizer, tmp_path)
+    assert torch.equal(logits(load(tmp_path)[0], prompts()), logits(model, prompts()))
+    with pytest.raises(StrictDataclassFieldValidationError, match=r"spkv_nas\.load"):
+        native_class(model.config).from_pretrained(tmp_path)
 
 
 def test_layers_that_share_keys_are_one_choice(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -235,6 +235,19 @@ def test_a_wrong_layer_of_a_native_form_is_named(layer: int, finding: str, dense
     assert check.findings == [f"layer {layer}: the engine runs {finding}, as the folder's config says"]
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("ValidationError: 1 error for ModelConfig\n  Value error, vLLM serves no x\nserve it [type=value_error, y]",
+         "vLLM serves no x serve it"),
+        ("ValueError: Model type spkv not supported.",
+         "ValueError: Model type spkv not supported.\ninstall spkv-nas in the environment of python"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_an_engine_is_one_line(error: str, reason: str) -> None:
+    assert engine_check._reason(error, False, "python") == reason
+
+
 def test_the_layout_of_a_native_form_is_read(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     model = tiny_model("gemma3_text", layer_types=kinds, sliding_window=4)

@@ -40,6 +40,12 @@ def __getattr__(name: str) -> Any:
     return made
 
 
+def _layers_key(config: Any, content: dict[str, Any]) -> str:
+    """Return the key of a file that holds the number of layers, or, in its place, the kind of each."""
+    key: str = config.attribute_map.get(_LAYERS, _LAYERS)
+    return key if key in content else "layers_block_type"
+
+
 class _Config:
     """Config of a stock class, whose file only this class reads: stock classes would run the model dense."""
 
@@ -48,14 +54,14 @@ class _Config:
         """Read the file, and restore the model type and the number of layers, which it has in its section."""
         content, unused = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
         section = dict(content["spkv"])
-        key = cls.attribute_map.get(_LAYERS, _LAYERS)  # type: ignore[attr-defined]
+        key = _layers_key(cls, content)
         stock = {"model_type": section.pop("stock_type"), key: section.pop(_LAYERS)}
         return {**content, **stock, "spkv": section}, unused
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """Return the content of the file."""
         content = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
-        key = self.attribute_map.get(_LAYERS, _LAYERS)  # type: ignore[attr-defined]
+        key = _layers_key(self, content)
         content["spkv"] |= {"stock_type": content["model_type"], _LAYERS: content[key]}
         content |= {"model_type": "spkv", key: "said in the section spkv: load this model with trust_remote_code=True"}
         return json.dumps(content, indent=2, sort_keys=True) + "\n"

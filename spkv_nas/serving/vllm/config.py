@@ -37,7 +37,11 @@ NATIVE = {  # architecture: module below vllm.model_executor.models; each has on
 MAX_SINKS = 1  # first tokens that a local head may see (sink_tokens.py)
 MAX_WINDOWS = 3  # windows of local heads; each has groups of pages of its own (engines/vllm.py)
 _ALL_KEYS = 1 << 62  # longer than any window
-BACKEND = "TransformersForCausalLM"  # serves every other architecture with the code of transformers
+BACKENDS = (
+    "TransformersForCausalLM",
+    "TransformersMoEForCausalLM",
+)  # every other architecture, by code of transformers
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of mixtures of experts
 _DAMAGED = "the config is damaged: export the checkpoint again"
 _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's classes refuse layers of several kinds, which mean windows alone here
 
@@ -106,7 +110,7 @@ def parts(windows: Windows, unit: int) -> list[Part]:
 
 def architectures() -> list[str]:
     """Return the names under which the plug-in registers model classes."""
-    return [f"{PREFIX}{name}" for name in (*NATIVE, BACKEND)]
+    return [f"{PREFIX}{name}" for name in (*NATIVE, *BACKENDS)]
 
 
 def prepare(config: Any) -> None:
@@ -127,6 +131,7 @@ def prepare(config: Any) -> None:
     _check_section(section)
     if config.get_text_config() is not config:
         raise UserError("vLLM serves layouts of text models only: this checkpoint is a vision-language model")
+    _check_model(config)
     served_layers(section)
     # Drop kinds of layers that mean windows alone, where vLLM's classes refuse them
     if config.model_type in _ONE_WINDOW:
@@ -134,7 +139,8 @@ def prepare(config: Any) -> None:
         config.use_sliding_window = False
     # Choose the class that applies the layout
     names = [str(name).removeprefix(PREFIX) for name in config.architectures or []]
-    config.architectures = [f"{PREFIX}{next((name for name in names if name in NATIVE), BACKEND)}"]
+    backend = BACKENDS[any(getattr(config, key, None) for key in _EXPERTS)]
+    config.architectures = [f"{PREFIX}{next((name for name in names if name in NATIVE), backend)}"]
 
 
 def _vllm_version() -> str:
@@ -179,6 +185,21 @@ def _check_section(section: Mapping[str, Any]) -> None:
             "the layout's local heads have a sink token and learned sinks, of which vLLM serves one at a time\n"
             "train the layout without branch.sinks, or convert it to --sinks 0"
         )
+
+
+def _check_model(config: Any) -> None:
+    """Raise ``UserError`` for a model whose layers keep something else than keys and values of their own heads."""
+    from spkv_nas.model.cache_layers import keeps_states
+
+    keeps = None
+    if keeps_states(config):
+        keeps = "keep states besides keys and values (linear attention, state spaces, convolutions)"
+    elif any("reads" in saved for saved in config.spkv["layers"].values()):
+        keeps = "read the keys of other layers"
+    elif getattr(config, "kv_lora_rank", None):
+        keeps = "keep latents, which all heads share"
+    if keeps:
+        raise UserError(f"vLLM serves no layouts of models whose layers {keeps}\nserve it with spkv-nas")
 
 
 def layer_index(name: str) -> int:

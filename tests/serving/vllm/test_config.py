@@ -199,6 +199,33 @@ def test_damaged_and_unequal_sections_are_refused(section: dict[str, Any], messa
         prepare(config)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "saved_layer", "message"),
+    [
+        ("falcon_h1", {}, {}, "keep states besides keys"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, {}, "keep states besides keys"),
+        ("llama", {}, {"reads": "model.layers.1.a"}, "read the keys of other layers"),
+        ("deepseek_v3", {}, {}, "keep latents"),
+    ],
+)
+def test_layers_that_keep_something_else_are_refused(
+    family: str, options: dict[str, Any], saved_layer: dict[str, Any], message: str
+) -> None:
+    """vLLM would run a Falcon-H1 without the states of its Mamba layers, in which one pass hardly differs."""
+    config = AutoConfig.for_model(family, num_hidden_layers=2, **options)
+    config.spkv = {"layout": {"heads": ["G"], "window": 4}, "layers": {"model.layers.0.a": saved_layer}}
+    with pytest.raises(UserError, match=message):
+        prepare(config)
+
+
+@pytest.mark.parametrize(("family", "backend"), [("olmo2", "Transformers"), ("qwen3_moe", "TransformersMoE")])
+def test_mixtures_of_experts_have_a_backend_of_their_own(family: str, backend: str) -> None:
+    config = AutoConfig.for_model(family, num_hidden_layers=1)
+    config.spkv = {"layout": {"heads": ["G"], "window": 4}, "layers": {"model.layers.0.a": {}}}
+    prepare(config)
+    assert config.architectures == [f"SPKV{backend}ForCausalLM"]
+
+
 def test_the_entry_point_imports_nothing_heavy() -> None:
     program = "import sys, spkv_nas.serving.vllm.plugin; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
