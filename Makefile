@@ -19,7 +19,7 @@ test: $(STAMP)  ## lint and types beside the quick CPU tests
 	$(MAKE) --jobs 2 lint quick
 
 quick: $(STAMP)
-	$(PYTEST) --dist loadfile -m "not slow"
+	$(PYTEST) --dist loadfile -m "not slow" --ignore tests/attack --ignore tests/contrib
 
 test-slow: $(STAMP)  ## the other CPU tests: long trainings, several processes, whole pages; SHARE: percent of them
 	$(PYTEST) --dist loadscope -m slow --share $(SHARE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 import zlib
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 if gc.isenabled():
     gc.disable()  # until all tests are collected: nothing that imports create is garbage
 os.environ["HF_HUB_OFFLINE"] = "1"
+NUM_FROZEN = pytest.StashKey[int]()  # modules that garbage collections leave out
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,3 +49,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # Triton names all of its objects that are left
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Exclude modules that a test has imported, too: the trainer collects garbage at every run."""
+    if len(sys.modules) > item.config.stash.get(NUM_FROZEN, 0) + 20:
+        gc.collect()
+        gc.freeze()
+        item.config.stash[NUM_FROZEN] = len(sys.modules)
