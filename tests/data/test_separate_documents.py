@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import sharpen_attention, tiny_model
+from marks import slow
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
 
 import spkv_nas
@@ -50,7 +51,7 @@ def model() -> PreTrainedModel:
     return sharpen_attention(tiny_model(vocab_size=300), 4.0)
 
 
-@pytest.fixture(params=["bos", "eos", "eos+bos", "eos without bos"])
+@pytest.fixture(params=[*map(slow, ["bos", "eos"]), "eos+bos", "eos without bos"])
 def blocks(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -> TokenBlocks:
     separator, _, plain = request.param.partition(" ")
     return build_blocks(TEXTS, tokenizer, SIZE, separator=separator, bos=False if plain else "auto", **SEPARATE)

@@ -82,8 +82,8 @@ def test_triton_agrees_on_rows_of_many_tiles(rows: list[list[int]], windows: lis
 
 
 def test_numerical_gradients() -> None:
-    tensors = with_sink_logits(inputs((1, 4, 2, 11, 4), "soft"))
-    operator_cases.check_numerical_gradients(tensors, window=3, sinks=1, starts=starts_of([[4, 7]]))
+    tensors = with_sink_logits(inputs((1, 4, 2, 9, 2), "soft"))
+    operator_cases.check_numerical_gradients(tensors, window=3, sinks=1, starts=starts_of([[3, 6]]))
 
 
 def test_compiled_code_computes_documents() -> None:

@@ -81,7 +81,7 @@ def test_random_shapes(seed: int) -> None:
 
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_numerical_gradients(gate: str) -> None:
-    tensors = with_sink_logits(inputs((1, 4, 2, 11, 4), gate))
+    tensors = with_sink_logits(inputs((1, 4, 2, 9, 2), gate))
     assert tensors["sink_logits"] is not None
     tensors["sink_logits"][0] = 0.5
     operator_cases.check_numerical_gradients(tensors, window=3, sinks=2)

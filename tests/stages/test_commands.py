@@ -76,8 +76,8 @@ def test_commands_are_written_in_one_module() -> None:
     written = [
         f"{file.relative_to(PACKAGE)}:{node.lineno}"
         for file in sorted(PACKAGE.rglob("*.py"))
-        if str(file.relative_to(PACKAGE)) not in HELP
-        for tree in [ast.parse(file.read_text())]
+        if str(file.relative_to(PACKAGE)) not in HELP and "spkv-nas" in (text := file.read_text())
+        for tree in [ast.parse(text)]
         for docstrings in [_docstrings(tree)]
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings

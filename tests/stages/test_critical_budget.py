@@ -93,13 +93,18 @@ def run(reporter: Reporter = SILENT, **options: Any) -> BudgetResult:
 
 class TestAnswer:
     def test_the_critical_budget_and_the_interval_around_it(self, folder: Path) -> None:
-        """The losses are 16.5 % with 4 heads, 10.3 % with 5 and 5.0 % with 6."""
+        """The losses are 16.5 % with 4 heads, 10.3 % with 5 and 5.0 % with 6; the layout is that of ``propose``."""
         result = run()
         assert (result.fails, result.passes, result.answer) == (4, 6, "passes")
         assert result.answers[5] == "open"
         assert len(result.critical.looks) < NUM_HEADS
         losses = result.rows.sort_values("num_global")["loss"]
         assert (losses.diff().dropna() < 0).all()
+        main(["propose", "--probe", "mine", "--budget", str(result.passes)])
+        _, record = CRITICAL_BUDGET.read(result.folder) or pytest.fail("no table")
+        layout = Layout.read("layouts/p/densest.yaml")
+        assert (record["heads"], record["critical_budget"]) == ([*layout.heads], layout.num_global)
+        assert layout.num_global == result.passes
 
     def test_a_ranking_for_another_budget_is_named(self, folder: Path) -> None:
         table = HeadScores.read(folder / "probes" / "mine")
@@ -146,15 +151,6 @@ class TestAnswer:
     def test_too_few_documents_leave_it_open(self, folder: Path) -> None:
         result = run(max_tokens=20 * TOKENS)
         assert (result.passes, result.answer) == (None, "open")
-
-    def test_layouts_are_those_of_propose(self, folder: Path) -> None:
-        result = run()
-        main(["propose", "--probe", "mine", "--budget", str(result.passes)])
-        record = CRITICAL_BUDGET.read(result.folder)
-        assert record is not None
-        layout = Layout.read("layouts/p/densest.yaml")
-        assert record[1]["heads"] == list(layout.heads)
-        assert record[1]["critical_budget"] == layout.num_global == result.passes
 
     def test_constraints_skip_budgets_with_the_same_layout(self, folder: Path) -> None:
         result = run(budgets=["2..8"], granularity="layer")

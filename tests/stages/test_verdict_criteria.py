@@ -51,7 +51,7 @@ class TestContinuations:
     def test_an_interrupted_verdict_gives_the_same_bytes(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, criterion: str
     ) -> None:
-        check_resumes(ContinuationRounds, monkeypatch, "three-to-one.yaml", margin=f"{criterion}=90")
+        check_resumes(ContinuationRounds, monkeypatch, "three-to-one.yaml", margin=f"{criterion}=90", max_tokens=1024)
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_scores_are_those_of_the_comparison(
@@ -104,7 +104,7 @@ class TestOwnCriterion:
 
     def test_its_option_counts(self, folder: Path) -> None:
         losses = {
-            top: run("three-to-one.yaml", margin=f"hits=1:top={top}", max_tokens=1600).rows["loss"].item()
+            top: run("three-to-one.yaml", margin=f"hits=1:top={top}", max_tokens=800).rows["loss"].item()
             for top in (1, 300)
         }
         assert losses[300] == 0.0, "all tokens are among the 300 of the vocabulary"

@@ -82,7 +82,7 @@ def test_full_attention_as_its_own_student_does_not_move(
 def test_the_loss_approaches_the_teacher(
     changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
 ) -> None:
-    recipe = with_teacher(recipe, merged(changes, {"branch": {"steps": 60, "learning_rate": 3e-3}}), weight=1.0)
+    recipe = with_teacher(recipe, merged(changes, {"branch": {"steps": 30, "learning_rate": 6e-3}}), weight=1.0)
     branch = train_branch(recipe, corpus, dense, tmp_path / "run", HYBRID, device="cpu")
     log = pd.read_csv(branch.checkpoint / "train-log.csv")
     assert list(log.columns[-2:]) == ["nll", "kl"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,11 @@ def test_a_model_with_other_layer_names(
 class TestOwnType:
     @pytest.fixture
     def folder(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-        export(MIXED, write(None, tmp_path / "dense", tiny_tokenizer), tmp_path / "out")
+        """Copy of the folder that the first of these tests exports."""
+        shared = tmp_path.parent / "own-type"
+        if not shared.exists():
+            export(MIXED, write(None, shared / "dense", tiny_tokenizer), shared / "out")
+        shutil.copytree(shared, tmp_path, dirs_exist_ok=True)
         return tmp_path / "out"
 
     def test_the_family_class_does_not_load_it_as_dense(self, folder: Path) -> None:
