@@ -36,7 +36,7 @@ BUDGETS: dict[str, float] = {
     "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
     "tracked files": 832,
     "lines of tests": 41_950,
-    "quick test items": 3_613,
+    "quick test items": 3_588,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 
