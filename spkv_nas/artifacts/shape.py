@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.grid import Grid, grid_words
 
 
 @dataclass(frozen=True)
@@ -11,10 +11,13 @@ class HeadShape:
 
     num_layers: int  # attention layers L, without those that read another layer's keys
     num_heads: int  # query heads per layer Hq
-    num_kv_heads: int  # KV heads per layer Hkv, of the largest layer
-    head_dim: int  # channels of a head D, the most of its keys and its values, in the layer where it is largest
+    num_kv_heads: int  # KV heads per layer Hkv in the cache, of the largest layer
+    # channels of a head D in the cache, the most of its keys and its values, in the layer where it is largest
+    head_dim: int
     layer_heads: tuple[int, ...] = field(default=(), kw_only=True)  # KV heads of each layer if they differ
     layer_dims: tuple[int, ...] = field(default=(), kw_only=True)  # channels of a head in each layer if they differ
+    # channels of a head in a pass, if layers expand all heads from a latent, which is their one KV head; 0: none does
+    expanded_dim: int = field(default=0, kw_only=True)
 
     @property
     def grid(self) -> Grid:
@@ -39,8 +42,20 @@ class HeadShape:
 
     @property
     def attention_width(self) -> int:
-        """Return d_attn = Hq * D."""
-        return self.num_heads * self.head_dim
+        """Return d_attn = Hq * D of a pass."""
+        return self.num_heads * (self.expanded_dim or self.head_dim)
+
+    @property
+    def kv_width(self) -> int:
+        """Return the channels of all keys of a layer in a pass."""
+        return self.attention_width if self.expanded_dim else self.num_kv_heads * self.head_dim
+
+    @property
+    def words(self) -> str:
+        """Return layers and heads in words: "21 layers x 3 KV heads of size 64", "27 layers x 1 latent of size 576"."""
+        if self.expanded_dim:
+            return f"{self.num_layers} layers x 1 latent of size {2 * self.head_dim}"
+        return f"{grid_words(self.heads_per_layer)} of size {self.head_dim}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ decoded at its end costs twice that term. The predictors, about 4 % of 2 N, are 
 No formula predicts the time of attention: see ``spkv_nas.cost.calibration``.
 
 **Memory of passes** counts the values per token and layer that PyTorch's autograd and a Llama's code hold at once; d
-and f are the channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of a predictor's hidden layer::
+and f are the channels of a token and of the FFN, q = Hq D, kv = Hkv D (those expanded from a latent: q), and h the
+width of a predictor's hidden layer::
 
     forward     4 d + max(3 f, 4 q + 4 kv)       of one layer; those of the others are freed
     kept        2 d + 3 f + 2 q + 2 kv            for the backward pass, if only gates are trained
@@ -225,7 +226,7 @@ def num_adapter_parameters(size: ModelSize, rank: int, targets: str | Sequence[s
     ``targets`` are names of linear layers as in Llama. If any name is unknown, all linear layers are counted.
     """
     channels, ffn = size.hidden_size, size.intermediate_size
-    q, kv = size.heads.attention_width, size.heads.num_kv_heads * size.heads.head_dim
+    q, kv = size.heads.attention_width, size.heads.kv_width
     widths = dict.fromkeys(("q_proj", "o_proj"), channels + q) | dict.fromkeys(("k_proj", "v_proj"), channels + kv)
     widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), channels + ffn)
     adapted_layers = set(widths) if isinstance(targets, str) or not set(targets) <= set(widths) else set(targets)
@@ -299,7 +300,7 @@ class PassMemory:
         """Return q, kv, and the bytes of an activation in attention."""
         heads = self.size.heads
         item = FLOAT32 if self.on_cpu and self.gates is not None else self.item
-        return heads.attention_width, heads.num_kv_heads * heads.head_dim, item
+        return heads.attention_width, heads.kv_width, item
 
     @property
     def _predictor(self) -> int:

@@ -5,7 +5,7 @@ Attention layers are found by recording which modules call the attention functio
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,9 +18,10 @@ from transformers.generation import GenerationMode
 from spkv_nas.artifacts import grid, local_layers
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attention, attention_calls, cached_states, config_section, gates, modes
+from spkv_nas.model import attention, attention_calls, config_section, gates, modes
 from spkv_nas.model.cache_layers import attention_indices, cache_layers
-from spkv_nas.model.generation_cache import NOT_ASSISTED, SPKVCache
+from spkv_nas.model.generation_cache import SPKVCache, check_states, new_tokens
+from spkv_nas.model.layer_cache import NOT_ASSISTED
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
@@ -49,7 +50,7 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
     # Check the heads against the model
     layers = list(attention.attention_layers(model).values())
     try:
-        rows = gate_rows(model, config, [attention.layer_state(layer).num_kv_heads for layer in layers])
+        rows = gate_rows(model, config)
     except UserError:
         detach(model)
         raise
@@ -115,16 +116,25 @@ def detached(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int]) -> list[str | None]:
+def check_rows(what: str, heads_per_layer: Sequence[int], model: torch.nn.Module) -> None:
+    """Raise ``UserError`` unless ``what``, such as "the layout", has as many letters by layer as a hooked model."""
+    states = attention.layer_states(model)
+    is_latent = any(state.expanded_dim for state in states)
+    remedy = "the heads of a layer share one latent, so give one letter per layer" if is_latent else ""
+    grid.check_grid(what, heads_per_layer, "the model", attention.heads_per_layer(states), remedy)
+
+
+def gate_rows(model: PreTrainedModel, config: GateConfig) -> list[str | None]:
     """Return the head letters (S, G or L) of each hooked layer; None for a layer that is local by design.
 
     Raises ``UserError`` if ``config.heads`` does not fit the model.
     """
-    local = {i for i, state in enumerate(attention.layer_states(model)) if state.is_always_local}
+    states = attention.layer_states(model)
+    local = {i for i, state in enumerate(states) if state.is_always_local}
     if config.heads is None:
-        return [None if i in local else GATED * heads for i, heads in enumerate(num_kv_heads)]
+        return [None if i in local else GATED * state.num_kv_heads for i, state in enumerate(states)]
     # Check the configured rows
-    grid.check_grid("the grid of the gates' heads", [*map(len, config.heads)], "the model", num_kv_heads)
+    check_rows("the grid of the gates' heads", [*map(len, config.heads)], model)
     wrong = [i for i in local if set(config.heads[i]) != {LOCAL}]
     if wrong:
         raise UserError(
@@ -168,7 +178,8 @@ def hook_layers(model: PreTrainedModel) -> None:
     settings = attention.GateSettings()
     for call, source in zip(calls, sources, strict=True):
         if source is call:
-            state = attention.LayerState(call.num_kv_heads, call.native_window, settings, head_dim=call.head_dim)
+            state = attention.LayerState(call.num_kv_heads, call.native_window, settings)
+            state.head_dim, state.expanded_dim = call.head_dim, call.expanded_dim
             attention.install(call.module, state)
         else:
             attention.layer_state(source.module).num_readers += 1
@@ -248,7 +259,7 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if cache is None and uses_cache:
         kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
     if cache is not None or uses_cache:
-        cached_states.check_states(model, kwargs, num_cached)
+        check_states(model, kwargs, num_cached)
     if model._spkv_shares_keys:
         kwargs = _with_all_queries(model, kwargs)
     return args, kwargs
@@ -259,7 +270,7 @@ def _with_all_queries(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
 
     Gemma 4 passes such a number of queries to them, for which it slices a mask of another form than ours.
     """
-    num_kept, tokens = kwargs.get("logits_to_keep", 0), cached_states.new_tokens(kwargs)
+    num_kept, tokens = kwargs.get("logits_to_keep", 0), new_tokens(kwargs)
     if (
         not isinstance(num_kept, int)
         or tokens is None
@@ -304,6 +315,11 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
     Raises ``UserError`` unless each attention layer of the model calls the function exactly once, with every limit that
     its mask sets.
     """
+    # Count the layers that store keys and values
+    try:
+        expected = len(attention_indices(cache_layers(model.config)))
+    except UserError as error:
+        raise UserError(f"{type(model).__name__}: {error}") from error
     # Run the model
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
@@ -315,10 +331,6 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
         raise UserError(f"{type(model).__name__} cannot run with SP-KV attention: {error}") from error
     # Compare with the layers that compute attention
     text, calls = model.config.get_text_config(), recording.calls
-    try:
-        expected = len(attention_indices(cache_layers(model.config)))
-    except UserError as error:
-        raise UserError(f"{type(model).__name__}: {error}") from error
     reached = len({id(call.module) for call in calls})
     num_sources = len({id(call.keys) for call in calls})
     if not calls or num_sources != expected or len(calls) != reached:
@@ -347,10 +359,11 @@ def check_hooks(calls: list[attention_calls.AttentionCall], what: str) -> None:
         state = getattr(call.module, "spkv", None)
         if not isinstance(state, attention.LayerState):
             raise UserError(f"{what}: section 'spkv' of its config leaves out attention layer {index}")
-        state.head_dim = call.head_dim
+        state.head_dim, state.expanded_dim = call.head_dim, call.expanded_dim
         saved, actual = (state.num_kv_heads, state.native_window), (call.num_kv_heads, call.native_window)
         if saved != actual:
             raise UserError(
                 f"{what}: section 'spkv' of its config gives attention layer {index} {saved[0]} KV heads and "
                 f"the window {saved[1]}; it has {actual[0]} and {actual[1]}"
+                + (" (its heads share one latent, so a layout has one letter per layer)" if call.expanded_dim else "")
             )

@@ -74,7 +74,9 @@ class LayerState:
     num_readers: int = 0  # later layers without keys of their own, which read this layer's keys and share this state
     softcap: float | None = None  # cap of the scores in the pass that ``observer`` sees
     is_always_local: bool = False  # whether all heads keep the native window in every layout (local_layers.py)
-    head_dim: int = 0  # channels of a head, the most of its keys and values; 0 before a dry run
+    # channels of a head in the cache, the most of its keys and values; 0 before a dry run
+    head_dim: int = 0
+    expanded_dim: int = 0  # channels of a head, if all are expanded from a latent, which is one KV head; 0: none is
     _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -364,6 +366,8 @@ def _attend(
         state.check_gate_reach(q.shape[2])
     if q.is_meta:  # only shapes are needed
         return q
+    if gate is not None:
+        gate = gate.of_heads(k.shape[1])
     return attention(  # under autocast RoPE returns q and k in float32; v has the dtype of the matmul
         q.to(v.dtype),
         k.to(v.dtype),

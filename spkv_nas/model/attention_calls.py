@@ -41,13 +41,14 @@ class AttentionCall:
 
     module: nn.Module  # attention layer that made the call
     keys: Tensor  # the keys that it passed, [B, Hkv, T, D]
-    head_dim: int  # channels of a head, the most of its keys and values
+    head_dim: int  # channels of a head in the cache, the most of its keys and values
     native_window: int | None  # sliding window it asked for; None: full attention
+    expanded_dim: int = 0  # channels of a head, if keys and values were expanded from a latent that all heads share
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the number of KV heads."""
-        return self.keys.shape[1]
+        """Return the number of KV heads in the cache, where a latent is one."""
+        return 1 if self.expanded_dim else self.keys.shape[1]
 
 
 @dataclass
@@ -92,8 +93,10 @@ def watch_calls() -> Iterator[Recording]:
 def record_call(module: nn.Module, keys: Tensor, values: Tensor, native_window: int | None) -> None:
     """Record a call of the attention function if calls are being recorded."""
     if not torch.compiler.is_compiling() and (recording := _RECORDING.get()) is not None:
-        head_dim = max(keys.shape[-1], values.shape[-1])
-        recording.calls.append(AttentionCall(module, keys, head_dim, native_window))
+        head_dim, latent_dim = max(keys.shape[-1], values.shape[-1]), getattr(module, "kv_lora_rank", None)
+        # Multi-head latent attention stores a latent and a rotary key, half of them as keys and half as values
+        sizes = (head_dim, 0) if latent_dim is None else (-(-(latent_dim + module.qk_rope_head_dim) // 2), head_dim)
+        recording.calls.append(AttentionCall(module, keys, sizes[0], native_window, sizes[1]))
 
 
 def requested_window(kwargs: dict[str, Any]) -> int | None:
@@ -128,7 +131,7 @@ def refuse_tensors(
             f"attention dropout {dropout} is not supported: set it to 0 in the model's config (attention_dropout, or "
             "attn_pdrop)"
         )
-    if query.shape[2] != key.shape[2]:
+    if query.shape[2] != key.shape[2] and not getattr(cache, "returns_stored", False):
         raise UserError(
             f"a layer attends from {query.shape[2]} tokens to {key.shape[2]} keys, as with compressed or shared keys "
             "or a cache of its own, which SP-KV attention does not compute"

@@ -116,6 +116,10 @@ class Gate:
     log_utility: Tensor | None  # bias of the attention scores, float32 [B, Hkv, T]
     keep: Tensor | None  # keys visible beyond the window, bool [B, Hkv, T]
 
+    def of_heads(self, number: int) -> "Gate":
+        """Return the gate of ``number`` heads, all of which have that of a latent that they share, [B, 1, T]."""
+        return Gate(*(x if x is None else x.expand(-1, number, -1) for x in (self.log_utility, self.keep)))
+
 
 def keeps(logits: Tensor, tau: float) -> Tensor:
     """Return which keys hard gates keep, bool in the shape of ``logits``: ``u >= tau``, and never a logit of -inf."""

@@ -3,281 +3,29 @@
 Prompts of different lengths are padded on the left; padding is never stored. Cache layers of transformers hold the
 states of linear attention, state spaces and convolutions. Phi-3 replaces the cache where its RoPE changes;
 ``return_dict_in_generate`` returns the new one.
+
+Some classes of transformers store a state in the module itself (RecurrentGemma), or ignore it where several tokens
+follow a cached prompt (the Mamba layers of Jamba), so that generation would be wrong without an error:
+``check_states`` checks that layers without attention keep their states in the cache, and read them again from there.
 """
 
+import copy
 from typing import Any
 
 import torch
-from spkv_kernels import PagedKVCache, attention, decode_attention, extend_attention
+from spkv_kernels import PagedKVCache
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
+from spkv_nas.model import modes
+from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.cache_layers import attention_indices, cache_layers, own_cache_class
+from spkv_nas.model.layer_cache import SPKVCacheLayer, SPKVHybridCacheLayer, SPKVLatentCacheLayer, local_window
 from spkv_nas.model.wrappers import unwrapped
 
-NOT_ASSISTED = "assisted decoding, also by prompt lookup or early exit, needs a full-attention cache: leave it out"
-_NOT_PASSED_ON = (
-    "this model's attention layers do not pass their cache on as transformers' usually do, so SPKVCache misses keys: "
-    "generate with use_cache=False"
-)
 _RING = 128  # ring size of a model without local heads
-
-
-class SPKVCacheLayer(CacheLayerMixin):
-    """Cache of one attention layer; ``attend`` computes attention and stores keys and values, ``update`` does not.
-
-    KV heads with the same ring size share a paged cache. A global head has the smallest ring, because the rest of its
-    keys are in pages, which are allocated as they are needed.
-    """
-
-    is_sliding = False
-
-    def __init__(
-        self,
-        state: LayerState,
-        window: int,
-        page_size: int,
-        max_pages: int | None,
-        masks: list[Tensor | None],
-        **kwargs: Any,
-    ) -> None:
-        """Create an empty layer; ``window`` is its ring size if it has no local heads to determine one."""
-        super().__init__(**kwargs)
-        self._masks = masks  # shared by all layers, so that a mask is compared once: earlier, current, new tokens'
-        self.mask: Tensor | None = None  # bool [B, tokens], false for padding among the tokens seen; None: no padding
-        self.page_size, self._max_pages = page_size, max_pages
-        # Ring size of each KV head, and the heads of each ring size
-        smallest = _local_window(state) or window
-        rings = [w if w < GLOBAL_WINDOW else smallest for w in state.head_windows(gated=True)]
-        self._windows = sorted(set(rings))
-        self._heads = [torch.tensor([head for head, ring in enumerate(rings) if ring == w]) for w in self._windows]
-        # Decisions without gates, [Hkv, 1]
-        keep = [w > ring for w, ring in zip(state.head_windows(gated=False), rings, strict=True)]
-        self._keep = torch.tensor(keep)[:, None]
-        self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
-        self._is_pending = False  # keys and values were passed to ``update`` and not to ``attend``
-        self._num_readers = state.num_readers  # later layers that attend to the same keys
-        # new keys, values, decisions, order and lengths, until the last reader has attended to them
-        self._new: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None = None
-        self._num_unread = 0  # readers that have not attended to the new keys
-        self.paged: list[PagedKVCache] = []  # a cache for each ring size, ascending
-        self.tokens = 0  # length of the longest sequence, including padding
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for the batch size, heads, dtype and device of the first keys, [B, Hkv, T, D]."""
-        batch, _, _, size = key_states.shape
-        device = key_states.device
-        self.is_initialized = True
-        self._keep = self._keep.to(device)
-        self._sinks = self._sinks.to(device) if self._sinks is not None else None
-        self._heads = [heads.to(device) for heads in self._heads]
-        options: dict[str, Any] = {"max_pages": self._max_pages, "dtype": key_states.dtype, "device": device}
-        for heads, window in zip(self._heads, self._windows, strict=True):
-            # Pages of local heads hold sink tokens alone
-            sinks = 0 if self._sinks is None or self._keep[heads].any() else int(self._sinks[heads].max())
-            page_size = min(self.page_size, sinks or self.page_size)
-            self.paged.append(PagedKVCache(batch, len(heads), size, window=window, page_size=page_size, **options))
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged. Raises ``UserError`` if ``attend`` did not store earlier ones."""
-        if self._is_pending:
-            raise UserError(_NOT_PASSED_ON)
-        self._is_pending = True
-        return key_states, value_states
-
-    @torch.no_grad()
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keep: Tensor | None,
-        mask: Tensor | None,
-        scale: float | None,
-        sink_logits: Tensor | None = None,
-        softcap: float | None = None,
-        *,
-        is_reader: bool = False,
-    ) -> Tensor:
-        """Compute attention of new tokens over the cache and each other, then store their keys and values.
-
-        Layers that read the keys of this one attend after it, and the last one stores them.
-
-        Args:
-            q: new queries [B, Hq, T, D].
-            k: new keys [B, Hkv, T, D].
-            v: new values [B, Hkv, T, D].
-            keep: decisions of the gates, bool [B, Hkv, T]; None: those of the layout, all keys per global
-                head and the sink tokens of local heads.
-            mask: bool [B, cached + T], False for padding; None: no padding.
-            scale: scale of the scores; None: 1 / sqrt(D).
-            sink_logits: learned sinks, [Hq]; None: the model has none.
-            softcap: cap of the scores, or None.
-            is_reader: whether another layer attends to the keys of this one, which are those of its last call.
-
-        Returns:
-            [B, Hq, T, D]; rows of padding hold arbitrary finite values.
-        """
-        if is_reader:
-            self._num_unread -= 1
-        else:
-            self._new, self._num_unread = self._prepare(k, v, keep, mask), self._num_readers
-        if self._new is None or self._num_unread < 0:
-            raise UserError(_NOT_PASSED_ON)
-        k, v, keep, order, lengths = self._new
-        q = q if order is None else _reorder(q, order)
-        # Attend, and store the keys and values
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-        if len(self.paged) == 1:
-            out = self._attend(self.paged[0], q, k, v, keep, lengths, is_reader, sink_logits=sink_logits, **options)
-        else:
-            out = torch.empty_like(q)
-            shape = (len(k), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
-            for paged, heads in zip(self.paged, self._heads, strict=True):
-                queries = q.view(shape)[:, heads].flatten(1, 2)
-                logits = None if sink_logits is None else sink_logits.view(k.shape[1], -1)[heads].flatten()
-                new = k[:, heads], v[:, heads], keep[:, heads]
-                some = self._attend(paged, queries, *new, lengths, is_reader, sink_logits=logits, **options)
-                out.view(shape)[:, heads] = some.reshape(len(k), len(heads), -1, *q.shape[2:])
-        # Restore the order
-        if self._num_unread == 0:
-            self.tokens, self._new = self.tokens + q.shape[2], None
-        return out if order is None else _reorder(out, torch.argsort(order, dim=1))
-
-    def _prepare(
-        self, k: Tensor, v: Tensor, keep: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return new keys, values and decisions, their order and the lengths of rows; None, None without padding."""
-        if not self._is_pending:
-            raise UserError(_NOT_PASSED_ON)
-        self._is_pending = False
-        if not self.paged:
-            self.lazy_initialization(k, v)
-        self._check(k)
-        real = self._new_tokens(mask)
-        k, v = (x.to(self.paged[0].ring_k.dtype) for x in (k, v))
-        # Decide which keys to keep: [B, Hkv, T]
-        keep = self._with_sinks(self._keep.expand(*k.shape[:3]) if keep is None else keep, real)
-        if real is None:
-            return k, v, keep, None, None
-        # Move padding to the end of each row, where no token sees it
-        order = torch.argsort(~real, dim=1, stable=True)
-        k, v, keep = (_reorder(x, order) for x in (k, v, keep))
-        return k, v, keep, order, real.sum(1)
-
-    def _attend(
-        self,
-        paged: PagedKVCache,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keep: Tensor,
-        lengths: Tensor | None,
-        is_reader: bool,
-        **options: Any,
-    ) -> Tensor:
-        """Compute ``attend`` for the heads of one ring size, with ``lengths`` [B] new tokens that are no padding."""
-        # Decode a single token
-        if q.shape[2] == 1 and lengths is None:
-            if not is_reader:
-                paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
-            return decode_attention(q[:, :, 0], paged, **options)[:, :, None]
-        # Attend before the keys are stored
-        if self.tokens == 0:
-            out = attention(q, k, v, window=paged.window, keep=keep.contiguous(), **options)
-        else:
-            out = extend_attention(q, k, v, keep, paged, **options)
-        if self._num_unread == 0:
-            paged.prefill(k, v, keep, lengths)
-        return out
-
-    def _check(self, k: Tensor) -> None:
-        """Raise ``UserError`` if new keys ``k`` [B, Hkv, T, D] do not fit into the cache."""
-        paged = self.paged[0]
-        if len(k) != paged.batch_size:
-            raise UserError(f"the cache holds {paged.batch_size} sequences, this batch has {len(k)}")
-        if (k.shape[1], k.shape[3]) != (len(self._keep), paged.head_dim):
-            raise UserError("the cache was made for a model with other KV heads: use it with that model")
-
-    def _new_tokens(self, mask: Tensor | None) -> Tensor | None:
-        """Return which new tokens are not padding, bool [B, T], from the mask of ``attend``; None: all.
-
-        Raises ``UserError`` if the mask differs from earlier ones for tokens that the cache holds, or has dropped.
-        """
-        if mask is None and self.mask is None:
-            return None
-        if mask is None or self._masks[0] is not self.mask or self._masks[1] is not mask:
-            cached, real = (None, None) if mask is None else mask.tensor_split([self.tokens], dim=1)
-            before = torch.ones_like(cached) if self.mask is None and cached is not None else self.mask
-            if cached is None or real is None or before is None or not torch.equal(cached, before):
-                raise UserError(
-                    "attention_mask is missing, or differs from earlier calls for tokens that the cache has seen\nkeep "
-                    "it as it was and append columns for new tokens, or start with a new cache"
-                )
-            self._masks[:] = self.mask, mask, None if bool(real.all()) else real
-        self.mask = mask
-        return self._masks[2]
-
-    def _with_sinks(self, keep: Tensor, real: Tensor | None) -> Tensor:
-        """Return ``keep`` [B, Hkv, T], and true for the sink tokens among the new tokens; as in ``attend``."""
-        if self._sinks is None:
-            return keep
-        index = torch.arange(keep.shape[2], device=keep.device) if real is None else real.cumsum(1) - 1
-        position = (self.paged[0].seq_lens[:, None] + index)[:, None]
-        return keep | (position < self._sinks)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of tokens that a mask would cover, and the offset of the first."""
-        return self.tokens + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens seen, not of those stored."""
-        return self.tokens
-
-    def get_max_length(self) -> int:
-        """Return -1: the length is not limited."""
-        return -1
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row i a copy of row ``beam_idx[i]``."""
-        if self.paged:
-            self.paged = [paged.select(beam_idx.to(paged.seq_lens.device)) for paged in self.paged]
-            self.mask = None if self.mask is None else self.mask[beam_idx.to(self.mask.device)]
-
-    def reset(self) -> None:
-        """Reset the cache to its empty state."""
-        self.paged, self.mask, self.tokens, self.is_initialized, self._is_pending = [], None, 0, False, False
-
-    def crop(self, *_: Any) -> None:
-        """Raise ``UserError``: pruned tokens cannot be restored to the window."""
-        raise UserError(f"an SP-KV cache cannot be cropped, because pruned tokens are deleted: {NOT_ASSISTED}")
-
-
-class SPKVHybridCacheLayer(SPKVCacheLayer, LinearAttentionAndFullAttentionLayer):
-    """Cache of a layer with attention and a state of another kind, such as that of Falcon-H1's state space."""
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate for the first keys and values, which are passed by position, or for the first other states."""
-        (SPKVCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row i a copy of row ``beam_idx[i]``."""
-        SPKVCacheLayer.reorder_cache(self, beam_idx)
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-
-    def reset(self) -> None:
-        """Reset the cache to its empty state."""
-        SPKVCacheLayer.reset(self)
-        LinearAttentionLayer.reset(self)
 
 
 class SPKVCache(Cache):
@@ -305,7 +53,7 @@ class SPKVCache(Cache):
         layers = attention_layers(model).values()
         if any(getattr(getattr(layer, "utility_predictor", None), "mix", None) for layer in layers):
             raise UserError("a bidirectional predictor needs future tokens: generate with use_cache=False")
-        shared = min((w for state in states if (w := _local_window(state)) is not None), default=_RING)
+        shared = min((w for state in states if (w := local_window(state)) is not None), default=_RING)
         masks: list[Tensor | None] = [None] * 3
         # Replace the attention layers of the cache that transformers would make
         cache = cache_layers(model.config)
@@ -316,7 +64,7 @@ class SPKVCache(Cache):
                 "cache store keys: generate with use_cache=False"
             )
         for index, state in zip(indices, states, strict=True):
-            kind, options = SPKVCacheLayer, {}
+            kind, options = SPKVLatentCacheLayer if state.expanded_dim else SPKVCacheLayer, {}
             if isinstance(other := cache[index], LinearAttentionCacheLayerMixin):
                 kind, options = SPKVHybridCacheLayer, {"number_of_states": other.number_of_states}
             cache[index] = kind(state, shared, page_size, max_pages, masks, **options)
@@ -387,12 +135,51 @@ class SPKVCache(Cache):
         return torch.stack([paged.lengths.sum(1) for paged in self._paged]).sum(0), torch.stack(num_outside).sum(0)
 
 
-def _local_window(state: LayerState) -> int | None:
-    """Return the ring size of a layer: the window of its local heads or gates; None if every head is global."""
-    return min((window for window in state.head_windows(gated=True) if window < GLOBAL_WINDOW), default=None)
+def check_states(model: PreTrainedModel, kwargs: dict[str, Any], num_cached: int) -> None:
+    """Raise ``UserError`` if a call with a cache of ``num_cached`` tokens would lose states of a hooked model.
+
+    The first call on a model finds out, in three passes over two tokens.
+    """
+    if torch.compiler.is_compiling():
+        return
+    # Find out once, with passes that call this function again
+    if not hasattr(model, "_spkv_reads_states"):
+        model._spkv_reads_states = True
+        try:
+            model._spkv_reads_states = _reads_states(model)
+        except BaseException:
+            del model._spkv_reads_states
+            raise
+    # Refuse what would be wrong
+    tokens = new_tokens(kwargs)
+    if num_cached and not model._spkv_reads_states and tokens is not None and tokens.shape[1] > 1:
+        raise UserError(
+            f"{type(model).__name__}: its layers without attention ignore their states where several tokens follow "
+            "those in a cache\nleave out prefill_chunk_size, and add tokens to a cache one by one"
+        )
 
 
-def _reorder(x: Tensor, order: Tensor) -> Tensor:
-    """Return ``x`` [B, H, T] or [B, H, T, D] with its tokens in the order [B, T]."""
-    index = order[:, None].expand(-1, x.shape[1], -1)
-    return x.gather(2, index if x.ndim == 3 else index[..., None].expand(*index.shape, x.shape[3]))
+def new_tokens(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the tokens of a call of a model, [B, T], or their embeddings [B, T, C]; None if it has neither."""
+    return kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+
+
+@torch.no_grad()
+def _reads_states(model: PreTrainedModel) -> bool:
+    """Return whether several tokens after those in a cache depend on its states, or there are no states."""
+    cache = SPKVCache(model)
+    if not cache.states and not getattr(model, "_is_stateful", False):
+        return True
+    # Fill a cache, with two ids, because the embedding of padding is zero
+    tokens = torch.arange(2, device=model.device)[None]
+    with modes.evaluation_mode(model):
+        model(input_ids=tokens, past_key_values=cache)
+        if not cache.states or not all(any(layer.has_previous_state.values()) for layer in cache.states):
+            raise UserError(f"{type(model).__name__} keeps states outside of its cache: generate with use_cache=False")
+        # Compare the next logits with those after other states
+        other = copy.deepcopy(cache)
+        recurrent = [state for layer in other.states for state in layer.recurrent_states.values() if state is not None]
+        for state in recurrent:
+            state += 1
+        expected, changed = (model(input_ids=tokens, past_key_values=each).logits for each in (cache, other))
+    return not recurrent or not torch.equal(expected, changed)

@@ -62,6 +62,7 @@ def _layer_shape(text: PreTrainedConfig, states: Sequence[attention.LayerState])
         head_dim=max(sizes),
         layer_heads=heads if len(set(heads)) > 1 else (),
         layer_dims=sizes if len(set(sizes)) > 1 else (),
+        expanded_dim=max(state.expanded_dim for state in states),
     )
 
 

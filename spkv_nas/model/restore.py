@@ -90,7 +90,7 @@ def _put_section(model: PreTrainedModel) -> None:
     mark_local_layers(attention.layer_states(model))
     # Attach predictors or windows
     if gates is not None:
-        rows = attach.gate_rows(model, gates, [saved[name].num_kv_heads for name in layers])
+        rows = attach.gate_rows(model, gates)
         for layer, row in zip(layers.values(), rows, strict=True):
             if row is not None:
                 attach.install_gates(layer, row, gates, config.get_text_config().hidden_size)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts import gate_config, grid, local_layers
+from spkv_nas.artifacts import gate_config, local_layers
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import attach, attention, config_section, modes
@@ -131,8 +131,7 @@ def _with_reach(layout: Layout, window: int | None, sinks: int | None) -> Layout
 
 def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
     """Return the window of every KV head, by layer. Raises ``UserError`` if the layout does not fit the model."""
-    heads = [state.num_kv_heads for state in attention.layer_states(model)]
-    grid.check_grid("the layout", layout.heads_per_layer, "the model", heads)
+    attach.check_rows("the layout", layout.heads_per_layer, model)
     return [
         tuple(local_layers.layout_window(state, window or 0, is_global=window is None) for window in row)
         for state, row in zip(attention.layer_states(model), layout.head_windows, strict=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from spkv_nas.base import console, units
 from spkv_nas.base.device import choose_device
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts, heads_title
 from spkv_nas.stages import commands, sized_model
@@ -28,6 +29,8 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
     # Describe an attention layer of the model
     subject = sized_model.SizedModel.of(options.level, options.model)
     shape, device = subject.shape, choose_device(options.device)
+    if shape.expanded_dim:
+        raise UserError(f"{subject.name} has latent attention, which is not timed: plan attention without --times")
     contexts = default_contexts(units.parse_context(options.context))
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     case = LayerCase(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, options.window, options.batch, device)

@@ -7,7 +7,6 @@ from typing import Any
 
 from spkv_nas.artifacts import gate_config, shape
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS
-from spkv_nas.artifacts.grid import grid_words
 from spkv_nas.base import console, limits, progress, units
 from spkv_nas.base.device import choose_device, choose_dtype, dtype_name
 from spkv_nas.base.memory import available_bytes
@@ -130,8 +129,7 @@ def show(result: Forecast) -> None:
     size, heads = result.size, result.size.heads
     console.out.print(
         f"[bold]{console.escape(result.name)}[/bold]: {size.num_parameters:,} parameters, "
-        f"{grid_words(heads.heads_per_layer)} of size {heads.head_dim}; "
-        f"{result.num_predictor_parameters:,} of predictors"
+        f"{heads.words}; {result.num_predictor_parameters:,} of predictors"
     )
     # Table of stages
     site, fits_title = result.site, f"fits in\n{result.site.memory / 1e9:.3g} GB"

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spkv_nas.artifacts.grid import grid_words
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base import console, errors, progress, units
@@ -110,7 +109,7 @@ def show(result: AttentionCosts) -> None:
     shape, times, served, name = result.shape, result.times, result.served, console.escape(result.name)
     console.out.print(
         f"[bold]{name}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
-        f"{grid_words(shape.heads_per_layer)} of size {shape.head_dim}; {result.context:,} tokens"
+        f"{shape.words}; {result.context:,} tokens"
     )
     # Table of costs
     sizes = ("KV bytes\nper token", "KV cache\nMiB", "attention\nGFLOPs", "total\nGFLOPs")

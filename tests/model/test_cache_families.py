@@ -53,7 +53,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": LINEAR,
     "mistral": {"sliding_window": 12},
     "gemma4_text": {**SHARED, "global_head_dim": 8},
-}
+    "youtu": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
+}  # fmt: skip
 SLOW: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**LINEAR, **EXPERTS},
     "minimax": {**LINEAR, "block_size": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
@@ -143,7 +147,8 @@ def explicit_gates(model: PreTrainedModel, mode: str) -> Iterator[None]:
                     gates[id(state)] = logsigmoid(u) if mode == "soft" else torch.where(u >= 0, 0.0, -torch.inf)
                 module.expected_gate = gates.get(id(state))
                 is_gated = module.expected_gate is not None
-                module.expected = replace(state, windows=state.head_windows(gated=is_gated), sinks=(0, 0))
+                windows = state.head_windows(gated=is_gated)
+                module.expected = replace(state, windows=windows, sinks=(0,) * len(windows))
 
             hooks.callback(layer.register_forward_pre_hook(compute, with_kwargs=True).remove)
         model.set_attn_implementation("explicit")
@@ -262,9 +267,9 @@ def test_layers_that_share_keys_are_one_choice(tmp_path: Path, tiny_tokenizer: P
     assert not any(hasattr(module, "spkv") for module in model.modules())
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
-def test_gates_of_layers_that_share_keys(family: str) -> None:
-    """They equal an explicit bias in the layer and in its readers, also recomputed; the cache holds what they keep."""
+@pytest.mark.parametrize("family", ["gemma4_text", "youtu", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
+def test_gates_of_shared_keys(family: str) -> None:
+    """They equal an explicit bias in all layers and heads that share them, also recomputed, and with the cache."""
     model = hybrid(family)
     attach_gates(model, GateConfig(window=5, sinks=1, bias=0.0, init_scale=40.0), seed=0)
     # Generate with hard gates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,22 @@ import pytest
 import torch
 from helpers import check_generation, logits, save_with_tokenizer, sharpen_attention, tiny_model
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.cost.formulas import cost
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import layer_states
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.export.export import export
 from spkv_nas.model.generation_cache import SPKVCache
-from spkv_nas.model.windows import apply_layout, full_attention
+from spkv_nas.model.learned_sinks import learned_sinks
+from spkv_nas.model.model_shape import config_size
+from spkv_nas.model.windows import add_learned_sinks, apply_layout, full_attention
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.mixture import Mixture
 from spkv_nas.proposal.constraints import Constraints, solve
@@ -34,7 +41,10 @@ _LATENT: dict[str, Any] = {
 _CAPPED: dict[str, Any] = {
     "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "sliding_window": 9,
 }  # fmt: skip
-_MIXTURE: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+_MIXTURE: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "experts_implementation": "eager",
+}  # fmt: skip
 _SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
 UNEQUAL: dict[str, dict[str, Any]] = {  # options of models; the experts can be computed in float64
     "gemma4_text": {
@@ -42,19 +52,27 @@ UNEQUAL: dict[str, dict[str, Any]] = {  # options of models; the experts can be 
         "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
     },
     "mimo_v2_flash": {
-        **_SLIDING, **_MIXTURE, "head_dim": 12, "v_head_dim": 8, "topk_group": 1, "mlp_layer_types": ["dense"] * 4,
+        **_SLIDING, **_MIXTURE, "head_dim": 12, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 4,
     },
     "gemma2": _CAPPED,
     "vaultgemma": _CAPPED,
     "youtu": _LATENT,
+    "deepseek_v3": {**_LATENT, **_MIXTURE},
+}  # fmt: skip
+SLOW: dict[str, dict[str, Any]] = {
     "minicpm3": _LATENT,
-    "deepseek_v3": {**_LATENT, **_MIXTURE, "topk_group": 1, "experts_implementation": "eager"},
+    "deepseek_v2": {**_LATENT, **_MIXTURE},
+    "glm4_moe_lite": {**_LATENT, **_MIXTURE},
+    "longcat_flash": {  # two layers of attention in each decoder layer
+        **_LATENT, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 4,
+        "zero_expert_num": 2, "moe_topk": 2, "head_dim": 4, "experts_implementation": "eager",
+    },
 }  # fmt: skip
 
 
 def unequal_model(family: str) -> PreTrainedModel:
-    """Make a model of ``UNEQUAL`` whose attention is far from uniform."""
-    model = sharpen_attention(tiny_model(family, vocab_size=300, **UNEQUAL[family]), 4.0)
+    """Make a model of ``UNEQUAL`` or ``SLOW`` whose attention is far from uniform."""
+    model = sharpen_attention(tiny_model(family, vocab_size=300, **{**UNEQUAL, **SLOW}[family]), 4.0)
     model.generation_config.eos_token_id = None
     return model
 
@@ -62,7 +80,7 @@ def unequal_model(family: str) -> PreTrainedModel:
 def masked_logits(model: PreTrainedModel, layout: Layout, native: tuple[int | None, ...], tokens: Tensor) -> Tensor:
     """Compute logits of a dense model under the explicit mask of a layout; ``native`` windows stay as they are."""
     model.set_attn_implementation("eager")
-    layers = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    layers = [module for module in model.modules() if hasattr(module, "o_proj")]
     t, s = torch.arange(tokens.shape[1])[:, None], torch.arange(tokens.shape[1])
     for layer, windows, fixed in zip(layers, layout.head_windows, native, strict=True):
         group = model.config.num_attention_heads // len(windows)
@@ -78,7 +96,7 @@ def masked_logits(model: PreTrainedModel, layout: Layout, native: tuple[int | No
     return logits(model, tokens)
 
 
-@pytest.fixture(params=UNEQUAL)
+@pytest.fixture(params=[*UNEQUAL, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return unequal_model(request.param)
 
@@ -132,7 +150,7 @@ def test_generation_equals_whole_passes(model: PreTrainedModel, layout: Layout) 
     apply_layout(model, layout)
     check_generation(model)
     prompt = torch.randint(3, 300, (2, 21), generator=torch.Generator().manual_seed(1))
-    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
     whole = model.generate(prompt, use_cache=False, **options)
     assert torch.equal(model.generate(prompt, past_key_values=SPKVCache(model), **options), whole)
 
@@ -147,11 +165,20 @@ def test_exports_compute_the_layout(
     assert torch.allclose(logits(restored, tokens), logits(model, tokens), atol=1e-5)
 
 
-@pytest.mark.parametrize("signal", ["head-gates", "window-costs", "add-one-head", "attention-mass"])
-@pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    ("family", "signal"),
+    [
+        *product(["gemma4_text", "mimo_v2_flash"], ["head-gates", "window-costs", "add-one-head", "attention-mass"]),
+        *product(["deepseek_v3"], ["head-gates", "window-costs", "attention-mass", "duo"]),
+    ],
+)
 def test_scores_survive_files_and_become_layouts(family: str, signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
-    options = {"steps": 2, "budget": 2} if signal == "head-gates" else {}
-    table = measure_signal(signal, unequal_model(family), blocks, window=6, sinks=1, **options)
+    options = {"head-gates": {"steps": 2, "budget": 2}, "duo": {"steps": 2}}
+    table = measure_signal(signal, unequal_model(family), blocks, window=6, sinks=1, **options.get(signal, {}))
+    if family == "deepseek_v3":
+        assert (table.heads_per_layer, table.metadata["head_dim"]) == ((1, 1, 1, 1), 8)
+        assert {len(row) for layout in propose(table, 2).values() for row in layout.heads} == {1}
+        return
     assert table.heads_per_layer == (4, 2, 4, 2)
     assert (table.num_heads, table.num_candidates, table.values.shape) == (12, 4, (4, 4))
     table.write(tmp_path)
@@ -184,6 +211,46 @@ def test_budgets_of_memory_count_the_size_of_each_head(family: str, blocks: Toke
         held += keys * 2 * layer.paged[0].head_dim * 4
     assert cost.layout_bytes(layout, table.layers) == held
     assert held < cache.num_bytes < 1.25 * held  # tables, unfinished pages, and 4 % spare ones
+
+
+def test_layers_of_latent_attention_are_one_choice(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tokens: Tensor
+) -> None:
+    """A saved hybrid is retrained like one in memory; learned sinks are each head's; other rows are refused."""
+    model, layout = unequal_model("deepseek_v3"), Layout(("G", "L", "L", "G"), 5, sinks=2)
+    apply_layout(model, layout)
+    save_with_tokenizer(model, tiny_tokenizer, tmp_path)
+    restored, _ = load(tmp_path)
+    for trained in (model, restored):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.005)
+        for _ in range(3):
+            optimizer.zero_grad()
+            trained(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+    assert torch.equal(logits(restored, tokens), logits(model, tokens))
+    add_learned_sinks(model, [torch.arange(4.0)] * 4)
+    assert [len(module.logits) for module in learned_sinks(model)] == [4, 4]
+    check_generation(model)
+    # Rows with a letter for each head, which hybrids had before latents were one choice
+    gates = GateConfig(heads=["SSSS"] * 4)
+    for refused in (lambda: apply_layout(model, Layout(("GLLL",) * 4, 5)), lambda: attach_gates(model, gates)):
+        with pytest.raises(UserError, match="share one latent, so give one letter per layer"):
+            refused()
+    section = restored.config.spkv
+    section["layout"]["heads"] = ["GLLL"] * 4
+    for layer in section["layers"].values():
+        layer["num_kv_heads"] = 4
+    save_with_tokenizer(restored, tiny_tokenizer, tmp_path / "old")
+    with pytest.raises(UserError, match="its heads share one latent, so a layout has one letter per layer"):
+        load(tmp_path / "old")
+
+
+def test_costs_count_latents() -> None:
+    """Bytes are those of DeepSeek V3's latent and rotary key, FLOPs and memory of passes those of expanded heads."""
+    shape = config_size(AutoConfig.for_model("deepseek_v3", num_hidden_layers=3)).shape
+    assert (shape.heads_per_layer, shape.words) == ((1, 1, 1), "3 layers x 1 latent of size 576")
+    assert cost("full", shape, 1000).kv_cache_bytes == 3 * (512 + 64) * 2 * 1000
+    assert shape.attention_width == shape.kv_width == 128 * (128 + 64)
 
 
 def test_proposals_with_unequal_rows_are_those_of_brute_force() -> None:

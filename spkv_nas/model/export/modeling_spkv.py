@@ -89,7 +89,9 @@ class _Hybrid:
         rows = dict(zip(dict.fromkeys(source for *_, source in layers), layout["heads"], strict=True))
         for module, layer, source in layers:
             group = config.num_attention_heads // layer["num_kv_heads"]
-            _set_heads(module, rows[source], layout, layer["native_window"], has_full_attention, group)
+            # The letter of a latent is that of all heads that are expanded from it
+            row, group = (rows[source] * group, 1) if hasattr(module, "kv_lora_rank") else (rows[source], group)
+            _set_heads(module, row, layout, layer["native_window"], has_full_attention, group)
         self.base_model.register_forward_pre_hook(_with_full_cache, with_kwargs=True)  # type: ignore[attr-defined]
 
     def _prepare_cache_for_generation(self, config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:

@@ -200,8 +200,8 @@ class Reading:
 def reading(model: PreTrainedModel) -> Iterator[Reading]:
     """Make the model read by the rule set on the yielded object; ``UserError`` if it cannot be hooked."""
     with full_attention(model) as states, ExitStack() as hooks:
-        if any(state.num_readers for state in states):
-            raise UserError("layers of this model read the keys of others, which no rule computes: use a layout")
+        if any(state.num_readers or state.expanded_dim for state in states):
+            raise UserError("layers of this model share keys, or heads a latent, which no rule computes: use a layout")
         layers = [layer for layer in attention_layers(model).values() if not layer_state(layer).is_always_local]
         reader = Reading(layers, sum(state.num_kv_heads for state in states if not state.is_always_local))
         for index, layer in enumerate(layers):

@@ -76,7 +76,8 @@ def _observer(masses: list[Tensor], state: attention.LayerState, window: int, si
             key = torch.arange(weights.shape[-1], device=q.device)
             first = 0 if starts is None else starts[:, query][:, None, None, :, None]  # of the query's document
             far = (query[:, None] - key >= local_window) & (key - first >= sinks)
-            parts.append((weights * far).sum(-1).mean(2))
+            by_query_head = (weights * far).sum(-1).flatten(1, 2)  # [B, Hq, c]
+            parts.append(torch.stack(by_query_head.chunk(state.num_kv_heads, 1), 1).mean(2))
         masses.append(torch.cat(parts, -1))
 
     observe.knows_documents = True  # type: ignore[attr-defined]

@@ -1,0 +1,384 @@
+"""Layers of ``SPKVCache``: what a decoder layer with attention stores, and attention over it."""
+
+from typing import Any
+
+import torch
+from spkv_kernels import PagedKVCache, attention, decode_attention, extend_attention
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
+
+NOT_ASSISTED = "assisted decoding, also by prompt lookup or early exit, needs a full-attention cache: leave it out"
+_NOT_PASSED_ON = (
+    "this model's attention layers do not pass their cache on as transformers' usually do, so SPKVCache misses keys: "
+    "generate with use_cache=False"
+)
+_QUERIES = 256  # tokens that attend to stored latents at once
+
+
+class SPKVCacheLayer(CacheLayerMixin):
+    """Cache of one attention layer; ``attend`` computes attention and stores keys and values, ``update`` does not.
+
+    KV heads with the same ring size share a paged cache. A global head has the smallest ring, because the rest of its
+    keys are in pages, which are allocated as they are needed.
+    """
+
+    is_sliding = False
+    returns_stored = False  # whether ``update`` also returns what is stored, before what is new
+
+    def __init__(
+        self,
+        state: LayerState,
+        window: int,
+        page_size: int,
+        max_pages: int | None,
+        masks: list[Tensor | None],
+        **kwargs: Any,
+    ) -> None:
+        """Create an empty layer; ``window`` is its ring size if it has no local heads to determine one."""
+        super().__init__(**kwargs)
+        self._masks = masks  # shared by all layers, so that a mask is compared once: earlier, current, new tokens'
+        self.mask: Tensor | None = None  # bool [B, tokens], false for padding among the tokens seen; None: no padding
+        self.page_size, self._max_pages = page_size, max_pages
+        # Ring size of each KV head, and the heads of each ring size
+        smallest = local_window(state) or window
+        rings = [w if w < GLOBAL_WINDOW else smallest for w in state.head_windows(gated=True)]
+        self._windows = sorted(set(rings))
+        self._heads = [torch.tensor([head for head, ring in enumerate(rings) if ring == w]) for w in self._windows]
+        # Decisions without gates, [Hkv, 1]
+        keep = [w > ring for w, ring in zip(state.head_windows(gated=False), rings, strict=True)]
+        self._keep = torch.tensor(keep)[:, None]
+        self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
+        self._is_pending = False  # keys and values were passed to ``update`` and not to ``attend``
+        self._num_readers = state.num_readers  # later layers that attend to the same keys
+        # new keys, values, decisions, order and lengths, until the last reader has attended to them
+        self._new: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None = None
+        self._num_unread = 0  # readers that have not attended to the new keys
+        self.paged: list[PagedKVCache] = []  # a cache for each ring size, ascending
+        self.tokens = 0  # length of the longest sequence, including padding
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for the batch size, heads, dtype and device of the first keys, [B, Hkv, T, D]."""
+        batch, _, _, size = key_states.shape
+        device = key_states.device
+        self.is_initialized = True
+        self._keep = self._keep.to(device)
+        self._sinks = self._sinks.to(device) if self._sinks is not None else None
+        self._heads = [heads.to(device) for heads in self._heads]
+        options: dict[str, Any] = {"max_pages": self._max_pages, "dtype": key_states.dtype, "device": device}
+        for heads, window in zip(self._heads, self._windows, strict=True):
+            # Pages of local heads hold sink tokens alone
+            sinks = 0 if self._sinks is None or self._keep[heads].any() else int(self._sinks[heads].max())
+            page_size = min(self.page_size, sinks or self.page_size)
+            self.paged.append(PagedKVCache(batch, len(heads), size, window=window, page_size=page_size, **options))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values unchanged. Raises ``UserError`` if ``attend`` did not store earlier ones."""
+        if self._is_pending:
+            raise UserError(_NOT_PASSED_ON)
+        self._is_pending = True
+        return key_states, value_states
+
+    @torch.no_grad()
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor | None,
+        mask: Tensor | None,
+        scale: float | None,
+        sink_logits: Tensor | None = None,
+        softcap: float | None = None,
+        *,
+        is_reader: bool = False,
+    ) -> Tensor:
+        """Compute attention of new tokens over the cache and each other, then store their keys and values.
+
+        Layers that read the keys of this one attend after it, and the last one stores them.
+
+        Args:
+            q: new queries [B, Hq, T, D].
+            k: new keys [B, Hkv, T, D].
+            v: new values [B, Hkv, T, D].
+            keep: decisions of the gates, bool [B, Hkv, T]; None: those of the layout, all keys per global
+                head and the sink tokens of local heads.
+            mask: bool [B, cached + T], False for padding; None: no padding.
+            scale: scale of the scores; None: 1 / sqrt(D).
+            sink_logits: learned sinks, [Hq]; None: the model has none.
+            softcap: cap of the scores, or None.
+            is_reader: whether another layer attends to the keys of this one, which are those of its last call.
+
+        Returns:
+            [B, Hq, T, D]; rows of padding hold arbitrary finite values.
+        """
+        if is_reader:
+            self._num_unread -= 1
+        else:
+            self._new, self._num_unread = self._prepare(k, v, keep, mask), self._num_readers
+        if self._new is None or self._num_unread < 0:
+            raise UserError(_NOT_PASSED_ON)
+        k, v, keep, order, lengths = self._new
+        q = q if order is None else _reorder(q, order)
+        # Attend, and store the keys and values
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+        if len(self.paged) == 1:
+            out = self._attend(self.paged[0], q, k, v, keep, lengths, is_reader, sink_logits=sink_logits, **options)
+        else:
+            out = torch.empty_like(q)
+            shape = (len(k), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
+            for paged, heads in zip(self.paged, self._heads, strict=True):
+                queries = q.view(shape)[:, heads].flatten(1, 2)
+                logits = None if sink_logits is None else sink_logits.view(k.shape[1], -1)[heads].flatten()
+                new = k[:, heads], v[:, heads], keep[:, heads]
+                some = self._attend(paged, queries, *new, lengths, is_reader, sink_logits=logits, **options)
+                out.view(shape)[:, heads] = some.reshape(len(k), len(heads), -1, *q.shape[2:])
+        # Restore the order
+        if self._num_unread == 0:
+            self.tokens, self._new = self.tokens + q.shape[2], None
+        return out if order is None else _reorder(out, torch.argsort(order, dim=1))
+
+    def _prepare(
+        self, k: Tensor, v: Tensor, keep: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return new keys, values and decisions, their order and the lengths of rows; None, None without padding."""
+        if not self._is_pending:
+            raise UserError(_NOT_PASSED_ON)
+        self._is_pending = False
+        if not self.paged:
+            self.lazy_initialization(k, v)
+        self._check(k)
+        real = self._new_tokens(mask)
+        k, v = (x.to(self.paged[0].ring_k.dtype) for x in (k, v))
+        # Decide which keys to keep: [B, Hkv, T]
+        keep = self._with_sinks(self._keep.expand(*k.shape[:3]) if keep is None else keep, real)
+        if real is None:
+            return k, v, keep, None, None
+        # Move padding to the end of each row, where no token sees it
+        order = torch.argsort(~real, dim=1, stable=True)
+        k, v, keep = (_reorder(x, order) for x in (k, v, keep))
+        return k, v, keep, order, real.sum(1)
+
+    def _attend(
+        self,
+        paged: PagedKVCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor,
+        lengths: Tensor | None,
+        is_reader: bool,
+        **options: Any,
+    ) -> Tensor:
+        """Compute ``attend`` for the heads of one ring size, with ``lengths`` [B] new tokens that are no padding."""
+        # Decode a single token
+        if q.shape[2] == 1 and lengths is None:
+            if not is_reader:
+                paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
+            return decode_attention(q[:, :, 0], paged, **options)[:, :, None]
+        # Attend before the keys are stored
+        if self.tokens == 0:
+            out = attention(q, k, v, window=paged.window, keep=keep.contiguous(), **options)
+        else:
+            out = extend_attention(q, k, v, keep, paged, **options)
+        if self._num_unread == 0:
+            paged.prefill(k, v, keep, lengths)
+        return out
+
+    def _check(self, k: Tensor) -> None:
+        """Raise ``UserError`` if new keys ``k`` [B, Hkv, T, D] do not fit into the cache."""
+        paged = self.paged[0]
+        if len(k) != paged.batch_size:
+            raise UserError(f"the cache holds {paged.batch_size} sequences, this batch has {len(k)}")
+        if (k.shape[1], k.shape[3]) != (len(self._keep), paged.head_dim):
+            raise UserError("the cache was made for a model with other KV heads: use it with that model")
+
+    def _new_tokens(self, mask: Tensor | None) -> Tensor | None:
+        """Return which new tokens are not padding, bool [B, T], from the mask of ``attend``; None: all.
+
+        Raises ``UserError`` if the mask differs from earlier ones for tokens that the cache holds, or has dropped.
+        """
+        if mask is None and self.mask is None:
+            return None
+        if mask is None or self._masks[0] is not self.mask or self._masks[1] is not mask:
+            cached, real = (None, None) if mask is None else mask.tensor_split([self.tokens], dim=1)
+            before = torch.ones_like(cached) if self.mask is None and cached is not None else self.mask
+            if cached is None or real is None or before is None or not torch.equal(cached, before):
+                raise UserError(
+                    "attention_mask is missing, or differs from earlier calls for tokens that the cache has seen\nkeep "
+                    "it as it was and append columns for new tokens, or start with a new cache"
+                )
+            self._masks[:] = self.mask, mask, None if bool(real.all()) else real
+        self.mask = mask
+        return self._masks[2]
+
+    def _with_sinks(self, keep: Tensor, real: Tensor | None) -> Tensor:
+        """Return ``keep`` [B, Hkv, T], and true for the sink tokens among the new tokens; as in ``attend``."""
+        if self._sinks is None:
+            return keep
+        index = torch.arange(keep.shape[2], device=keep.device) if real is None else real.cumsum(1) - 1
+        position = (self.paged[0].seq_lens[:, None] + index)[:, None]
+        return keep | (position < self._sinks)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of tokens that a mask would cover, and the offset of the first."""
+        return self.tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens seen, not of those stored."""
+        return self.tokens
+
+    def get_max_length(self) -> int:
+        """Return -1: the length is not limited."""
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i a copy of row ``beam_idx[i]``."""
+        if self.paged:
+            self.paged = [paged.select(beam_idx.to(paged.seq_lens.device)) for paged in self.paged]
+            self.mask = None if self.mask is None else self.mask[beam_idx.to(self.mask.device)]
+
+    def reset(self) -> None:
+        """Reset the cache to its empty state."""
+        self.paged, self.mask, self.tokens, self.is_initialized, self._is_pending = [], None, 0, False, False
+
+    def crop(self, *_: Any) -> None:
+        """Raise ``UserError``: pruned tokens cannot be restored to the window."""
+        raise UserError(f"an SP-KV cache cannot be cropped, because pruned tokens are deleted: {NOT_ASSISTED}")
+
+
+class SPKVLatentCacheLayer(SPKVCacheLayer):
+    """Cache of a layer of multi-head latent attention: a latent and a rotary key per token, which all heads share.
+
+    Both are stored as one KV head, half of their channels as its keys and half as its values. The model expands what
+    ``update`` returns to keys and values of all heads, with which it calls ``attend``.
+    """
+
+    returns_stored = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return latents [B, 1, S + T, R] and rotary keys [B, 1, S + T, P] of S stored tokens, then of T new ones."""
+        if key_states.shape[1] != 1:
+            raise UserError(_NOT_PASSED_ON)
+        super().update(key_states, value_states)
+        new = torch.cat([key_states, value_states.to(key_states.dtype)], -1)
+        first, second = pad(new, (0, new.shape[-1] % 2)).chunk(2, -1)
+        self._halves = first, second  # of the new tokens, until they are stored
+        if self.tokens == 0:
+            return key_states, value_states
+        self._check(first)
+        # Read the pages, of which the last ones may be empty in some rows, then the ring
+        paged = self.paged[0]
+        pages = paged.block_table[:, 0, : -(-int(paged.lengths.max()) // paged.page_size)].clamp(min=0)
+        long_term = torch.cat([paged.pool_k[pages], paged.pool_v[pages]], -1).flatten(1, 2)
+        stored = torch.cat([long_term, torch.cat([paged.ring_k[:, 0], paged.ring_v[:, 0]], -1)], 1)
+        both = torch.cat([stored[:, None, :, : new.shape[-1]].to(new.dtype), new], 2)
+        return both[..., : key_states.shape[-1]], both[..., key_states.shape[-1] :]
+
+    def _prepare(
+        self, k: Tensor, v: Tensor, keep: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return what ``SPKVCacheLayer`` does, but keys and values [B, H, S + T, D] of stored and new tokens."""
+        first, second, keep, order, lengths = super()._prepare(*self._halves, keep, mask)
+        self._halves = first, second
+        if order is not None:
+            num_stored = k.shape[2] - order.shape[1]
+            stored = torch.arange(num_stored, device=k.device).expand(len(k), -1)
+            k, v = (_reorder(x, torch.cat([stored, num_stored + order], 1)) for x in (k, v))
+        return k, v, keep, order, lengths
+
+    def _attend(
+        self,
+        paged: PagedKVCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor,
+        lengths: Tensor | None,
+        is_reader: bool,
+        **options: Any,
+    ) -> Tensor:
+        """Compute ``attend`` over keys and values [B, H, S + T, D], then store latents and rotary keys."""
+        if self.tokens == 0:
+            out = attention(q, k, v, window=paged.window, keep=keep.expand(-1, k.shape[1], -1).contiguous(), **options)
+        else:
+            visible = self._visible(keep, k.shape[2] - q.shape[2])
+            parts = zip(torch.split(q, _QUERIES, 2), torch.split(visible, _QUERIES, 2), strict=True)
+            out = torch.cat([_masked_attention(queries, k, v, seen, **options) for queries, seen in parts], 2)
+        first, second = self._halves
+        if q.shape[2] == 1 and lengths is None:
+            paged.append(first[:, :, 0], second[:, :, 0], keep[:, :, 0])
+        else:
+            paged.prefill(first, second, keep, lengths)
+        return out
+
+    def _visible(self, keep: Tensor, num_stored: int) -> Tensor:
+        """Return which of S stored and T new keys each new token sees, bool [B, 1, T, S + T], by ``keep`` [B, 1, T]."""
+        paged, length, device = self.paged[0], keep.shape[2], keep.device
+        token = torch.arange(length, device=device)[:, None]
+        # Entries of pages
+        entries = torch.arange(num_stored - paged.window, device=device)
+        long_term = (entries < paged.lengths)[:, None].expand(-1, length, -1)
+        # Slots of the ring, by how many tokens ago they were filled
+        last = paged.seq_lens[:, None] - 1
+        age = (last - torch.arange(paged.window, device=device)) % paged.window
+        ring = (age <= last)[:, None] & ((token + age[:, None] + 1 < paged.window) | paged.ring_keep)
+        # New tokens
+        age = token - torch.arange(length, device=device)
+        new = (age >= 0) & ((age < paged.window) | keep)
+        return torch.cat([long_term, ring, new], 2)[:, None]
+
+
+class SPKVHybridCacheLayer(SPKVCacheLayer, LinearAttentionAndFullAttentionLayer):
+    """Cache of a layer with attention and a state of another kind, such as that of Falcon-H1's state space."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate for the first keys and values, which are passed by position, or for the first other states."""
+        (SPKVCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i a copy of row ``beam_idx[i]``."""
+        SPKVCacheLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    def reset(self) -> None:
+        """Reset the cache to its empty state."""
+        SPKVCacheLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+
+def local_window(state: LayerState) -> int | None:
+    """Return the ring size of a layer: the window of its local heads or gates; None if every head is global."""
+    return min((window for window in state.head_windows(gated=True) if window < GLOBAL_WINDOW), default=None)
+
+
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
+    """Return ``x`` [B, H, T] or [B, H, T, D] with its tokens in the order [B, T]."""
+    index = order[:, None].expand(-1, x.shape[1], -1)
+    return x.gather(2, index if x.ndim == 3 else index[..., None].expand(*index.shape, x.shape[3]))
+
+
+def _masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    *,
+    scale: float | None,
+    sink_logits: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attend from q [B, H, T, D] to the ``visible`` [B, 1, T, S] of k, v [B, H, S, D] in float32 or wider.
+
+    Learned sinks [H] only add to the denominators of the softmax.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(dtype) @ k.to(dtype).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    sinks = scores.new_full(scores.shape[1:2], -torch.inf) if sink_logits is None else sink_logits.to(dtype)
+    column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores.masked_fill(~visible, -torch.inf), column], -1).softmax(-1)[..., :-1]
+    return (weights @ v.to(dtype)).to(q.dtype)
