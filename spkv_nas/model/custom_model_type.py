@@ -20,7 +20,8 @@ from spkv_nas.base import errors, limits
 CUSTOM_MODEL_TYPE = "spkv"
 _PREFIX = "SPKV"  # of class names
 _LAYERS, _TEXT = "num_hidden_layers", "text_config"
-_KINDS = "layers_block_type"  # in its place where a config lists the kind of each layer (Nemotron-H)
+# Keys in its place: of LongCat, whose layers have two of attention each, and where each layer's kind is listed (Nemotron-H)
+_OTHER_KEYS = ("num_layers", "layers_block_type")
 _DAMAGED = "the config is damaged: copy it again"
 _HINT = "said in the section spkv, because a stock class would run this model dense: load it with spkv_nas.load"
 
@@ -125,12 +126,12 @@ def _custom_content(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers_key(text: Mapping[str, Any]) -> str:
-    """Return the key that holds the number of layers of a text config, such as n_layer, or the list of their kinds."""
+    """Return the key that holds the number of layers of a text config, such as n_layer of GPT-2, or their kinds."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = text["model_type"]
     key = str((CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}).get(_LAYERS, _LAYERS))
-    return key if key in text else _KINDS
+    return next((other for other in (key, *_OTHER_KEYS) if other in text), key)
 
 
 def _with_layers(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:

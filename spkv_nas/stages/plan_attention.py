@@ -75,7 +75,8 @@ def _times(
     name = options.calibration or subject.name
     calibrate = CalibrateOptions(level=options.level, model=options.model, name=name, workspace=options.workspace)
     if not options.calibration and not (options.folders.report_dir(name) / "calibration.yaml").is_file():
-        return None, [] if any(subject.native_windows) else calibrate_command(calibrate, windows, context)
+        is_timed = not any(subject.native_windows) and not subject.shape.expanded_dim
+        return None, calibrate_command(calibrate, windows, context) if is_timed else []
     try:
         return read_times(calibrate, windows, context, subject.shape, subject.native_windows), []
     except errors.UserError as error:

@@ -106,8 +106,8 @@ def read_times(
     options: CalibrateOptions, windows: Sequence[int], context: int, shape: Shape, native_windows: Sequence[int | None]
 ) -> Calibration:
     """Read the calibration that ``options`` would write; ``UserError``, with the command for it, if it does not fit."""
-    if any(native_windows):
-        raise UserError("attention times are not measured for models whose layers have a sliding window by design")
+    if any(native_windows) or shape.expanded_dim:
+        raise UserError("attention is not timed in models with sliding windows by design, or with latent attention")
     try:
         calibration = Calibration.read(options.folders.report_dir(str(options.name)))
         calibration.check_shape(shape)

@@ -24,11 +24,11 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 50_366,
-    "lines without contrib": 42_608,
+    "lines": 50_375,
+    "lines without contrib": 42_617,
     "files": 331,
     "files without contrib": 283,
-    "lines of commands": 7_048,
+    "lines of commands": 7_049,
     "files of commands": 58,
     "option slots": 230,
     "option slots of one command": 20,

@@ -41,9 +41,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _layers_key(config: Any, content: dict[str, Any]) -> str:
-    """Return the key of a file that holds the number of layers, or, in its place, the kind of each."""
+    """Return the key of a file that holds the number of layers, or, in its place, that of pairs or the kinds."""
     key: str = config.attribute_map.get(_LAYERS, _LAYERS)
-    return key if key in content else "layers_block_type"
+    return next((other for other in (key, "num_layers", "layers_block_type") if other in content), key)
 
 
 class _Config:
