@@ -253,8 +253,8 @@ class SPKVCacheLayer(CacheLayerMixin):
 class SPKVLatentCacheLayer(SPKVCacheLayer):
     """Cache of a layer of multi-head latent attention: a latent and a rotary key per token, which all heads share.
 
-    Both are stored as one KV head, half of their channels as its keys and half as its values. The model expands what
-    ``update`` returns to keys and values of all heads, with which it calls ``attend``.
+    Both are stored as one KV head, half of their channels as its keys and half as its values. In every call, as with
+    transformers' cache, the model expands all that ``update`` returns to keys and values of all heads for ``attend``.
     """
 
     returns_stored = True
