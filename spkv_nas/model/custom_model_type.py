@@ -20,7 +20,7 @@ from spkv_nas.base import errors, limits
 CUSTOM_MODEL_TYPE = "spkv"
 _PREFIX = "SPKV"  # of class names
 _LAYERS, _TEXT = "num_hidden_layers", "text_config"
-# Keys in its place: of LongCat, whose layers have two of attention each, and where each layer's kind is listed (Nemotron-H)
+# Keys in its place: of LongCat, whose layers have two of attention each, and of Nemotron-H, which lists their kinds
 _OTHER_KEYS = ("num_layers", "layers_block_type")
 _DAMAGED = "the config is damaged: copy it again"
 _HINT = "said in the section spkv, because a stock class would run this model dense: load it with spkv_nas.load"
