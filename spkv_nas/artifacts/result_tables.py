@@ -68,7 +68,7 @@ class ResultRecord(schema.Recorded):
     left_out: LeftOut | None = None
     unrecorded: list[str] = Field([])
     layouts: dict[str, JudgedLayout] = Field({})
-    windows: dict[str, int] = Field({})
+    windows: dict[str, int | None] = Field({})
     sinks: dict[str, int] | int | None = None
     effective_documents: float | None = None
 
@@ -302,17 +302,13 @@ CRITICAL_BUDGET = ResultTable(
         _number("kv_bytes"),
     ),
 )
-AGREEMENT_COLUMNS = (  # of ``agreement.csv``, which ``compare`` writes: a row per pair of probes
-    Column("first"),
-    Column("second"),
-    Column("budget", "whole", low=1),
-    *(_number(name, -1.0) for name in ("jaccard", "chance", "spearman", "transfer")),
-    _number("mean_difference"),
+PROBE_PAIRS = ResultTable(
+    "agreement",
+    (
+        Column("first"),
+        Column("second"),
+        Column("budget", "whole", low=1),
+        *(_number(name, -1.0) for name in ("jaccard", "chance", "spearman", "transfer")),
+        _number("mean_difference"),
+    ),
 )
-
-
-def read_agreement(path: Path) -> pd.DataFrame:
-    """Read the table in an ``agreement.csv``; warns of one that was changed, ``UserError`` if it is invalid."""
-    if is_file(record := path.with_suffix(".yaml")):
-        records.read_record(record, "agreement")
-    return read_table(path, "agreement", AGREEMENT_COLUMNS).reset_index(drop=True)

@@ -194,7 +194,6 @@ def read_results(folder: Path) -> dict[str, Any]:
     """Read the results in a folder, by their names in ``report.inputs``."""
     tables = {
         "comparison": (folder / "comparison.csv", comparison.read_comparison),
-        "probe_pairs": (folder / "agreement.csv", result_tables.read_agreement),
         "search": (folder / SEARCH, search_table.read_search),
     }
     record_files: dict[str, tuple[Path, str, type[schema.Recorded]]] = {
@@ -203,6 +202,8 @@ def read_results(folder: Path) -> dict[str, Any]:
     }
     results: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
     results |= {name: records.read_record(*each) for name, each in record_files.items() if is_file(each[0])}
+    if (pairs := result_tables.PROBE_PAIRS.read(folder)) is not None:
+        results["probe_pairs"], _ = pairs
     if (folder / DOCUMENTS_FILE).is_file():
         results["pair_error"] = pair_error(read_documents(folder / DOCUMENTS_FILE))
     files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict", "critical-budget"))

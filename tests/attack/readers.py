@@ -19,7 +19,7 @@ from spkv_nas.artifacts.head_tables import Gains, read_density_log
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.artifacts.result_tables import VERDICT, read_agreement
+from spkv_nas.artifacts.result_tables import PROBE_PAIRS, VERDICT
 from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
@@ -295,7 +295,7 @@ READERS = (
     Reader("search record", make_results("search.yaml"), use_results),
     Reader("verdict", make_results("verdict.csv"), use_results),
     Reader("verdict record", make_results("verdict.yaml"), use_results),
-    Reader("agreement", _make_agreement, lambda file: short_labels(read_agreement(file))),
+    Reader("agreement", _make_agreement, lambda file: short_labels(PROBE_PAIRS.read(file.parent)[0])),
     Reader("checkpoints", _make_checkpoints, lambda file: read_checkpoints(file.parent, Path("root"))),
     Reader("calibration", _make_calibration("calibration.yaml"), _use_calibration),
     Reader("times", _make_calibration("calibration.csv"), _use_calibration),
