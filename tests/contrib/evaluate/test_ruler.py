@@ -22,8 +22,7 @@ from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base.statistics import unseen_share
 from spkv_nas.cli import main
 from spkv_nas.contrib.evaluate.ruler import stage as ruler
-from spkv_nas.contrib.evaluate.ruler.criterion import QuestionRounds
-from spkv_nas.contrib.evaluate.ruler.stage import answer, ruler_table, score
+from spkv_nas.contrib.evaluate.ruler.stage import QuestionRounds, answer, ruler_table, score
 from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.data.ruler.tasks import generate as make_sample
 from spkv_nas.data.tokenizer import train_bpe

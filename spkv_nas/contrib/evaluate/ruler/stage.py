@@ -26,6 +26,7 @@ from spkv_nas.data.ruler.sample import VERSION, NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import accepts_any, available, generate
 from spkv_nas.evaluation.continuations import in_batches
 from spkv_nas.evaluation.micro_batch import check_positions
+from spkv_nas.evaluation.verdict import rounds
 from spkv_nas.model import generation, transformers_logging
 from spkv_nas.model.windows import default_window, every_head_local, local_sinks
 from spkv_nas.stages import checkpoints, checks, commands, printing, sized_model
@@ -34,6 +35,7 @@ _TOGETHER = 1 << 15  # prompt tokens per batch
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 _QUESTION = 400  # characters kept from the end of a prompt
+_STREAM = 35  # separates the order of a verdict's questions from other uses of the seed
 
 Make = Callable[[int], Sample | None]  # of an index
 MakeSample = Callable[[str, int, int], Sample | None]  # of task, length, index
@@ -140,7 +142,7 @@ def ruler_table(checkpoint: pd.DataFrame, floor: pd.DataFrame, against: pd.DataF
         answers = answers.merge(against, on=keys, suffixes=(None, "_against"))
     frames = []
     for _, of_length in answers.groupby("length", sort=False):
-        cells = [_row(*cell, part) for cell, part in of_length.groupby(keys[:2], sort=False)]
+        cells = [_row(length, task, part) for (length, task), part in of_length.groupby(keys[:2], sort=False)]
         rows = pd.DataFrame(cells, columns=RULER.header)
         frames += [rows, _average(rows)]
     return pd.concat(frames, ignore_index=True)
@@ -245,6 +247,45 @@ class _Exam:
             lines = samples.kept_samples(self.folder, f"{task}-{length}", identity, compute)
             frames.append(pd.DataFrame(lines)[["index", "score", "density"]].assign(task=task, length=length))
         return pd.concat(frames, ignore_index=True)
+
+
+class QuestionRounds(rounds.Rounds):
+    """Scores of generated answers to RULER's questions. Each question is of a random task and length.
+
+    All rounds are full, the last too, so that they do not depend on the number of questions.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[tuple[str, int]],
+        make: MakeSample,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        number: int,
+        seed: int,
+        identity: str,
+    ) -> None:
+        """Draw the (task, length) of all questions, with equal probability, and number the questions of each."""
+        self._make, self._tokenizer, self.num_samples = make, tokenizer, number
+        self.identity = f"{identity} {seed} {list(cells)}"
+        counts = dict.fromkeys(cells, 0)
+        drawn_cells = np.random.default_rng((seed, _STREAM)).integers(len(cells), size=self.num_rounds * self.size)
+        self._questions: list[tuple[str, int, int]] = []
+        for drawn in drawn_cells.tolist():
+            cell = cells[drawn]
+            self._questions.append((*cell, counts[cell]))
+            counts[cell] += 1
+
+    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
+        """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""
+        questions = self._questions[self.part(index)]
+        # The longest question comes first, because the batch size is chosen by it
+        order = sorted(range(len(questions)), key=lambda number: (-questions[number][1], questions[number]))
+        lines = answer(model, self._tokenizer, lambda number: self._make(*questions[order[number]]), len(order))
+        scores = np.full(len(questions), rounds.NO_SCORE)
+        for line in lines:
+            scores[order[line["index"]]] = line["score"]
+        return scores
 
 
 def show(result: samples.SampledTable) -> None:
