@@ -10,7 +10,7 @@ from pathlib import Path
 from spkv_nas.artifacts import comparison, defaults, layout
 from spkv_nas.base import assets, console, device, errors, files, names, progress, units
 from spkv_nas.data import config, readers
-from spkv_nas.model import checkpoint, transformers_logging
+from spkv_nas.model import checkpoint
 from spkv_nas.proposal import budget, strategies
 from spkv_nas.stages import checks, commands, dry_run, next_steps, record, sized_model
 from spkv_nas.stages.options.init import InitOptions
@@ -30,7 +30,6 @@ class FirstRecipe:
 def init(options: InitOptions, reporter: progress.Reporter = progress.SILENT) -> FirstRecipe:
     """Write a first recipe, and plan the runs that follow from it; ``UserError`` for too little text or time."""
     checks.check(options)
-    transformers_logging.quiet_transformers(reporter)
     # Draft the recipe
     base = options.out.parent
     model, sources = record.absolute(options.model), tuple(_source_from(base, source) for source in options.data)

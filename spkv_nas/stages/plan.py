@@ -12,7 +12,7 @@ from spkv_nas.base.device import choose_device, training_precision
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages, Training, find_hardware
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
-from spkv_nas.model import checkpoint, transformers_logging
+from spkv_nas.model import checkpoint
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages import checks, commands, engines, forecast, sized_model, subject
 from spkv_nas.stages.options.plan import PlanOptions
@@ -36,7 +36,6 @@ class PlanResult:
 
 def plan(options: PlanOptions, reporter: progress.Reporter = progress.SILENT) -> PlanResult:
     """Estimate the cost of the full workflow on a recipe or a model; ``UserError`` for a mixture of experts."""
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     # Count the stages
     of = partial(_of_model, str(options.model)) if options.recipe is None else partial(_of_recipe, options.recipe)

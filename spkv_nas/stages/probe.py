@@ -23,7 +23,7 @@ from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation import alarms, micro_batch
 from spkv_nas.evaluation.zero_shot import cache_folder
-from spkv_nas.model import model_shape, transformers_logging, windows
+from spkv_nas.model import model_shape, windows
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
 from spkv_nas.probing import priced, signals, window_choice, window_costs
 from spkv_nas.probing.gains import add_one_head_gains
@@ -52,7 +52,6 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, is_step: bool =
     if the text has too few documents to leave some unseen.
     """
     checks.check(options)
-    transformers_logging.quiet_transformers(reporter)
     # Load the model and the text
     signal = chosen_signal(options)
     options = replace(options, signal=signal.name)

@@ -9,7 +9,6 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MAX_BYTES
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.training import branches, corpus, variants
 from spkv_nas.training.dense import dense_run, is_dense_trained
 from spkv_nas.training.recipe import Recipe
@@ -56,7 +55,6 @@ def train_dense(
 
 def _read_recipe(file: Path, workspace: Workspace, device: str | None, dtype: str | None, reporter: Reporter) -> Recipe:
     """Read a recipe, join torchrun's processes, and check the workspace."""
-    quiet_transformers(reporter)
     recipe = Recipe.read(file).with_precision(dtype)
     corpus.join_processes(recipe, device)
     workspace.check_writable()

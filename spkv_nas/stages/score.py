@@ -15,7 +15,6 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import alarms, nll, separators
 from spkv_nas.evaluation.selected import find_selected
 from spkv_nas.evaluation.zero_shot import cache_folder, cache_shares, score_table, zero_shot
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages import commands, lookup, next_steps, printing
 from spkv_nas.stages.options import DENSE
@@ -25,7 +24,6 @@ from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     """Measure the zero-shot NLL of layouts on a checkpoint and write ``reports/<name>/zero-shot.csv``."""
-    quiet_transformers(reporter)
     # Read table and layouts
     workspace = options.folders
     table = None if options.probe is None else lookup.find_table(workspace, options.probe)

@@ -8,7 +8,6 @@ from spkv_nas.base.console import Table, escape, out, say
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.evaluation.ranking import format_rank_correlation
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import commands, lookup, next_steps, printing
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.training import hybrids
@@ -28,7 +27,6 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     memory = [layout_share(x, recipe.data.block_size, table.native_windows) for x in proposal.layouts.values()]
     gates = {f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None
     proposal.warn_of_windows(gates, memory)
-    quiet_transformers(reporter)
     for line in recipe.warnings() if options.reference else ():
         reporter.caution(f"warning: {line}")
     # Retrain and compare

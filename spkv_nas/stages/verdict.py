@@ -11,7 +11,7 @@ from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base import console, progress
 from spkv_nas.evaluation.verdict import margins, trial, words
 from spkv_nas.evaluation.verdict.contenders import Contender
-from spkv_nas.model import checkpoint, config_section, source, transformers_logging
+from spkv_nas.model import checkpoint, config_section, source
 from spkv_nas.stages import checkpoints, checks, commands, decision, printing, sized_model
 from spkv_nas.stages.options.verdict import VerdictOptions, is_layout
 
@@ -32,7 +32,6 @@ def run(options: VerdictOptions, reporter: progress.Reporter) -> commands.Result
 
 def verdict(options: VerdictOptions, reporter: progress.Reporter = progress.SILENT) -> VerdictResult:
     """Measure candidates and the dense model until the answer about every candidate is known."""
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     # Check the candidates, then measure them
     candidates = contenders(options.candidates, options.model, reporter)

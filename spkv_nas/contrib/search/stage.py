@@ -14,7 +14,6 @@ from spkv_nas.base.workspace import SEARCH
 from spkv_nas.contrib.search import driver, recipe_evaluator, results, space
 from spkv_nas.contrib.search.options import SearchOptions, SearchSpecification, specify
 from spkv_nas.evaluation import ranking, trust
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.stages import commands, dry_run, printing
@@ -41,7 +40,6 @@ class SearchResult:
 
 def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Search for layouts as one of possibly many workers; write the results to ``reports/<name>/``."""
-    quiet_transformers(reporter)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # Check options and read their files
     specification, workspace = specify(options, reporter), options.folders

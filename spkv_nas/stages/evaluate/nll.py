@@ -13,7 +13,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import micro_batch, paired, thresholds
 from spkv_nas.evaluation.selected import Selected, find_selected
 from spkv_nas.evaluation.sweep import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
-from spkv_nas.model import config_section, transformers_logging
+from spkv_nas.model import config_section
 from spkv_nas.stages import checks, commands, printing
 from spkv_nas.stages.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
@@ -44,7 +44,6 @@ class NLLResult:
 
 def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
     """Measure the held-out NLL of a checkpoint; with ``against`` that of two, written to ``reports/<name>/``."""
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     subject = evaluated(options)
     check_pair(subject.source, options.against)  # before loading
@@ -150,7 +149,6 @@ class SweepResult:
 
 def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
     """Measure NLL and density with open gates and at every threshold; must be called on all ranks."""
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     subject = evaluated(options)
     folder = options.folders.report_dir(subject.name)

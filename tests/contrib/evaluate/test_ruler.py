@@ -76,10 +76,8 @@ class TestScore:
             return pd.concat(frames).assign(length=length, density=density)
 
         checkpoint = answers(512, vt=[1, 0.5, 0, 1], fwe=[0, 1, 0, 1])
-        floor, against = (
-            answers(512, vt=[0] * 4, fwe=[1, 0, 0, 0]),
-            answers(512, 0.5, vt=[0, 0.5, 0, 0], fwe=[0, 1, 0, 1]),
-        )
+        floor = answers(512, vt=[0] * 4, fwe=[1, 0, 0, 0])
+        against = answers(512, 0.5, vt=[0, 0.5, 0, 0], fwe=[0, 1, 0, 1])
         single = ruler_table(answers(1024, vt=[1] * 4), answers(1024, vt=[0] * 4))
         rows = pd.concat([ruler_table(checkpoint, floor, against), single])
         assert list(rows.columns) == RULER.header

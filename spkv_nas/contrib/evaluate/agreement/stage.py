@@ -32,7 +32,7 @@ from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.agreement.options import TOKENS, AgreementOptions
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import continuations, micro_batch
-from spkv_nas.model import model_shape, transformers_logging
+from spkv_nas.model import model_shape
 from spkv_nas.stages import checkpoints, checks, commands
 
 GREEDY, SAMPLED = "greedy", "sampled"
@@ -167,7 +167,6 @@ class AgreementResult(samples.SampledTable):
 
 def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Measure agreement and acceptance: ``reports/<name>/token-agreement.csv``, with tokens in ``runs/``."""
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     subject = checkpoints.evaluated(options)
     checkpoints.check_pair(subject.source, options.dense)

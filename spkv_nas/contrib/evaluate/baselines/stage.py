@@ -28,7 +28,7 @@ from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, thresholds
 from spkv_nas.evaluation.nll import DocumentSums, document_nll
-from spkv_nas.model import attention, checkpoint, config_section, loss, modes, transformers_logging
+from spkv_nas.model import attention, checkpoint, config_section, loss, modes
 from spkv_nas.model.gates import keeps
 from spkv_nas.report import plot, result_charts
 from spkv_nas.stages import checkpoints, checks, commands, printing
@@ -57,7 +57,6 @@ class Measurement:
 def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure the NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
     checks.check(options)
-    transformers_logging.quiet_transformers(reporter)
     # Load the models and the text
     subject = Subject.of(options, DENSE, "prune on")
     checkpoints.check_pair(subject.source, options.against)

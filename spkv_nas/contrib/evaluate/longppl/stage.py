@@ -23,7 +23,7 @@ from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import heldout_share
 from spkv_nas.data.tokenizer import piece_size
 from spkv_nas.evaluation import continuations, micro_batch
-from spkv_nas.model import config_section, modes, transformers_logging
+from spkv_nas.model import config_section, modes
 from spkv_nas.model.checkpoint import read_size
 from spkv_nas.stages import checkpoints, checks, commands, printing, sized_model
 from spkv_nas.training.recipe import Recipe
@@ -41,7 +41,6 @@ class LongPPLResult(samples.SampledTable):
 
 def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure LongPPL of a checkpoint: ``reports/<name>/longppl.csv``, with details by text in ``runs/``."""
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"

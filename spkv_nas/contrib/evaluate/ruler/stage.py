@@ -27,7 +27,7 @@ from spkv_nas.data.ruler.tasks import accepts_any, available, generate
 from spkv_nas.evaluation.continuations import in_batches
 from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.verdict import rounds
-from spkv_nas.model import generation, transformers_logging
+from spkv_nas.model import generation
 from spkv_nas.model.windows import default_window, every_head_local, local_sinks
 from spkv_nas.stages import checkpoints, checks, commands, printing, sized_model
 
@@ -171,7 +171,6 @@ def _average(rows: pd.DataFrame) -> pd.DataFrame:
 
 def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Score a checkpoint on RULER at several lengths: ``reports/<name>/ruler.csv``, with answers in ``runs/``."""
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     questions = Questions.read(options.lengths, options.tasks, options.haystack, options.qa)
     lengths, number = questions.lengths, options.samples or SAMPLES

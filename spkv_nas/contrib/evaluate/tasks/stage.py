@@ -32,7 +32,6 @@ from spkv_nas.contrib.evaluate.tasks import suite
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.evaluation.verdict import rounds
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import checks, commands, printing, sized_model
 
 # Config keys left out of the hash, as the requests contain their effect
@@ -266,7 +265,6 @@ def _mean(cells: Sequence[Cell], *, by_size: bool) -> Cell:
 def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Evaluate a checkpoint on downstream tasks: ``reports/<name>/tasks.csv``, with every sample in ``runs/``."""
     checks.check(options)
-    quiet_transformers(reporter)
     if not reporter.verbose:
         suite.quiet_libraries()
     name = options.name or sized_model.result_name(options.model, options.folders)

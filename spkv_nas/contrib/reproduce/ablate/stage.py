@@ -19,7 +19,6 @@ from spkv_nas.base import console, distributed, progress, records, replace, tabl
 from spkv_nas.contrib.reproduce.ablate.ablation_plan import AblationPlan
 from spkv_nas.contrib.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
 from spkv_nas.evaluation.paired import paired_difference
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import commands, dry_run, printing
 from spkv_nas.training import branches, corpus, hybrids, run_plan
 from spkv_nas.training.recipe import Recipe
@@ -56,7 +55,6 @@ def ablate(options: AblateOptions, reporter: progress.Reporter = progress.SILENT
     All rows are validated before the first is trained. Finished rows are reused. Rows with ``trained: false`` are
     measured on the dense checkpoint as it is.
     """
-    quiet_transformers(reporter)
     # Validate all rows
     workspace, device = options.folders, options.device
     workspace.check_writable()
