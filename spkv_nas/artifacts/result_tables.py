@@ -16,7 +16,7 @@ import pandas as pd
 from pydantic import Field
 
 from spkv_nas.artifacts.selection import Selection, write_selection
-from spkv_nas.base import errors, limits, progress, records, replace, schema
+from spkv_nas.base import errors, limits, progress, records, replace, schema, version
 from spkv_nas.base.files import is_file, yaml_text
 from spkv_nas.base.tables import Column, read_table, write_csv
 
@@ -132,8 +132,12 @@ class ResultTable:
         reporter: progress.Reporter = progress.SILENT,
         selection: Selection | None = None,
     ) -> str | None:
-        """Write the table, its record and the documents of its selection; return the inputs of an earlier one."""
-        origin = {"inputs": inputs_of(origin), **origin}
+        """Write the table, its record and the documents of its selection; return the inputs of an earlier one.
+
+        The record is ``origin``, with the versions of this machine in its ``environment``.
+        """
+        environment = {**version.environment(), **origin.get("environment", {})}
+        origin = {"inputs": inputs_of(origin), **origin, "environment": environment}
         table, record = f"{self.name}.csv", f"{self.name}.yaml"
         replace.settle(folder)  # so that an earlier result is complete
         with replace.replacing(folder) as new:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from spkv_nas.base import console, device, progress, version
+from spkv_nas.base import console, device, progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, zero_shot
 from spkv_nas.evaluation.selected import Selected, find_selected, probe_of, recorded_reading
@@ -136,7 +136,6 @@ def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
             for each in compared.candidates
             if each.chosen is not None
         },
-        "environment": version.environment(),
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts import defaults, selection
-from spkv_nas.base import errors, names, version
+from spkv_nas.base import errors, names
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, on_main
@@ -270,5 +270,4 @@ def measured_on(subject: Subject, measured: Measured, nll: paired.DocumentNLL, *
         "num_documents": nll.num_documents,
         "effective_documents": round(nll.effective_documents, 1),
         **more,
-        "environment": version.environment(),
     }

@@ -12,7 +12,7 @@ import scipy  # submodules load lazily on use
 
 from spkv_nas.artifacts import grid, head_scores, proposal
 from spkv_nas.artifacts.result_tables import PROBE_PAIRS
-from spkv_nas.base import console, errors, locks, version
+from spkv_nas.base import console, errors, locks
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.compare.options import CompareOptions
 from spkv_nas.proposal.budget import parse_budget
@@ -178,7 +178,7 @@ def write_agreement(
 ) -> None:
     """Write ``agreement.csv`` and ``.yaml`` (probes, ``windows``, versions); keep one of other probes."""
     probes, budget = list(dict.fromkeys([*rows["first"], *rows["second"]])), int(rows["budget"].iloc[0])
-    origin = {"probes": probes, "budget": budget, "windows": dict(windows or {}), "environment": version.environment()}
+    origin = {"probes": probes, "budget": budget, "windows": dict(windows or {})}
     with locks.locked(folder, "writes agreement.csv", reporter.announce):
         PROBE_PAIRS.write(folder, rows, origin, reporter)
 

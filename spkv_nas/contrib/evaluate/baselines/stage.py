@@ -31,7 +31,7 @@ from spkv_nas.evaluation.nll import DocumentSums, document_nll
 from spkv_nas.model import attention, checkpoint, config_section, loss, modes
 from spkv_nas.model.gates import keeps
 from spkv_nas.report import plot, result_charts
-from spkv_nas.stages import checkpoints, checks, commands, printing
+from spkv_nas.stages import checkpoints, commands, printing
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
@@ -56,7 +56,6 @@ class Measurement:
 
 def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure the NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
-    checks.check(options)
     # Load the models and the text
     subject = Subject.of(options, DENSE, "prune on")
     checkpoints.check_pair(subject.source, options.against)

@@ -14,7 +14,7 @@ import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import LONGPPL
-from spkv_nas.base import arrays, assets, console, distributed, errors, special_tokens, statistics, version
+from spkv_nas.base import arrays, assets, console, distributed, errors, special_tokens, statistics
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.longppl.options import MAX_LENGTH, LongPPLOptions
@@ -25,7 +25,7 @@ from spkv_nas.data.tokenizer import piece_size
 from spkv_nas.evaluation import continuations, micro_batch
 from spkv_nas.model import config_section, modes
 from spkv_nas.model.checkpoint import read_size
-from spkv_nas.stages import checkpoints, checks, commands, printing, sized_model
+from spkv_nas.stages import checkpoints, commands, printing, sized_model
 from spkv_nas.training.recipe import Recipe
 
 ALL = "all"
@@ -41,7 +41,6 @@ class LongPPLResult(samples.SampledTable):
 
 def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure LongPPL of a checkpoint: ``reports/<name>/longppl.csv``, with details by text in ``runs/``."""
-    checks.check(options)
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
     checkpoints.check_pair(options.model, options.against)
@@ -66,7 +65,6 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
         "block_size": length,
         "data": options.data or "held-out text of the embedded models",
         "withheld": withheld,
-        "environment": version.environment(),
     }
     distributed.on_main(lambda: LONGPPL.write(folder, rows, record, reporter))
     return commands.Result(LongPPLResult(name, rows, folder, sample_folder, withheld), show)

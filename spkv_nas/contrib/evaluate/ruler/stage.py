@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base import console, distributed, statistics, units
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, part_of
-from spkv_nas.base.version import environment
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.ruler.options import SAMPLES, RulerOptions
 from spkv_nas.data.ruler.material import Material
@@ -29,7 +28,7 @@ from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.verdict import rounds
 from spkv_nas.model import generation
 from spkv_nas.model.windows import default_window, every_head_local, local_sinks
-from spkv_nas.stages import checkpoints, checks, commands, printing, sized_model
+from spkv_nas.stages import checkpoints, commands, printing, sized_model
 
 _TOGETHER = 1 << 15  # prompt tokens per batch
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -171,7 +170,6 @@ def _average(rows: pd.DataFrame) -> pd.DataFrame:
 
 def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Score a checkpoint on RULER at several lengths: ``reports/<name>/ruler.csv``, with answers in ``runs/``."""
-    checks.check(options)
     questions = Questions.read(options.lengths, options.tasks, options.haystack, options.qa)
     lengths, number = questions.lengths, options.samples or SAMPLES
     name = options.name or sized_model.result_name(options.model, options.folders)
@@ -195,7 +193,7 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
         "floor_window": window,
         **({"floor_sinks": sinks} if sinks else {}),
         "against": None,
-        "environment": {**environment(), "wonderwords": version("wonderwords")},
+        "environment": {"wonderwords": version("wonderwords")},
     }
     # Answer: the checkpoint, itself with all heads local, the baseline
     samples_identity = f"{options.seed} {number} {VERSION} {version('wonderwords')} {questions.material.identity}"

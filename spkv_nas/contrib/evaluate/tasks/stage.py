@@ -26,13 +26,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base import console, distributed, errors, files, progress, statistics
-from spkv_nas.base.version import environment
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.tasks import suite
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.evaluation.verdict import rounds
-from spkv_nas.stages import checks, commands, printing, sized_model
+from spkv_nas.stages import commands, printing, sized_model
 
 # Config keys left out of the hash, as the requests contain their effect
 _OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")
@@ -264,7 +263,6 @@ def _mean(cells: Sequence[Cell], *, by_size: bool) -> Cell:
 
 def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Evaluate a checkpoint on downstream tasks: ``reports/<name>/tasks.csv``, with every sample in ``runs/``."""
-    checks.check(options)
     if not reporter.verbose:
         suite.quiet_libraries()
     name = options.name or sized_model.result_name(options.model, options.folders)
@@ -284,7 +282,7 @@ def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) ->
         "against": origins[1] if options.against else None,
         "tasks": [group.name for group in groups],
         "limit": options.limit,
-        "environment": {**environment(), "lm-eval": version("lm-eval")},
+        "environment": {"lm-eval": version("lm-eval")},
     }
     distributed.on_main(lambda: TASKS.write(folder, rows, record, reporter))
     return commands.Result(samples.SampledTable(name, rows, folder, sample_folder), show)
