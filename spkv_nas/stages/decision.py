@@ -17,10 +17,9 @@ from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
 from spkv_nas.evaluation.verdict.trial import Outcome, Trial, text_in_random_order
 from spkv_nas.model import checkpoint, windows
 from spkv_nas.stages import sized_model
-from spkv_nas.stages.checkpoints import Loaded, load
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.options.verdict import DecisionOptions, reads_text
-from spkv_nas.stages.subject import Subject
+from spkv_nas.stages.subject import Loaded, Subject, load
 
 SEED = 0  # of the random order of samples
 EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}

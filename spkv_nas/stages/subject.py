@@ -13,11 +13,11 @@ from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, on_main
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.data import config, readers, sources, splits
+from spkv_nas.data import block_cache, config, readers, sources, splits
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
 from spkv_nas.model.source import check_checkpoint
-from spkv_nas.stages.options import SubjectOptions
-from spkv_nas.stages.sized_model import model_name
+from spkv_nas.stages.options import REFERENCE, InDtype, SubjectOptions
+from spkv_nas.stages.sized_model import model_name, result_name
 from spkv_nas.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from spkv_nas.data.blocks import TokenBlocks
     from spkv_nas.evaluation import paired, separators
+
+Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,14 @@ class Subject:
         """Make the subject of a recipe's checkpoint on the recipe's held-out text."""
         recipe = Recipe.read(file)
         return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
+
+    @classmethod
+    def evaluated(cls, options: SubjectOptions) -> Subject:
+        """Make the subject of an evaluation; results take the name of ``result_name``."""
+        subject = cls.of(options, REFERENCE, "evaluate on")
+        if options.name is not None or subject.source.startswith(EMBEDDED_PREFIX):
+            return subject
+        return replace(subject, name=result_name(subject.source, options.folders))
 
     def with_documents(self, documents: str | None) -> Subject:
         """Return the subject on text whose documents are "joined" or "separate"; None: as the recipe says."""
@@ -253,6 +263,28 @@ def default_block_size(source: str) -> int:
     from spkv_nas.model.checkpoint import read_size
 
     return min(defaults.CONTEXT, read_size(source).positions or defaults.CONTEXT)
+
+
+def check_pair(model: str, against: str | None) -> None:
+    """Raise ``UserError`` if two checkpoints differ in their tokenizer, before anything large is read."""
+    from spkv_nas.model.checkpoint import load_tokenizer
+
+    if against is not None and len({block_cache.fingerprint(load_tokenizer(each)) for each in (model, against)}) > 1:
+        raise errors.UserError(
+            f"--against {against} has a different tokenizer: results are comparable only on the same tokens"
+        )
+
+
+def load(options: InDtype, source: str, reporter: Reporter) -> Loaded:
+    """Load a checkpoint and its tokenizer; joins torchrun's processes and must be called on all ranks."""
+    from spkv_nas.model import checkpoint, model_shape
+
+    reporter.announce(f"loading {source}")
+    device = measuring_device(options.device)
+    connect(device)
+    model, tokenizer = checkpoint.load_on(source, device, options.dtype, spreads=options.device == AUTO)
+    model_shape.check_tokens(model, max(tokenizer.get_vocab().values()))
+    return model, tokenizer
 
 
 def measured_on(subject: Subject, measured: Measured, nll: paired.DocumentNLL, **more: Any) -> dict[str, Any]:

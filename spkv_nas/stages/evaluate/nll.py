@@ -15,9 +15,8 @@ from spkv_nas.evaluation.selected import Selected, find_selected
 from spkv_nas.evaluation.sweep import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
 from spkv_nas.model import config_section
 from spkv_nas.stages import checks, commands, printing
-from spkv_nas.stages.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
-from spkv_nas.stages.subject import Measured, Subject, measured_on
+from spkv_nas.stages.subject import Measured, Subject, check_pair, load, measured_on
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class NLLResult:
 def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
     """Measure the held-out NLL of a checkpoint; with ``against`` that of two, written to ``reports/<name>/``."""
     checks.check(options)
-    subject = evaluated(options)
+    subject = Subject.evaluated(options)
     check_pair(subject.source, options.against)  # before loading
     # Measure
     measured = subject.load(reporter)
@@ -150,7 +149,7 @@ class SweepResult:
 def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
     """Measure NLL and density with open gates and at every threshold; must be called on all ranks."""
     checks.check(options)
-    subject = evaluated(options)
+    subject = Subject.evaluated(options)
     folder = options.folders.report_dir(subject.name)
     taus = thresholds.parse_taus(str(options.taus))
     # Measure

@@ -38,10 +38,10 @@ class AgreementOptions(CheckpointOptions, SubjectOptions):
 def check(options: AgreementOptions) -> None:
     """Check the dense model and the text."""
     from spkv_nas.model.source import check_checkpoint
-    from spkv_nas.stages.checkpoints import evaluated
+    from spkv_nas.stages.subject import Subject
 
     check_checkpoint(options.dense)
-    evaluated(options).check()
+    Subject.evaluated(options).check()
 
 
 AGREEMENT = commands.Command("agreement", commands.runner(AgreementOptions), distributed=True)

@@ -35,9 +35,9 @@ class LongPPLOptions(CheckpointOptions, SubjectOptions):
 def check(options: LongPPLOptions) -> None:
     """Check the evaluator and the text."""
     from spkv_nas.model.source import check_checkpoint
-    from spkv_nas.stages.checkpoints import evaluated
+    from spkv_nas.stages.subject import Subject
 
-    subject = evaluated(options)
+    subject = Subject.evaluated(options)
     if options.evaluator is not None:
         check_checkpoint(options.evaluator)
     subject.check(in_blocks=False)

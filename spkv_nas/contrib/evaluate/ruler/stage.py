@@ -28,7 +28,8 @@ from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.verdict import rounds
 from spkv_nas.model import generation
 from spkv_nas.model.windows import default_window, every_head_local, local_sinks
-from spkv_nas.stages import checkpoints, commands, printing, sized_model
+from spkv_nas.stages import commands, printing, sized_model
+from spkv_nas.stages.subject import check_pair
 
 _TOGETHER = 1 << 15  # prompt tokens per batch
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -175,7 +176,7 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "ruler"
     # Load the checkpoint, and check that each task's first sample fits
-    checkpoints.check_pair(options.model, options.against)
+    check_pair(options.model, options.against)
     checkpoint = samples.Checkpoint.load(options, options.model, options.tau, reporter)
     model = checkpoint.model
     check_positions(model, lengths[-1], "--lengths")

@@ -23,9 +23,9 @@ class NLLOptions(CheckpointOptions, SubjectOptions):
 
 def check(options: NLLOptions) -> None:
     """Check the thresholds and the text."""
-    from spkv_nas.stages.checkpoints import evaluated
+    from spkv_nas.stages.subject import Subject
 
-    subject = evaluated(options)
+    subject = Subject.evaluated(options)
     if options.taus is not None:
         parse_taus(options.taus)
         if options.tau is not None or options.against is not None:
