@@ -19,8 +19,7 @@ from spkv_nas.base.distributed import is_lost_process, leave, num_processes, pro
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import options
-from spkv_nas.cli.auto import auto
-from spkv_nas.cli.demo import demo
+from spkv_nas.cli.workflows import auto, demo
 from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS, Command, Results, runner
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options import plan, plan_attention, probe, propose, report, score, train, train_hybrid, verdict
