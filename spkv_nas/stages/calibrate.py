@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.base import console, units
+from spkv_nas.base import console, progress, units
 from spkv_nas.base.device import choose_device
-from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts, heads_title
 from spkv_nas.stages import commands, sized_model
 from spkv_nas.stages.options.calibrate import CalibrateOptions
@@ -21,7 +20,7 @@ class CalibrationResult:
     folder: Path
 
 
-def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> CalibrationResult:
+def run(options: CalibrateOptions, reporter: progress.Reporter) -> commands.Result:
     """Time the attention of a level or model on this machine and write ``reports/<name>/``."""
     from spkv_nas.cost.timing import time_attention
 
@@ -35,10 +34,10 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
     options.folders.check_writable()
     name = options.name or subject.name
     folder = options.folders.report_dir(name)
-    with reporter.bar("measuring") as progress:
-        calibration = time_attention(case, contexts, progress=progress)
+    with reporter.bar("measuring") as bar:
+        calibration = time_attention(case, contexts, progress=bar)
     calibration.write(folder)
-    return CalibrationResult(name, calibration, folder)
+    return commands.Result(CalibrationResult(name, calibration, folder), show, document)
 
 
 def show(result: CalibrationResult) -> None:
@@ -65,8 +64,3 @@ def document(result: CalibrationResult) -> dict[str, Any]:
         "times": [row._asdict() for row in measured.timings],
         "folder": result.folder,
     }
-
-
-def run(options: CalibrateOptions, reporter: Reporter) -> commands.Result:
-    """Run the command."""
-    return commands.Result(calibrate(options, reporter), show, document)

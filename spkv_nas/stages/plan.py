@@ -34,7 +34,7 @@ class PlanResult:
     served: engines.Served | None  # every number of global layers in a serving engine; None without one
 
 
-def plan(options: PlanOptions, reporter: progress.Reporter = progress.SILENT) -> PlanResult:
+def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
     """Estimate the cost of the full workflow on a recipe or a model; ``UserError`` for a mixture of experts."""
     checks.check(options)
     # Count the stages
@@ -52,7 +52,7 @@ def plan(options: PlanOptions, reporter: progress.Reporter = progress.SILENT) ->
         num_kv_heads, engine, cache = size.heads.num_kv_heads, served.engine, served.cache
         budgets = range(num_kv_heads, cache.num_heads + 1, num_kv_heads)
         served = replace(served, rows=tuple(({"num_global": heads}, engine.plan(cache, heads)) for heads in budgets))
-    return PlanResult(result, served)
+    return commands.Result(PlanResult(result, served), show, document)
 
 
 _Workflow = tuple[str, Stages, int, list[StageCost], tuple[str, ...]]  # name, cost model, held-out tokens, remarks
@@ -167,8 +167,3 @@ def document(result: PlanResult) -> dict[str, Any]:
     """Return the cost of every stage, and with an engine the memory of every number of global layers."""
     served = {} if result.served is None else result.served.document("budgets")
     return {**forecast.document(result.forecast), **served}
-
-
-def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
-    """Run the command."""
-    return commands.Result(plan(options, reporter), show, document)

@@ -45,11 +45,6 @@ class AblationResult:
 
 
 def run(options: AblateOptions, reporter: progress.Reporter) -> commands.Result:
-    """Run the command."""
-    return commands.Result(ablate(options, reporter), show)
-
-
-def ablate(options: AblateOptions, reporter: progress.Reporter = progress.SILENT) -> AblationResult:
     """Train every row of an ablations file, and write ``reports/<name>/ablations.csv`` after each.
 
     All rows are validated before the first is trained. Finished rows are reused. Rows with ``trained: false`` are
@@ -85,7 +80,7 @@ def ablate(options: AblateOptions, reporter: progress.Reporter = progress.SILENT
         rows = _table(finished, variants)
         distributed.on_main(partial(_write, folder, rows, recipes))
     reporter.reused(num_reused, len(recipes) - len(plan.untrained), "runs")
-    return AblationResult(plan.name, rows, folder)
+    return commands.Result(AblationResult(plan.name, rows, folder), show)
 
 
 def _table(finished: Mapping[str, branches.Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:
