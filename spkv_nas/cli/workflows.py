@@ -267,27 +267,25 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
 
     Takes a few minutes on two cores and writes to a separate workspace, the folder demo/.
     """
+    from spkv_nas.stages import probe, propose, report, train_hybrid
     from spkv_nas.stages.options.probe import ProbeOptions
     from spkv_nas.stages.options.propose import ProposeOptions
     from spkv_nas.stages.options.report import ReportOptions
     from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
-    from spkv_nas.stages.probe import run as probe
-    from spkv_nas.stages.propose import run as propose
-    from spkv_nas.stages.report import run as report
-    from spkv_nas.stages.train_hybrid import run as train_hybrid
 
     start = time.perf_counter()
     workspace: dict[str, Any] = {"workspace": options.workspace}
     device_options: dict[str, Any] = {**workspace, "device": options.device}
     # Measure the heads twice: by the default signal, and by the recommended one
-    yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, ablation_tokens=DEMO_ABLATION_TOKENS, **device_options), reporter)
-    yield probe(ProbeOptions(signal=RECOMMENDED, steps=DEMO_STEPS, **device_options), reporter)
+    default = ProbeOptions(max_tokens=DEMO_TOKENS, ablation_tokens=DEMO_ABLATION_TOKENS, **device_options)
+    yield probe.run(default, reporter)
+    yield probe.run(ProbeOptions(signal=RECOMMENDED, steps=DEMO_STEPS, **device_options), reporter)
     # Propose layouts by the default signal
-    yield propose(ProposeOptions(probe=DEFAULT_PROBE, num_random=1, **workspace), reporter)
+    yield propose.run(ProposeOptions(probe=DEFAULT_PROBE, num_random=1, **workspace), reporter)
     # Retrain some of them, and write the report
     folder = options.folders.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]
     retraining = TrainHybridOptions(layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options)
-    yield train_hybrid(retraining, reporter)
-    yield report(ReportOptions(probe=DEFAULT_PROBE, **workspace), reporter)
+    yield train_hybrid.run(retraining, reporter)
+    yield report.run(ReportOptions(probe=DEFAULT_PROBE, **workspace), reporter)
     reporter.announce(f"{time.perf_counter() - start:.0f} s in total")
