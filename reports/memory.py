@@ -170,7 +170,7 @@ def predicted(stage: str, folder: Path, size: str, length: int) -> float:
         options = PlanOptions(recipe=recipe(stage, folder, size, length), context="1")
         stage = "train the SP-KV reference"
     forecast = plan(options, SILENT).value.forecast
-    return next(planned.memory.total for planned in forecast.stages if planned.name == stage)
+    return float(next(planned.memory.total for planned in forecast.stages if planned.name == stage))
 
 
 def main(stages: Sequence[str]) -> None:
