@@ -31,7 +31,6 @@ def run(options: CalibrateOptions, reporter: progress.Reporter) -> commands.Resu
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     case = LayerCase(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, options.window, options.batch, device)
     # Time it
-    options.folders.check_writable()
     name = options.name or subject.name
     folder = options.folders.report_dir(name)
     with reporter.bar("measuring") as bar:

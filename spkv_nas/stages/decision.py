@@ -52,7 +52,6 @@ def prepare(
     selected on all documents of the text, or something cannot be read.
     """
     # Check the criteria, and load the dense model
-    options.folders.check_writable()
     margins = parse_margins(options.margin)
     subject = Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins))
     model, tokenizer = load(options, options.model, reporter)

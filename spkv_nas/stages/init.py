@@ -13,7 +13,7 @@ from spkv_nas.base import assets, console, device, errors, files, names, progres
 from spkv_nas.data import config, readers
 from spkv_nas.model import checkpoint
 from spkv_nas.proposal import budget, strategies
-from spkv_nas.stages import checks, commands, dry_run, next_steps, record, sized_model
+from spkv_nas.stages import commands, dry_run, next_steps, record, sized_model
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.training import run_plan, text_size, variants
 from spkv_nas.training.first_recipe import MIN_STEPS, Draft
@@ -29,7 +29,6 @@ class FirstRecipe:
 
 def run(options: InitOptions, reporter: progress.Reporter) -> commands.Result:
     """Write a first recipe, and plan the runs that follow from it; ``UserError`` for too little text or time."""
-    checks.check(options)
     # Draft the recipe
     base = options.out.parent
     model, sources = record.absolute(options.model), tuple(_source_from(base, source) for source in options.data)

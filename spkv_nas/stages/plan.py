@@ -14,7 +14,7 @@ from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model import checkpoint
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages import checks, commands, engines, forecast, sized_model, subject
+from spkv_nas.stages import commands, engines, forecast, sized_model, subject
 from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.training import first_recipe, run_plan, step_cost
 from spkv_nas.training.branch_config import BranchConfig
@@ -36,7 +36,6 @@ class PlanResult:
 
 def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
     """Estimate the cost of the full workflow on a recipe or a model; ``UserError`` for a mixture of experts."""
-    checks.check(options)
     # Count the stages
     of = partial(_of_model, str(options.model)) if options.recipe is None else partial(_of_recipe, options.recipe)
     name, stages, tokens, workflow, remarks = of(options, reporter)

@@ -27,7 +27,8 @@ def train_reference(
 ) -> Trained:
     """Train a recipe's dense model and its SP-KV branch, reusing finished runs; ``dtype`` replaces its precision."""
     # Read the recipe, and warn before hours of work
-    recipe = _read_recipe(file, workspace, device, dtype)
+    recipe = Recipe.read(file).with_precision(dtype)
+    corpus.join_processes(recipe, device)
     for line in recipe.warnings():
         reporter.caution(f"warning: {line}")
     # Count what is finished
@@ -46,17 +47,10 @@ def train_reference(
 
 def train_dense(file: Path, workspace: Workspace, *, device: str | None, reporter: Reporter = SILENT) -> Path:
     """Train a recipe's dense model, unless it is finished or given, and return its checkpoint."""
-    recipe = _read_recipe(file, workspace, device)
+    recipe = Recipe.read(file)
+    corpus.join_processes(recipe, device)
     runs = workspace.run_dir(recipe.name)
     return branches.BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter).dense
-
-
-def _read_recipe(file: Path, workspace: Workspace, device: str | None, dtype: str | None = None) -> Recipe:
-    """Read a recipe, join torchrun's processes, and check the workspace."""
-    recipe = Recipe.read(file).with_precision(dtype)
-    corpus.join_processes(recipe, device)
-    workspace.check_writable()
-    return recipe
 
 
 def _show_training(checkpoint: Path, folder: Path) -> None:

@@ -38,7 +38,6 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         table_at_tau = proposal.table(table)
         covered = {key: coverage(table_at_tau, layout) for key, layout in proposal.layouts.items()}
     # Score full attention and every layout
-    workspace.check_writable()
     measured = subject.load(reporter, tokens=defaults.SCORE_TOKENS)
     memory = cache_shares(measured.model, proposal.layouts, measured.blocks.block_size)
     proposal.warn_of_windows(memory=memory.values())

@@ -44,7 +44,6 @@ def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -
     # Check options and read their files
     specification, workspace = specify(options, reporter), options.folders
     name = specification.name
-    workspace.check_writable()
     folder, layouts = workspace.report_dir(name), workspace.layout_dir(name) / SEARCH
     # Prepare the dense model
     evaluator = recipe_evaluator.RecipeEvaluator(

@@ -52,7 +52,6 @@ def run(options: AblateOptions, reporter: progress.Reporter) -> commands.Result:
     """
     # Validate all rows
     workspace, device = options.folders, options.device
-    workspace.check_writable()
     plan = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
     recipes, variants = plan.recipes, plan.variants
     for recipe in recipes.values():
