@@ -7,6 +7,7 @@ from typing import Any
 from spkv_nas.base import console, progress, units
 from spkv_nas.base.device import choose_device
 from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts, heads_title
+from spkv_nas.cost.timing import time_attention
 from spkv_nas.stages import commands, sized_model
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 
@@ -22,8 +23,6 @@ class CalibrationResult:
 
 def run(options: CalibrateOptions, reporter: progress.Reporter) -> commands.Result:
     """Time the attention of a level or model on this machine and write ``reports/<name>/``."""
-    from spkv_nas.cost.timing import time_attention
-
     # Describe an attention layer of the model
     subject = sized_model.SizedModel.of(options.level, options.model)
     shape, device = subject.shape, choose_device(options.device)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 import optuna
@@ -17,13 +17,11 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, Retraining
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
 from spkv_nas.contrib.search.sampler import SAMPLERS, Effort, StudySampler
 from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, best_start, ranked
 from spkv_nas.contrib.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
 from spkv_nas.evaluation.paired import PairedDifference
-
-if TYPE_CHECKING:  # tests search without training
-    from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
 
 _SCORE = "score"  # user attribute of a scored trial: rows of the layout, standard error, hash
 
@@ -45,7 +43,7 @@ class Search:
 
     def __init__(
         self,
-        evaluator: "RecipeEvaluator",
+        evaluator: RecipeEvaluator,
         space: Space,
         starts: Mapping[str, Layout],
         others: Mapping[str, Layout],
