@@ -57,12 +57,8 @@ def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -
     # Run trials and retrainings
     work = driver.Search(
         evaluator,
-        specification.space,
-        specification.starts,
-        specification.given,
-        specification.effort,
+        specification,
         workspace.run_dir(name) / "search",
-        name=name,
         cost=cache_bytes(specification, evaluator.shape),
         storage=options.storage,
         reporter=reporter,
