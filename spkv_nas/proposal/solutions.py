@@ -17,8 +17,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Difference
 from spkv_nas.base import limits, locks, progress, tables, workspace
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal import earlier, stability
-from spkv_nas.proposal.coverage import coverage, domain_coverage
+from spkv_nas.proposal import earlier
+from spkv_nas.proposal.coverage import Bootstrap, coverage, domain_coverage
 from spkv_nas.proposal.requirements import Limit, Requirements
 
 SOLUTIONS_TABLE = f"{workspace.SOLUTIONS}.csv"
@@ -77,7 +77,7 @@ def find_solutions(
     first: Layout,
     request: SeveralSolutions,
     *,
-    resampled: stability.Bootstrap | None = None,
+    resampled: Bootstrap | None = None,
 ) -> Solutions:
     """Find the layouts of highest coverage that differ from each other in at least so many heads.
 
@@ -109,7 +109,7 @@ def write_solutions(folder: Path, solutions: Solutions, reporter: progress.Repor
 
 
 def _rows(
-    table: head_scores.HeadScores, layouts: Mapping[str, Layout], resampled: stability.Bootstrap | None, *, robust: bool
+    table: head_scores.HeadScores, layouts: Mapping[str, Layout], resampled: Bootstrap | None, *, robust: bool
 ) -> pd.DataFrame:
     """Tabulate the layouts, see ``Solutions``."""
     # Compare every layout with the best one

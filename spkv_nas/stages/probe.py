@@ -25,7 +25,7 @@ from spkv_nas.evaluation import alarms, micro_batch
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model import model_shape, transformers_logging, windows
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
-from spkv_nas.probing import priced, signals, window_choice, window_costs
+from spkv_nas.probing import measure, priced, signals, window_costs
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.signal import LAYER, Signal, parse_sinks
@@ -115,7 +115,7 @@ def _half(measured: Measured, options: ProbeOptions, reporter: Reporter, *, is_n
     """Leave half of the documents unseen, for verdicts on the same text; few blocks are enough for costs of windows."""
     whole = measured.blocks
     try:
-        part = window_choice.half_of(whole, window_costs.NUM_BLOCKS if options.memory is None else None)
+        part = measure.half_of(whole, window_costs.NUM_BLOCKS if options.memory is None else None)
     except UserError:
         if is_needed:
             raise

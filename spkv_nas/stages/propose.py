@@ -13,9 +13,9 @@ from spkv_nas.base import console, errors, units, workspace
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.probing.signal import LAYER
-from spkv_nas.proposal import budget, budget_curve, stability, windows
-from spkv_nas.proposal.answer import Answer, propose_for, random_spread, uneven_budgets, write_proposal
-from spkv_nas.proposal.coverage import coverage
+from spkv_nas.proposal import answers, budget, windows
+from spkv_nas.proposal.answers import Answer, propose_for, random_spread, uneven_budgets, write_proposal
+from spkv_nas.proposal.coverage import LEVEL, Certainty, bootstrap, caution, coverage
 from spkv_nas.proposal.propose import (
     default_window,
     layer_advice,
@@ -49,7 +49,7 @@ class ProposalResult:
 class BudgetsResult:
     """Result of ``propose`` at several budgets."""
 
-    curve: budget_curve.BudgetCurve  # best layout at every budget
+    curve: answers.BudgetCurve  # best layout at every budget
     caution: str | None  # what the confidence intervals do not cover
     folder: Path  # folder of layouts, curve and figure
     figure: Path | None  # path of the figure; None where the plotting library is not installed
@@ -155,7 +155,7 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
         tie_advice(answer.table, num_global),
         uneven_budgets(answer.rows, num_global),
     ]
-    sentences += [*(answer.certainty.sentences() if answer.certainty else []), stability.caution(answer.table)]
+    sentences += [*(answer.certainty.sentences() if answer.certainty else []), caution(answer.table)]
     return [sentence for sentence in sentences if sentence is not None]
 
 
@@ -191,7 +191,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     reporter.caution(table.missed_price)
     # Solve at every budget
     with reporter.bar("solving") as progress:
-        curve = budget_curve.curve_for(
+        curve = answers.curve_for(
             table,
             engines.read_requirements(options),
             str(options.budget),
@@ -201,14 +201,14 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
         )
     # Write layouts, curve and figure
     folder = options.folders.layout_dir(table.name)
-    budget_curve.write_budgets(folder, curve, reporter)
+    answers.write_budgets(folder, curve, reporter)
     _keep_selection(folder, [table])
     covered = {name: coverage(curve.table, layout) for name, layout in curve.layouts.items()}
-    resampled = stability.bootstrap(curve.table)
-    certainty = None if resampled is None else stability.Certainty.of(resampled, curve.layouts, curve.knee.budget)
+    resampled = bootstrap(curve.table)
+    certainty = None if resampled is None else Certainty.of(resampled, curve.layouts, curve.knee.budget)
     chart = result_charts.coverage_budget_chart(curve.table, curve.layouts, covered, certainty)
     figure = None if chart is None else figures.save_figure(folder, replace(chart, name="budgets"))
-    return BudgetsResult(curve, stability.caution(curve.table), folder, figure)
+    return BudgetsResult(curve, caution(curve.table), folder, figure)
 
 
 _CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
@@ -271,7 +271,7 @@ def _solutions(solutions: Solutions, folder: Path) -> None:
 
 def _interval_note(name: str, lows: "pd.Series[float]") -> str:
     """Return what the columns "from" and "to" beside a column are; empty where no interval is known."""
-    return f"; from, to: {100 * stability.LEVEL:.0f} % interval of {name}" if lows.notna().any() else ""
+    return f"; from, to: {100 * LEVEL:.0f} % interval of {name}" if lows.notna().any() else ""
 
 
 def _percent(share: float) -> str:

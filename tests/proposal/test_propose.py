@@ -15,7 +15,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram, rounded_tau
 from spkv_nas.artifacts.proposal import Proposal, distinct
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal.answer import coverage_table, propose_for, random_spread, write_proposal
+from spkv_nas.proposal.answers import coverage_table, propose_for, random_spread, write_proposal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve, provenance

@@ -19,8 +19,7 @@ from spkv_nas.base import registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.search.space import Space, starting_layouts
-from spkv_nas.proposal.answer import propose_for, random_spread
-from spkv_nas.proposal.budget_curve import coverage_by_budget
+from spkv_nas.proposal.answers import coverage_by_budget, propose_for, random_spread
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.requirements import Requirements

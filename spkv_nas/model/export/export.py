@@ -59,7 +59,7 @@ def export(
     """Write a checkpoint with ``layout`` to the folder ``out``.
 
     By default a layer-wise layout becomes a native architecture where one computes the same (``native.py``, or
-    ``granite_swa.py`` with learned sinks), which a subprocess with plain ``transformers`` verifies. Any other hybrid
+    with learned sinks a GraniteSWA), which a subprocess with plain ``transformers`` verifies. Any other hybrid
     gets the model type ``spkv``, which ``spkv_nas.load`` loads, and plain ``transformers`` with
     ``trust_remote_code=True`` (``spkv.py``). The checkpoint's gates are dropped.
 

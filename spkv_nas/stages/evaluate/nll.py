@@ -11,8 +11,8 @@ from spkv_nas.artifacts import checkpoints, diagnosis, result_tables
 from spkv_nas.base import assets, console, distributed, locks
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import micro_batch, paired, thresholds
+from spkv_nas.evaluation.nll import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
 from spkv_nas.evaluation.selected import Selected, find_selected
-from spkv_nas.evaluation.sweep import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
 from spkv_nas.model import config_section, transformers_logging
 from spkv_nas.stages import checks, commands, printing
 from spkv_nas.stages.checkpoints import check_pair, evaluated, load

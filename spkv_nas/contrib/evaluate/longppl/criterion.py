@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from spkv_nas.base import arrays, errors, flag
 from spkv_nas.contrib.evaluate.longppl.options import SHORT_CONTEXT, ShortContext
-from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
+from spkv_nas.evaluation.verdict import criterion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,11 +28,11 @@ class KeyTokenNLL(criterion.Criterion):
 
     name, title = "longppl", "NLL of key tokens (LongPPL)"
     help = "rise of the NLL of key tokens, which need a long context, in percent"
-    test = loss_tests.RelativeRise()
+    test = criterion.RelativeRise()
 
     short_context: ShortContext = flag.default(None, f"{SHORT_CONTEXT:,}, at most 1/4 of a block")
 
-    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
+    def prepare(self, setting: criterion.Setting) -> criterion.Rounds:
         """Return the documents of the text whose parts in a block are longer than the short context."""
         from spkv_nas.contrib.evaluate.longppl.reading import Criterion as KeyCriterion
 
@@ -40,7 +40,7 @@ class KeyTokenNLL(criterion.Criterion):
         return KeyTokenRounds(setting.blocks, key, f"{setting.text_hash} {setting.identity} {key}")
 
 
-class KeyTokenRounds(rounds.Rounds):
+class KeyTokenRounds(criterion.Rounds):
     """NLL sums of the key tokens of documents, in rounds of documents; those without key tokens are left out."""
 
     # 1 for key tokens, else 0, over all parts of the documents of a round
@@ -71,7 +71,7 @@ class KeyTokenRounds(rounds.Rounds):
             masks = [key_mask(dense, ids, self._key, self._opening) for parts in documents for ids in parts]
         return {"is_key": np.concatenate(masks).astype(np.int64)}
 
-    def measure(self, index: int, model: "PreTrainedModel", prepared: rounds.Prepared) -> rounds.Float:
+    def measure(self, index: int, model: "PreTrainedModel", prepared: criterion.Prepared) -> criterion.Float:
         """Return the NLL sum of each document's key tokens; ``NO_SCORE`` without any."""
         from spkv_nas.contrib.evaluate.longppl.reading import sequence_nll
         from spkv_nas.model.modes import evaluation_mode
@@ -85,7 +85,7 @@ class KeyTokenRounds(rounds.Rounds):
                     position, num_keys = position + len(ids), num_keys + int(part.sum())
                     if part.any():  # the first token has no NLL, and is no key token
                         total += float(sequence_nll(model, ids[None], self._opening)[0][part[1:]].sum())
-                sums.append(total if num_keys else rounds.NO_SCORE)
+                sums.append(total if num_keys else criterion.NO_SCORE)
         return np.array(sums, dtype=np.float64)
 
 

@@ -11,7 +11,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.contrib.evaluate.ruler import options
-from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
+from spkv_nas.evaluation.verdict import criterion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ class RulerQuestions(criterion.Criterion):
 
     name, help, title = "ruler", "drop of RULER's share of correct answers, in percentage points", "RULER"
     noun, reads_text = "questions", False
-    test = loss_tests.MeanDrop()
+    test = criterion.MeanDrop()
 
     lengths: options.OptionalLengths = None
     tasks: options.RulerTasks = default(None, "all")
@@ -48,7 +48,7 @@ class RulerQuestions(criterion.Criterion):
             )
         options.check_questions(self.lengths, self.tasks, self.haystack, self.qa)
 
-    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
+    def prepare(self, setting: criterion.Setting) -> criterion.Rounds:
         """Return RULER's questions, each of a random task and length."""
         from spkv_nas.contrib.evaluate.ruler.stage import Questions
         from spkv_nas.data.ruler.sample import VERSION
@@ -62,7 +62,7 @@ class RulerQuestions(criterion.Criterion):
         return QuestionRounds(questions.cells, make, setting.tokenizer, **order, identity=identity)
 
 
-class QuestionRounds(rounds.Rounds):
+class QuestionRounds(criterion.Rounds):
     """Scores of generated answers to RULER's questions. Each question is of a random task and length.
 
     All rounds are full, the last too, so that they do not depend on the number of questions.
@@ -89,7 +89,7 @@ class QuestionRounds(rounds.Rounds):
             self._questions.append((*cell, counts[cell]))
             counts[cell] += 1
 
-    def measure(self, index: int, model: "PreTrainedModel", prepared: rounds.Prepared) -> rounds.Float:
+    def measure(self, index: int, model: "PreTrainedModel", prepared: criterion.Prepared) -> criterion.Float:
         """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""
         from spkv_nas.contrib.evaluate.ruler.stage import answer
 
@@ -97,7 +97,7 @@ class QuestionRounds(rounds.Rounds):
         # The longest question comes first, because the batch size is chosen by it
         order = sorted(range(len(questions)), key=lambda number: (-questions[number][1], questions[number]))
         lines = answer(model, self._tokenizer, lambda number: self._make(*questions[order[number]]), len(order))
-        scores = np.full(len(questions), rounds.NO_SCORE)
+        scores = np.full(len(questions), criterion.NO_SCORE)
         for line in lines:
             scores[order[line["index"]]] = line["score"]
         return scores

@@ -11,7 +11,7 @@ import numpy as np
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.contrib.evaluate.tasks.options import AllowCode, DataSets, Include
-from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
+from spkv_nas.evaluation.verdict import criterion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +29,7 @@ class TaskSamples(criterion.Criterion):
 
     name, help, title = "tasks", "drop of the mean score of lm-eval's tasks, in percentage points", "Downstream tasks"
     noun, reads_text = "samples", False
-    test = loss_tests.MeanDrop()
+    test = criterion.MeanDrop()
 
     names: TaskNames = None
     data_sets: DataSets = default(None, "the Hub or its cache")
@@ -46,7 +46,7 @@ class TaskSamples(criterion.Criterion):
             )
         check_exist(self.include or (), "folder of tasks")
 
-    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
+    def prepare(self, setting: criterion.Setting) -> criterion.Rounds:
         """Return the samples of the tasks, each of a random task."""
         from spkv_nas.contrib.evaluate.tasks.suite import load_suite, quiet_libraries
 
@@ -59,7 +59,7 @@ class TaskSamples(criterion.Criterion):
         return TaskRounds(suite, setting.tokenizer, seed=setting.seed, allow_code=self.allow_code)
 
 
-class TaskRounds(rounds.Rounds):
+class TaskRounds(criterion.Rounds):
     """Scores of samples of tasks, whose mean is that over the tasks.
 
     Each sample is the next one of a random task, whose own samples are in random order; a group counts as one task. A
@@ -79,7 +79,7 @@ class TaskRounds(rounds.Rounds):
         key = "\0".join([version("lm-eval"), str(seed), *(group.name for group in suite), *tasks])
         self.identity = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def measure(self, index: int, model: "PreTrainedModel", prepared: rounds.Prepared) -> rounds.Float:
+    def measure(self, index: int, model: "PreTrainedModel", prepared: criterion.Prepared) -> criterion.Float:
         """Return the score in [0, 1] of each sample of a round."""
         from spkv_nas.contrib.evaluate.tasks import language_model, stage, suite
 
