@@ -15,8 +15,7 @@ import numpy as np
 
 from spkv_nas.base import arrays, errors, files, manifest
 from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
-from spkv_nas.data.block_cache import BlockCache, ContentKey
-from spkv_nas.data.block_files import is_written, map_blocks, publish, read_notes, write_blocks
+from spkv_nas.data.block_files import BlockCache, ContentKey, is_written, map_blocks, publish, read_notes, write_blocks
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.config import AUTO, JOINED, Bos, DataConfig, SourceConfig
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout, tokenised

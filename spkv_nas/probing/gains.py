@@ -34,7 +34,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, zero_shot
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import check_window, domain_means, signal_table
-from spkv_nas.probing.signal import GRANULARITIES, HEAD, LAYER
+from spkv_nas.probing.signals import GRANULARITIES, HEAD, LAYER
 
 MIXED = "mixed"  # single heads in some layers, whole layers elsewhere
 

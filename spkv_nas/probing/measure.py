@@ -34,8 +34,7 @@ from spkv_nas.evaluation import micro_batch, paired, separators
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
 from spkv_nas.model import attention, config_section, windows
 from spkv_nas.probing.heads import check_window
-from spkv_nas.probing.signal import LAYER, Signal
-from spkv_nas.probing.signals import DENSITY, SIGNALS
+from spkv_nas.probing.signals import DENSITY, LAYER, SIGNALS, Signal
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.windows import NARROWEST, WIDEST, TriedWindow, at_window, candidate_windows, windows_by_costs
 

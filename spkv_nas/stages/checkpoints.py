@@ -25,7 +25,7 @@ def evaluated(options: SubjectOptions) -> Subject:
 
 def check_pair(model: str, against: str | None) -> None:
     """Raise ``UserError`` if two checkpoints differ in their tokenizer, before anything large is read."""
-    from spkv_nas.data.block_cache import fingerprint
+    from spkv_nas.data.block_files import fingerprint
     from spkv_nas.model.checkpoint import load_tokenizer
 
     if against is not None and fingerprint(load_tokenizer(against)) != fingerprint(load_tokenizer(model)):

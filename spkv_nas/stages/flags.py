@@ -13,8 +13,7 @@ from spkv_nas.base.flag import Flag
 from spkv_nas.base.registry import Registry
 from spkv_nas.data import config
 from spkv_nas.engines.registry import planned_engines
-from spkv_nas.probing.signal import BUDGET, SEED, SINKS, STEPS
-from spkv_nas.probing.signals import SIGNALS
+from spkv_nas.probing.signals import BUDGET, SEED, SIGNALS, SINKS, STEPS
 
 MEMORY = "Constraints and memory"
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))

@@ -28,7 +28,7 @@ from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
 from spkv_nas.probing import measure, priced, signals, window_costs
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.signal import LAYER, Signal, parse_sinks
+from spkv_nas.probing.signals import LAYER, Signal, parse_sinks
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages import checks, commands, next_steps, printing, reference_run

@@ -12,7 +12,7 @@ from spkv_nas.artifacts import defaults, head_scores, selection
 from spkv_nas.base import console, errors, units, workspace
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.probing.signal import LAYER
+from spkv_nas.probing.signals import LAYER
 from spkv_nas.proposal import answers, budget, windows
 from spkv_nas.proposal.answers import Answer, propose_for, random_spread, uneven_budgets, write_proposal
 from spkv_nas.proposal.coverage import LEVEL, Certainty, bootstrap, caution, coverage

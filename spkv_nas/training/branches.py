@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.checkpoints import RUN_RECORD
+from spkv_nas.artifacts.result_tables import RUN_RECORD
 from spkv_nas.base import distributed, files, manifest, schema, version
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter

@@ -12,14 +12,13 @@ import pandas as pd
 from helpers import RECIPE, make_comparison, make_domain_table, make_layouts, make_search
 
 from attack.mutants import Reader
-from spkv_nas.artifacts.checkpoints import TrainedModel, read_checkpoints, write_checkpoints
 from spkv_nas.artifacts.comparison import write_comparison
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import Gains, read_density_log
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.artifacts.result_tables import VERDICT, read_agreement
+from spkv_nas.artifacts.result_tables import VERDICT, TrainedModel, read_agreement, read_checkpoints, write_checkpoints
 from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv

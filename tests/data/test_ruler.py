@@ -21,11 +21,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.data.ruler.haystacks import SPACE, Essays, hide, noise
-from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.needles import _DRAW
+from spkv_nas.data.ruler.material import SPACE, Essays, Material, hide, noise
 from spkv_nas.data.ruler.sample import Sample
-from spkv_nas.data.ruler.tasks import TASKS, available, generate
+from spkv_nas.data.ruler.tasks import _DRAW, TASKS, available, generate
 from spkv_nas.data.ruler.words import all_words
 
 NEEDLES = [task for task in TASKS if task.startswith("niah")]

@@ -28,8 +28,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.data.splits import load_text
 from spkv_nas.model.checkpoint import save
-from spkv_nas.probing.signal import Signal, Steps
-from spkv_nas.probing.signals import SIGNALS
+from spkv_nas.probing.signals import SIGNALS, Signal, Steps
 from spkv_nas.stages.flags import takers_note, with_options_of
 from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.options.probe import ProbeOptions

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from spkv_nas.base import arrays, entry, progress
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.sequential import anytime_p, betting_log_e, bounds_so_far
+from spkv_nas.base.statistics import anytime_p, betting_log_e, bounds_so_far
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

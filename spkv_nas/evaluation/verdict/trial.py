@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import VERDICT
-from spkv_nas.base import errors, sequential, statistics
+from spkv_nas.base import errors, statistics
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, part_of
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, paired, separators, zero_shot
@@ -73,7 +73,7 @@ def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[st
     # Correct for the number of candidates (Holm)
     answers: dict[str, Answer] = {}
     for name, has_passed, has_failed in zip(
-        evidence, sequential.holm(passes, risk), sequential.holm(fails, risk), strict=True
+        evidence, statistics.holm(passes, risk), statistics.holm(fails, risk), strict=True
     ):
         answers[name] = "fails" if has_failed else "passes" if has_passed else "open"
     return answers

@@ -10,8 +10,8 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 from yaml import YAMLError
 
-from spkv_nas.artifacts.checkpoints import RUN_RECORD
 from spkv_nas.artifacts.local_layers import cache_facts, candidate_layers, config_layers
+from spkv_nas.artifacts.result_tables import RUN_RECORD
 from spkv_nas.base import errors, files, units, version
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.device import dtype_name

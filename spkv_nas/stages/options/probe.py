@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from spkv_nas.artifacts import defaults
 from spkv_nas.base import entry, errors, flag, units
 from spkv_nas.evaluation.thresholds import check_tau
-from spkv_nas.probing.signal import LAYER, Signal, parse_sinks
-from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS
+from spkv_nas.probing.signals import DENSITY, LAYER, SIGNALS, WINDOW_COSTS, Signal, parse_sinks
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
 
