@@ -14,7 +14,6 @@ from spkv_nas.evaluation.verdict import contenders, criteria
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.trial import trial_in_memory
 from spkv_nas.probing import measure
-from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.window_costs import NUM_BLOCKS
 from spkv_nas.proposal import budget, propose, windows
 from spkv_nas.proposal.requirements import Requirements
@@ -109,7 +108,7 @@ def auto(
     """
     blocks = texts if isinstance(texts, TokenBlocks) else separators.text_blocks(model, texts, tokenizer)
     part = measure.half_of(blocks, NUM_BLOCKS)
-    scores = measure_signal("window-costs", model, part, progress=progress)
+    scores = measure.measure_signal("window-costs", model, part, progress=progress)
     budgets = budget.MEMORY if memory is None else f"{budget.MEMORY}={memory}"
     comparing: dict[str, Any] = {"margin": margin, "risk": risk, "tokenizer": tokenizer, "max_tokens": max_tokens}
     return critical_budget(model, scores, blocks, budgets, **comparing, progress=progress)

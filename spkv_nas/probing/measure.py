@@ -25,7 +25,6 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import cache_facts, config_layers, native_windows
 from spkv_nas.base import device
-from spkv_nas.base.entry import check_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
@@ -163,7 +162,7 @@ def _configured(entry: Signal, options: Mapping[str, Any]) -> tuple[Signal, dict
     Raises ``UserError``: the signal lacks an option, or a value does not fit it.
     """
     set_options = {name: value for name, value in options.items() if value is not None}
-    check_options(SIGNALS, entry, set_options)
+    SIGNALS.check_options(entry, set_options)
     run = {name: set_options.pop(name) for name in _RUN if name in set_options}
     known = {field.name for field in fields(entry)} - {*entry.used_by_command}  # type: ignore[arg-type]
     if unknown := sorted(set_options.keys() - known):

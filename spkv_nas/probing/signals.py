@@ -1,8 +1,8 @@
 """Define what a signal is, a score of every KV head by its need for global attention, and the built-in ones.
 
-A signal is one class that carries everything the commands need to know about it, its options included
-(``base.entry``). ``probe --help``, ``--dry-run``, ``plan``, the tables and the report are made from it. A package adds
-its own by an entry point of the group ``spkv_nas.signals`` (docs/tutorials/extend.md)::
+A signal is one class that carries everything the commands need to know about it, its options included (see
+``base.registry``). ``probe --help``, ``--dry-run``, ``plan``, the tables and the report are made from it. A package
+adds its own by an entry point of the group ``spkv_nas.signals`` (docs/tutorials/extend.md)::
 
     @dataclass(frozen=True)
     class ValueNorm(Signal):
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from spkv_nas.artifacts import defaults, kinds
 from spkv_nas.artifacts.grid import Grid
-from spkv_nas.base import entry, errors, flag, limits, registry
+from spkv_nas.base import errors, flag, limits, registry
 from spkv_nas.proposal.budget import PAPER_BUDGET
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Work:
     effort: float = 1.0
 
 
-class Signal(entry.Entry, ABC):
+class Signal(registry.Entry, ABC):
     """Score of every KV head, higher for heads that need global attention."""
 
     kind: ClassVar[str] = kinds.SHARE  # kind of the scores, one of ``artifacts.kinds.KINDS``

@@ -22,7 +22,6 @@ from spkv_nas.proposal.coverage import Bootstrap, Certainty, bootstrap, coverage
 from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, find_solutions
-from spkv_nas.proposal.strategy import NUM_RANDOM
 
 _COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
 
@@ -58,7 +57,7 @@ def propose_for(
     tau: str | None = None,
     window: int | None = None,
     seed: int = 0,
-    num_random: int = NUM_RANDOM,
+    num_random: int = strategies.NUM_RANDOM,
     others: Sequence[head_scores.HeadScores] = (),
     solutions: SeveralSolutions | None = None,
     progress: Progress | None = None,

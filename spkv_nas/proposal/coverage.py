@@ -24,7 +24,7 @@ from spkv_nas.base import errors, version
 from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import FEW_DOCUMENTS
-from spkv_nas.proposal.strategy import densest, densest_first
+from spkv_nas.proposal.strategies import densest, densest_first
 
 NUM_RESAMPLES = 1000
 NUM_SOLVED = 100  # resamples in which a constrained layout is solved for

@@ -32,7 +32,7 @@ from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.constraints import read_head_costs
 from spkv_nas.proposal.foreign_formats import read_scores
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 from spkv_nas.report.density_charts import density_evolution_chart
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data

@@ -21,8 +21,7 @@ from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve, provenance
 from spkv_nas.proposal.propose import resolve_tau, tau_advice, tie_advice, unmatched
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.proposal.strategies import STRATEGIES
-from spkv_nas.proposal.strategy import NUM_RANDOM
+from spkv_nas.proposal.strategies import NUM_RANDOM, STRATEGIES
 
 NAMES = [name for strategy in STRATEGIES for name in strategy.names(NUM_RANDOM)]
 

@@ -23,8 +23,7 @@ from spkv_nas.proposal.answers import coverage_by_budget, propose_for, random_sp
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.proposal.strategies import RANDOM, STRATEGIES, strategy_of
-from spkv_nas.proposal.strategy import Strategy
+from spkv_nas.proposal.strategies import RANDOM, STRATEGIES, Strategy, strategy_of
 from spkv_nas.stages.dry_run import plan_of
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 

@@ -1,9 +1,9 @@
 """Define what a criterion of a verdict is: its samples, measured in rounds, and the test of the loss on them.
 
-A criterion is a class in one file, whose fields are its options (``base.entry``): ``--margin rank=2:most=100`` sets the
-option ``most`` of a criterion ``rank``. ``criteria.py`` lists the built-in ones; a package adds its own by an entry
-point (see "Extend spkv-nas" in the documentation). The command line imports all of them, so a criterion imports torch
-inside its methods.
+A criterion is an entry of a registry (``base.registry``), whose fields are its options: ``--margin rank=2:most=100``
+sets the option ``most`` of a criterion ``rank``. ``criteria.py`` lists the built-in ones; a package adds its own by an
+entry point (see "Extend spkv-nas" in the documentation). The command line imports all of them, so a criterion imports
+torch inside its methods.
 
 Samples are measured in a random order that is the same for every model, each with both models. A round is the unit that
 is stored: an interrupted verdict resumes after the last finished one, and gives the same answer. So rounds must not
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base import arrays, entry, progress
+from spkv_nas.base import arrays, progress, registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.base.statistics import anytime_p, betting_log_e, bounds_so_far
@@ -263,7 +263,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Criterion(entry.Entry, ABC):
+class Criterion(registry.Entry, ABC):
     """Criterion by which candidates are compared with the dense model, by a paired ``test`` of samples.
 
     Subclasses are frozen dataclasses; values of their options are int, float, str, bool or a list of str, for which the

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from spkv_nas.artifacts import defaults
-from spkv_nas.base import entry, errors, flag, units
+from spkv_nas.base import errors, flag, units
 from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.probing.signals import DENSITY, LAYER, SIGNALS, WINDOW_COSTS, Signal, parse_sinks
 from spkv_nas.stages import flags
@@ -99,6 +99,6 @@ def chosen_signal(options: ProbeOptions) -> Signal:
 
 def _with_options(options: ProbeOptions, name: str) -> Signal:
     """Return the signal of a name with the options that are given."""
-    signal, given = SIGNALS[name], {option: getattr(options, option) for option in entry.shared_options(SIGNALS)}
-    entry.check_options(SIGNALS, signal, given)
+    signal, given = SIGNALS[name], {option: getattr(options, option) for option in SIGNALS.shared_options()}
+    SIGNALS.check_options(signal, given)
     return signal.with_options({option: value for option, value in given.items() if value is not None})
