@@ -25,8 +25,7 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-from spkv_nas.base import arguments
-from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base import arguments, errors
 from spkv_nas.base.flag import SHOWN, Flag
 
 Configured = TypeVar("Configured", bound="Entry")
@@ -83,9 +82,9 @@ def _checked(name: str, kind: Any, flag: Flag | None, value: Any) -> Any:
     value = arguments.convert(name, kind, value)
     if flag is not None and isinstance(value, int | float):
         if flag.low is not None and value < flag.low:
-            raise UserError(f"{name} must be at least {flag.low:g}; found {value}")
+            raise errors.UserError(f"{name} must be at least {flag.low:g}; found {value}")
         if flag.high is not None and value > flag.high:
-            raise UserError(f"{name} must be at most {flag.high:g}; found {value}")
+            raise errors.UserError(f"{name} must be at most {flag.high:g}; found {value}")
     return value
 
 
@@ -133,7 +132,7 @@ class Registry(Generic[Item]):
         for point in sorted(entry_points(group=self.group), key=lambda point: (not _is_own(point), point.name)):
             entry = self._load(point)
             if entry.name in entries:
-                raise UserError(
+                raise errors.UserError(
                     f"{self.noun} '{entry.name}' is defined twice; {point.value} is the second\n"
                     "rename it, or remove its package"
                 )
@@ -155,7 +154,7 @@ class Registry(Generic[Item]):
             return name
         if name not in self.entries:
             message = f"unknown {self.noun} '{name}'; expected one of {', '.join(self.names)}"
-            raise UserError(f"{message}{reinstall_hint()}")
+            raise errors.UserError(f"{message}{reinstall_hint()}")
         return self.entries[name]
 
     def shared_options(self: "Registry[Any]") -> dict[str, SharedOption]:
@@ -166,7 +165,7 @@ class Registry(Generic[Item]):
                 known = shared.setdefault(name, SharedOption(option.type, option.flag, {}))
                 if (known.type, known.flag) != (option.type, option.flag):
                     other = next(iter(known.defaults))
-                    raise UserError(
+                    raise errors.UserError(
                         f"{self.noun}s {other} and {entry.name} declare --{name.replace('_', '-')} with different "
                         f"flags\nrename the option of {entry.name}, or reuse the flag of {other}"
                     )
@@ -178,7 +177,7 @@ class Registry(Generic[Item]):
         for name, shared in self.shared_options().items():
             if values.get(name) is not None and name not in entry.options():
                 noun = self.noun.rpartition(" ")[2]
-                raise UserError(
+                raise errors.UserError(
                     f"--{name.replace('_', '-')} does not apply to --{noun} {entry.name}; "
                     f"it applies to {', '.join(shared.defaults)}"
                 )
@@ -188,13 +187,13 @@ class Registry(Generic[Item]):
         try:
             entry = point.load()
         except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {errors.first_line(error)}"
             package = point.dist.name if point.dist else "its package"
             remedy = REINSTALL if _is_own(point) else f"repair or uninstall {package}"
-            raise UserError(f"cannot load the {self.noun} {point.value}: {reason}\n{remedy}") from error
+            raise errors.UserError(f"cannot load the {self.noun} {point.value}: {reason}\n{remedy}") from error
         entry = entry() if isinstance(entry, type) and issubclass(entry, self.kind) else entry
         if not isinstance(entry, self.kind):
-            raise UserError(f"{point.value} is no {self.kind.__name__}, which a {self.noun} must be")
+            raise errors.UserError(f"{point.value} is no {self.kind.__name__}, which a {self.noun} must be")
         return entry
 
 

@@ -13,10 +13,8 @@ from spkv_nas.evaluation import separators
 from spkv_nas.evaluation.verdict import contenders, criteria
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.trial import trial_in_memory
-from spkv_nas.probing import measure
-from spkv_nas.probing.window_costs import NUM_BLOCKS
-from spkv_nas.proposal import budget, propose, windows
-from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.probing import measure, window_costs
+from spkv_nas.proposal import budget, propose, requirements, windows
 
 
 def critical_budget(
@@ -62,7 +60,7 @@ def critical_budget(
     """
     memories = None
     if budgets.startswith(budget.MEMORY):
-        cost = Requirements(context=scores.metadata.get("positions") or CONTEXT).cache_cost(scores, window)
+        cost = requirements.Requirements(context=scores.metadata.get("positions") or CONTEXT).cache_cost(scores, window)
         assert cost is not None  # there is a context
         by_memory = windows.layouts_by_memory(scores, cost, budget.parse_memories(budgets))
         layouts, memories = list(by_memory.values()), list(by_memory)
@@ -107,7 +105,7 @@ def auto(
     Raises ``UserError``: the margin or a memory budget is invalid, or the text has too few documents.
     """
     blocks = texts if isinstance(texts, TokenBlocks) else separators.text_blocks(model, texts, tokenizer)
-    part = measure.half_of(blocks, NUM_BLOCKS)
+    part = measure.half_of(blocks, window_costs.NUM_BLOCKS)
     scores = measure.measure_signal("window-costs", model, part, progress=progress)
     budgets = budget.MEMORY if memory is None else f"{budget.MEMORY}={memory}"
     comparing: dict[str, Any] = {"margin": margin, "risk": risk, "tokenizer": tokenizer, "max_tokens": max_tokens}

@@ -24,8 +24,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts import head_scores, head_tables, kinds, local_layers
-from spkv_nas.artifacts.grid import head_cells
+from spkv_nas.artifacts import grid, head_scores, head_tables, kinds, local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import jackknife_ratio
@@ -79,7 +78,7 @@ def add_one_head_gains(
     measured = _measure(model, blocks, window, opens=True, **options)
     documents = int((measured.num_tokens > 0).sum())
     cost = {"passes": round(measured.passes, 2), "tokens": blocks.tokens.size, "documents": documents}
-    is_head = head_cells(measured.heads_per_layer)
+    is_head = grid.head_cells(measured.heads_per_layer)
     gains = (np.where(is_head, each, np.nan) for each in jackknife_ratio(measured.sums, measured.num_tokens))
     return head_tables.Gains(*gains), cost
 

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts import grid, head_scores, histogram, selection
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import errors, version
+from spkv_nas.base import errors, statistics, version
 from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.base.progress import Progress
-from spkv_nas.base.statistics import FEW_DOCUMENTS
 from spkv_nas.proposal.strategies import densest, densest_first
 
 NUM_RESAMPLES = 1000
@@ -255,7 +254,7 @@ def caution(table: head_scores.HeadScores) -> str | None:
         return f"no confidence interval available: in every document of '{table.name}' all heads have the same score"
     # Explain what the intervals leave out
     single_document_domains = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
-    if documents.num_documents < FEW_DOCUMENTS:
+    if documents.num_documents < statistics.FEW_DOCUMENTS:
         return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"
     return (
         f"confidence intervals do not cover the variation within domains of a single document: "

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base import arrays, limits
+from spkv_nas.base import arrays, limits, registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.registry import Registry
 from spkv_nas.evaluation.verdict.criterion import Criterion, MeanShortfall, Prepared, RelativeRise, Rounds, Setting
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def _padded(rows: Sequence[Sequence[float]]) -> arrays.Float:
 
 
 NLL, AGREEMENT, ACCEPTANCE = DocumentNLLs(), Agreement(), Acceptance()
-CRITERIA: Registry[Criterion] = Registry(
+CRITERIA: registry.Registry[Criterion] = registry.Registry(
     "spkv_nas.criteria",
     "criterion",
     Criterion,  # type: ignore[type-abstract]

@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base import arrays, progress, registry
+from spkv_nas.base import arrays, progress, registry, statistics
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
-from spkv_nas.base.statistics import anytime_p, betting_log_e, bounds_so_far
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,12 +51,12 @@ class Evidence:
     @property
     def p_passes(self) -> float:
         """Return the anytime-valid p-value of "the loss is at least the margin"; 1 without samples."""
-        return float(anytime_p(self.passes)[-1]) if len(self.passes) else 1.0
+        return float(statistics.anytime_p(self.passes)[-1]) if len(self.passes) else 1.0
 
     @property
     def p_fails(self) -> float:
         """Return the anytime-valid p-value of "the loss is at most the margin"; 1 without samples."""
-        return float(anytime_p(self.fails)[-1]) if len(self.fails) else 1.0
+        return float(statistics.anytime_p(self.fails)[-1]) if len(self.fails) else 1.0
 
 
 class PairedTest(ABC):
@@ -101,8 +100,8 @@ class RelativeRise(PairedTest):
     def evidence(self, pairs: Float, margin: float) -> Evidence:
         """Return the evidence after each document."""
         gain = (1.0 + margin / 100.0) * pairs[:, 1] - pairs[:, 0]
-        bounds = bounds_so_far(gain, pairs[:, 1])
-        return Evidence(betting_log_e(gain, bounds), betting_log_e(-gain, bounds))
+        bounds = statistics.bounds_so_far(gain, pairs[:, 1])
+        return Evidence(statistics.betting_log_e(gain, bounds), statistics.betting_log_e(-gain, bounds))
 
 
 class MeanDrop(PairedTest):
@@ -120,7 +119,7 @@ class MeanDrop(PairedTest):
             raise ValueError(f"scores are {pairs.min()} to {pairs.max()}; expected 0 to 1")
         allowed = margin / 100.0
         gain = pairs[:, 0] - pairs[:, 1] + allowed  # in [-1 + allowed, 1 + allowed]
-        return Evidence(betting_log_e(gain, 1.0 - allowed), betting_log_e(-gain, 1.0 + allowed))
+        return Evidence(statistics.betting_log_e(gain, 1.0 - allowed), statistics.betting_log_e(-gain, 1.0 + allowed))
 
 
 class MeanShortfall(MeanDrop):
@@ -138,7 +137,7 @@ class MeanShortfall(MeanDrop):
         if margin <= 0.0:  # no mean is above 1, so any loss is at least the margin
             return Evidence(passes, np.full(len(pairs), math.inf))
         allowed = margin / 100.0
-        return Evidence(passes, betting_log_e(1.0 - pairs[:, 0] - allowed, allowed))
+        return Evidence(passes, statistics.betting_log_e(1.0 - pairs[:, 0] - allowed, allowed))
 
 
 def loss_interval(test: PairedTest, pairs: Float, low_risk: float, high_risk: float) -> tuple[float, float]:

@@ -15,13 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts import head_scores, result_tables
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.result_tables import VERDICT
-from spkv_nas.base import errors, statistics
+from spkv_nas.base import arrays, errors, statistics
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, part_of
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, paired, separators, zero_shot
@@ -32,7 +30,7 @@ from spkv_nas.evaluation.verdict.criterion import Evidence, Rounds, Setting, los
 # Text to compare on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
 
-Pairs = dict[str, NDArray[np.float64]]  # scores [n, 2] of a candidate and the dense model, by criterion
+Pairs = dict[str, arrays.Float]  # scores [n, 2] of a candidate and the dense model, by criterion
 Answer = Literal["passes", "fails", "open"]
 
 
@@ -247,7 +245,7 @@ def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, repor
         others = [answer for other, answer in decided.items() if other != name]
         levels = Levels.of(risk, others, num_candidates=len(candidates), num_criteria=len(trial.margins))
         rows += [{"candidate": name, **row} for row in trial.rows(scores, levels, (share, share))]
-    table = pd.DataFrame(rows, columns=VERDICT.header).astype({"more_samples": "Int64"})
+    table = pd.DataFrame(rows, columns=result_tables.VERDICT.header).astype({"more_samples": "Int64"})
     return Verdict(risk, table, trial.nouns, trial.num_samples, decided, nll_alarm(trial, candidates, pairs))
 
 
@@ -268,7 +266,7 @@ def verdict(
     *,
     margin: str = "nll=1%",
     risk: float | str = 0.05,
-    scores: HeadScores | None = None,
+    scores: head_scores.HeadScores | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
@@ -307,7 +305,7 @@ def trial_in_memory(
     blocks: TokenBlocks | Iterable[str],
     margin: str,
     *,
-    scores: HeadScores | None,
+    scores: head_scores.HeadScores | None,
     tokenizer: PreTrainedTokenizerBase | None,
     max_tokens: int | None,
     seed: int,
