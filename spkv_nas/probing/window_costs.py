@@ -32,7 +32,7 @@ from spkv_nas.evaluation import nll
 from spkv_nas.model import windows as model_windows
 from spkv_nas.model.attention import LayerState, heads_per_layer
 from spkv_nas.model.loss import mean_divergence
-from spkv_nas.probing import frozen, head_gates, heads, mixture
+from spkv_nas.probing import frozen, head_gates, heads
 
 WINDOWS = (32, 64, 128, 256, 512, 1024)  # those of at most half a block are measured
 NUM_BLOCKS = 16  # whose gradients are averaged
@@ -131,7 +131,7 @@ def _gradients(
         shares = torch.full((len(layers), len(part), *grid[1:]), 1.0 / grid[2], device=model.device).requires_grad_()
         for layer, share in zip(layers, shares, strict=True):
             of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
-            states[layer].observer = mixture.Mixture(states[layer], of_heads, windows, sinks)
+            states[layer].observer = frozen.Mixture(states[layer], of_heads, windows, sinks)
         inputs = blocks.boundaries.inputs(block_tokens(blocks.part(indices), 0, len(part), model.device))
         size = blocks.boundaries.num_measured(blocks.tokens[indices])[0] / (blocks.block_size - 1)  # in whole blocks
         loss = mean_divergence(model, reference=partial(head_gates.unobserved, states), **inputs) * size

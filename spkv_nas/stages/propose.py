@@ -11,7 +11,7 @@ import pandas as pd
 from spkv_nas.artifacts import defaults, head_scores, selection
 from spkv_nas.base import console, errors, units, workspace
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.evaluation.trust import Trust
+from spkv_nas.evaluation.ranking import Trust
 from spkv_nas.probing.signals import LAYER
 from spkv_nas.proposal import answers, budget, windows
 from spkv_nas.proposal.answers import Answer, propose_for, random_spread, uneven_budgets, write_proposal

@@ -23,7 +23,7 @@ from spkv_nas.artifacts.head_scores import RECORD, HeadScores
 from spkv_nas.base import arrays, assets, errors
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation.trust import Trust
+from spkv_nas.evaluation.ranking import Trust
 from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.options import init, probe

@@ -29,7 +29,7 @@ from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.evaluation.trust import Trust
+from spkv_nas.evaluation.ranking import Trust
 from spkv_nas.proposal.constraints import read_head_costs
 from spkv_nas.proposal.foreign_formats import read_scores
 from spkv_nas.proposal.strategies import densest

@@ -26,8 +26,7 @@ from spkv_nas.base.flag import SHOWN
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
-from spkv_nas.evaluation.ranking import spearman
-from spkv_nas.evaluation.trust import MissedHead, Trust
+from spkv_nas.evaluation.ranking import MissedHead, Trust, spearman
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.signals import ADD_ONE_HEAD

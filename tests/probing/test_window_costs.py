@@ -16,8 +16,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.windows import full_attention
+from spkv_nas.probing.frozen import Mixture
 from spkv_nas.probing.head_gates import unobserved
-from spkv_nas.probing.mixture import Mixture
 from spkv_nas.probing.window_costs import window_costs
 
 WINDOWS = (4, 16)
