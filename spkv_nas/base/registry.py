@@ -35,11 +35,17 @@ REINSTALL = "reinstall spkv-nas (in a checkout: pip install --editable .)"
 
 @dataclass(frozen=True)
 class EntryOption:
-    """Option of an entry: its type, its flag, which may be shared, and its default as the help shows it."""
+    """Option of one or several entries of a registry, as one flag of a command."""
 
-    type: Any
-    flag: Flag
-    default_text: str
+    type: Any  # type of its values
+    flag: Flag  # help text and bounds
+    defaults: dict[str, str]  # its default in each entry that takes it, as the help shows it, by the entry's name
+
+    @property
+    def default_text(self) -> str:
+        """Return its default, or the defaults of its entries, as the help shows them."""
+        texts = list(self.defaults.values())
+        return texts[0] if len({*texts}) == 1 else "; ".join(f"{name}: {text}" for name, text in self.defaults.items())
 
 
 class Entry:
@@ -63,7 +69,9 @@ class Entry:
             if get_origin(hint) is Annotated and isinstance(flag := get_args(hint)[1], Flag):
                 number = field.default
                 text = f"{number:,}" if isinstance(number, int) and not isinstance(number, bool) else str(number)
-                declared[field.name] = EntryOption(get_args(hint)[0], flag, field.metadata.get(SHOWN) or text)
+                declared[field.name] = EntryOption(
+                    get_args(hint)[0], flag, {cls.name: field.metadata.get(SHOWN) or text}
+                )
         return declared
 
     def with_options(self: Configured, values: Mapping[str, Any]) -> Configured:
@@ -86,21 +94,6 @@ def _checked(name: str, kind: Any, flag: Flag | None, value: Any) -> Any:
         if flag.high is not None and value > flag.high:
             raise errors.UserError(f"{name} must be at most {flag.high:g}; found {value}")
     return value
-
-
-@dataclass(frozen=True)
-class SharedOption:
-    """Option of one or several entries of a registry, as one flag of a command."""
-
-    type: Any  # type of its values
-    flag: Flag  # help text and bounds
-    defaults: dict[str, str]  # its default in each entry that takes it, as the help shows it, by the entry's name
-
-    @property
-    def default_text(self) -> str:
-        """Return its default, or the defaults of its entries, as the help shows them."""
-        texts = list(self.defaults.values())
-        return texts[0] if len({*texts}) == 1 else "; ".join(f"{name}: {text}" for name, text in self.defaults.items())
 
 
 class Named(Protocol):
@@ -157,19 +150,19 @@ class Registry(Generic[Item]):
             raise errors.UserError(f"{message}{reinstall_hint()}")
         return self.entries[name]
 
-    def shared_options(self: "Registry[Any]") -> dict[str, SharedOption]:
+    def shared_options(self: "Registry[Any]") -> dict[str, EntryOption]:
         """Return the options of all entries by name, in order; ``UserError`` if two declare one name differently."""
-        shared: dict[str, SharedOption] = {}
+        shared: dict[str, EntryOption] = {}
         for entry in self:
             for name, option in entry.options().items():
-                known = shared.setdefault(name, SharedOption(option.type, option.flag, {}))
+                known = shared.setdefault(name, option)
                 if (known.type, known.flag) != (option.type, option.flag):
                     other = next(iter(known.defaults))
                     raise errors.UserError(
                         f"{self.noun}s {other} and {entry.name} declare --{name.replace('_', '-')} with different "
                         f"flags\nrename the option of {entry.name}, or reuse the flag of {other}"
                     )
-                known.defaults[entry.name] = option.default_text
+                known.defaults.update(option.defaults)
         return shared
 
     def check_options(self: "Registry[Any]", entry: Entry, values: Mapping[str, Any]) -> None:

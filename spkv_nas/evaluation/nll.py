@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.result_tables import EVALUATION
 from spkv_nas.base.distributed import is_sharded, pass_device, sum_over_processes
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import OVERFLOW, UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -48,11 +48,7 @@ class DocumentSums:
         total, count = sum_over_processes(self._total), sum_over_processes(self._count)
         num_invalid, num_seen = int((~np.isfinite(total)).sum()), int((count > 0).sum())
         if num_invalid:
-            raise UserError(
-                f"the NLL of {num_invalid} of {num_seen} documents is not a finite number\n"
-                "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in "
-                "float32"
-            )
+            raise UserError(f"the NLL of {num_invalid} of {num_seen} documents is not a finite number\n{OVERFLOW}")
         return paired.DocumentNLL(total, count)
 
 

@@ -108,10 +108,7 @@ def ramp(step: int, steps: int) -> float:
 def check_finite(what: str, loss: float, step: int, gradient: Tensor | None = None) -> None:
     """Raise ``UserError`` if a step's loss, or its gradient, is not finite; ``what`` names the loss."""
     if not math.isfinite(loss) or (gradient is not None and not gradient.isfinite().all()):
-        raise errors.UserError(
-            f"{what} is {loss} at step {step}\nthe model's weights are damaged or diverged, or its activations "
-            "overflow in its dtype: load it in float32 (--dtype float32)"
-        )
+        raise errors.UserError(f"{what} is {loss} at step {step}\n{errors.OVERFLOW} (--dtype float32)")
 
 
 def learned_table(
