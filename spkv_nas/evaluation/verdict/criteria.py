@@ -1,7 +1,5 @@
 """Define the built-in criteria of a verdict, and read margins with the options of their criteria, and the risk."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
@@ -46,7 +44,7 @@ class DocumentNLLs(Criterion):
 class DocumentRounds(Rounds):
     """NLL sums of documents, in rounds of blocks; a document is a sample once its last block is measured."""
 
-    def __init__(self, blocks: TokenBlocks, identity: str, batch_size: int) -> None:
+    def __init__(self, blocks: "TokenBlocks", identity: str, batch_size: int) -> None:
         """Find the last block of each document of a text, whose documents are in random order (``in_random_order``)."""
         self.blocks, self.identity, self.batch_size = blocks, identity, batch_size
         # Documents with predicted tokens, and the last block of each, in the order of these blocks
@@ -66,7 +64,7 @@ class DocumentRounds(Rounds):
         """Return the documents of a round."""
         return np.unique(self.blocks.document[self.part(index)]).astype(np.intp)
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> arrays.Float:
+    def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> arrays.Float:
         """Return the NLL sums of the documents of a round's blocks."""
         from spkv_nas.evaluation.nll import document_nll
 
@@ -114,7 +112,7 @@ class Acceptance(Agreement):
     temperature = 1.0
 
 
-def one_per_document(blocks: TokenBlocks, new_tokens: int) -> TokenBlocks:
+def one_per_document(blocks: "TokenBlocks", new_tokens: int) -> "TokenBlocks":
     """Return the first block of each document, as continuations of the same document are not independent."""
     _, first = np.unique(blocks.document[:, blocks.block_size - new_tokens - 1], return_index=True)
     return blocks.part(first)
@@ -137,8 +135,8 @@ class ContinuationRounds(Rounds):
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        blocks: TokenBlocks,
+        tokenizer: "PreTrainedTokenizerBase",
+        blocks: "TokenBlocks",
         new_tokens: int,
         temperature: float,
         seed: int,
@@ -149,7 +147,7 @@ class ContinuationRounds(Rounds):
         self._temperature, self._seed, self.identity = temperature, seed, identity
         self.num_samples = blocks.num_blocks
 
-    def prepare(self, index: int, dense: PreTrainedModel) -> dict[str, NDArray[Any]]:
+    def prepare(self, index: int, dense: "PreTrainedModel") -> dict[str, NDArray[Any]]:
         """Continue the prompts of a round with the dense model, and predict the continuations with it."""
         from spkv_nas.evaluation.continuations import predict, write_continuations
 
@@ -164,7 +162,7 @@ class ContinuationRounds(Rounds):
             "length": np.array([len(line["tokens"]) for line in lines], dtype=np.int64),
         }
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> arrays.Float:
+    def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> arrays.Float:
         """Return the score of each continuation of a round."""
         from spkv_nas.evaluation.continuations import predict
 

@@ -12,8 +12,6 @@ round once for all candidates, and that is stored too. After every sample, a tes
 that the candidate's loss is below the margin, and that it is above.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from abc import ABC, abstractmethod
@@ -210,12 +208,12 @@ class Rounds(ABC):
         """Return the samples of a round."""
         return slice(index * self.size, (index + 1) * self.size)
 
-    def prepare(self, index: int, dense: PreTrainedModel) -> dict[str, NDArray[Any]]:
+    def prepare(self, index: int, dense: "PreTrainedModel") -> dict[str, NDArray[Any]]:
         """Return the arrays ``prepared`` of a round; called only if there are any."""
         return {}
 
     @abstractmethod
-    def measure(self, index: int, model: PreTrainedModel, prepared: Prepared) -> Float:
+    def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> Float:
         """Measure a round: finite numbers, at least one; ``NO_SCORE`` for samples to leave out."""
 
     def scores(self, measured: Sequence[Float]) -> Float:
@@ -232,22 +230,22 @@ class Setting:
     text. ``identity`` is that of the dense model, "" for a model in memory; ``seed`` draws samples.
     """
 
-    dense: PreTrainedModel
-    known_tokenizer: PreTrainedTokenizerBase | None
-    text: TokenBlocks | None
+    dense: "PreTrainedModel"
+    known_tokenizer: "PreTrainedTokenizerBase | None"
+    text: "TokenBlocks | None"
     seed: int = 0
     identity: str = ""
     reporter: progress.Reporter = progress.SILENT
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return the tokenizer. Raises ``UserError`` if it was not given."""
         if self.known_tokenizer is None:
             raise UserError("a criterion of the margin generates text, so it needs tokenizer, the model's tokenizer")
         return self.known_tokenizer
 
     @property
-    def blocks(self) -> TokenBlocks:
+    def blocks(self) -> "TokenBlocks":
         """Return the text, for a criterion that reads it."""
         assert self.text is not None
         return self.text
@@ -290,7 +288,7 @@ class Criterion(registry.Entry, ABC):
             for name, option in cls.options().items()
         )
 
-    def with_words(self, words: Sequence[str]) -> Criterion:
+    def with_words(self, words: Sequence[str]) -> "Criterion":
         """Return this criterion with options such as "lengths=512,4k", a word for each item of a list."""
         # Collect the words of each option
         texts: dict[str, list[str]] = {}

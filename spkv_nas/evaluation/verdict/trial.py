@@ -6,8 +6,6 @@ Several candidates share the risk by Holm's test, whatever their dependence. A c
 margin in any criterion; there the risk is shared by the criteria too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ class Levels:
     fails: float
 
     @classmethod
-    def of(cls, risk: float, answers: Sequence[Answer], *, num_candidates: int, num_criteria: int) -> Levels:
+    def of(cls, risk: float, answers: Sequence[Answer], *, num_candidates: int, num_criteria: int) -> "Levels":
         """Return the levels of a candidate, given the answers about others: the steps of Holm's test."""
         num_open = [num_candidates - sum(other == answer for other in answers) for answer in ("passes", "fails")]
         return cls(risk / num_open[0], risk / (num_open[1] * num_criteria))
@@ -139,7 +137,7 @@ class Trial:
     @classmethod
     def of(
         cls, margins: Margins, setting: Setting, store: ScoreStore, circumstances: alarms.Circumstances | None = None
-    ) -> Trial:
+    ) -> "Trial":
         """Prepare the samples of every criterion. Raises ``UserError`` if one has none."""
         samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
         return cls(margins, samples, store, circumstances)

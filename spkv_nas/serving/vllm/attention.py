@@ -1,7 +1,5 @@
 """Attention layer whose KV heads have different windows: one ``Attention`` of vLLM for each part of its heads."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
