@@ -10,7 +10,7 @@ import pandas as pd
 
 from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import locks, tables, workspace
+from spkv_nas.base import locks, tables
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import replacing
@@ -334,13 +334,6 @@ def find_knee(table: head_scores.HeadScores, requirements: Requirements, rows: p
         "; this is an end of the range, so the true knee may lie outside it" if best.name in (0, len(rows) - 1) else ""
     )
     return Knee(int(best["budget"]), f"at this budget coverage exceeds that of random heads by the most{caveat}")
-
-
-def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT) -> None:
-    """Write ``budgets.csv`` and ``budgets/<strategy>-<budget>.yaml``, locked; warn of and remove earlier layouts."""
-    with locks.locked(folder, "writes layouts", reporter.announce):
-        earlier.replace_layouts(folder / workspace.BUDGETS, curve.layouts, reporter)
-        tables.write_csv(folder / "budgets.csv", curve.rows, digits=10)
 
 
 def coverage_by_budget(table: head_scores.HeadScores) -> pd.DataFrame | None:

@@ -7,7 +7,6 @@ program under one further cut for every earlier one, that their Hamming distance
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,13 +14,10 @@ import pandas as pd
 from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Difference
-from spkv_nas.base import limits, locks, progress, tables, workspace
+from spkv_nas.base import limits
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal import earlier
 from spkv_nas.proposal.coverage import Bootstrap, coverage, domain_coverage
 from spkv_nas.proposal.requirements import Limit, Requirements
-
-SOLUTIONS_TABLE = f"{workspace.SOLUTIONS}.csv"
 
 
 @dataclass(frozen=True)
@@ -99,13 +95,6 @@ def find_solutions(
         origin |= {"solution": number, "apart": request.apart, "best": first.hash}
         layouts[name] = replace(layout, strategy=name, provenance=origin)
     return Solutions(request, layouts, _rows(table, layouts, resampled, robust=requirements.robust))
-
-
-def write_solutions(folder: Path, solutions: Solutions, reporter: progress.Reporter = progress.SILENT) -> None:
-    """Write ``solutions.csv`` and ``solutions/<strategy>-solution-<number>.yaml``, locked, over earlier ones."""
-    with locks.locked(folder, "writes layouts", reporter.announce):
-        earlier.replace_layouts(folder / workspace.SOLUTIONS, solutions.layouts, reporter)
-        tables.write_csv(folder / SOLUTIONS_TABLE, solutions.rows, digits=10)
 
 
 def _rows(

@@ -16,6 +16,7 @@ from spkv_nas.probing.signals import LAYER
 from spkv_nas.proposal import answers, budget, windows
 from spkv_nas.proposal.answers import Answer, propose_for, random_spread, uneven_budgets, write_proposal
 from spkv_nas.proposal.coverage import LEVEL, Certainty, bootstrap, caution, coverage
+from spkv_nas.proposal.earlier import write_layouts
 from spkv_nas.proposal.propose import (
     default_window,
     layer_advice,
@@ -26,7 +27,7 @@ from spkv_nas.proposal.propose import (
     with_sinks,
 )
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, write_solutions
+from spkv_nas.proposal.solutions import SeveralSolutions, Solutions
 from spkv_nas.stages import engines, lookup, next_steps, printing, record
 from spkv_nas.stages.commands import Result, Suggestion, command_line
 from spkv_nas.stages.options.propose import ProposeOptions
@@ -83,8 +84,8 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     folder = options.folders.layout_dir(table.name)
     write_proposal(folder, answer, reporter)
     _keep_selection(folder, [table, *others])
-    if answer.solutions is not None:
-        write_solutions(folder, answer.solutions, reporter)
+    if (further := answer.solutions) is not None:
+        write_layouts(folder, workspace.SOLUTIONS, further.layouts, further.rows, reporter)
     table_trust = trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
     trust_sentence = unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
     sentences = [
@@ -201,7 +202,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
         )
     # Write layouts, curve and figure
     folder = options.folders.layout_dir(table.name)
-    answers.write_budgets(folder, curve, reporter)
+    write_layouts(folder, workspace.BUDGETS, curve.layouts, curve.rows, reporter)
     _keep_selection(folder, [table])
     covered = {name: coverage(curve.table, layout) for name, layout in curve.layouts.items()}
     resampled = bootstrap(curve.table)
