@@ -18,8 +18,7 @@ import pandas as pd
 import scipy  # loads scipy.stats on first use
 from numpy.typing import ArrayLike, NDArray
 
-from spkv_nas.artifacts.head_tables import Gains
-from spkv_nas.artifacts.search_table import FIDELITIES
+from spkv_nas.artifacts import head_tables, search_table
 from spkv_nas.base.arrays import Float, Mask
 
 NUM_RESAMPLES = 2000
@@ -110,7 +109,7 @@ def _rho(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.
 
 def best_layouts(rows: pd.DataFrame, number: int = 12) -> pd.DataFrame:
     """Return the best ``number`` distinct layouts by full, then short retraining, then zero-shot."""
-    columns = [f"{fidelity}_delta_percent" for fidelity in reversed(FIDELITIES)]
+    columns = [f"{fidelity}_delta_percent" for fidelity in reversed(search_table.FIDELITIES)]
     return rows.drop_duplicates("hash").sort_values(columns).head(number)
 
 
@@ -160,7 +159,7 @@ class Trust:
     num_documents: int | None = None
 
     @classmethod
-    def of(cls, values: Float, chosen: Mask, gains: Gains, num_documents: int | None = None) -> "Trust":
+    def of(cls, values: Float, chosen: Mask, gains: head_tables.Gains, num_documents: int | None = None) -> "Trust":
         """Judge a table [L, Hkv] and the heads that it chooses by gains that were not used to choose them."""
         # Keep all positive gains, provided that at least one is significant
         significant = gains.values > _CLEAR * np.nan_to_num(gains.standard_error, nan=0.0)

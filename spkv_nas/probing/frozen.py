@@ -19,9 +19,8 @@ from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts import defaults, head_scores
+from spkv_nas.artifacts import defaults, head_scores, local_layers
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.artifacts.local_layers import layout_window, takes_sinks
 from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.cost.formulas import FROZEN_ROOM, PassMemory, fitting_pass
@@ -142,8 +141,8 @@ class Mixture:
     def __init__(self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int) -> None:
         """Mix what local heads of a layout see in a layer with each of ``windows`` and ``sinks``, and a global head."""
         self._state = state
-        reaches = [layout_window(state, window, is_global=False) for window in windows]
-        self._kinds = [(reach, sinks if takes_sinks(state, reach) else 0) for reach in reaches]
+        reaches = [local_layers.layout_window(state, window, is_global=False) for window in windows]
+        self._kinds = [(reach, sinks if local_layers.takes_sinks(state, reach) else 0) for reach in reaches]
         self._kinds.append((state.checkpoint_window, 0))
         self.shares = shares  # float [Hkv, K] or [B, Hkv, K], share of each kind by KV head, of global attention last
 
