@@ -1,4 +1,4 @@
-"""Export targets ``native`` and ``granite_swa``: architectures that plain ``transformers`` and engines load.
+"""Export targets ``native``, ``granite_swa`` and ``mlx``: architectures that ``transformers`` and engines load.
 
 A layout of all-global and all-local layers is expressed by ``layer_types`` and ``sliding_window``, which counts the
 query's own key, as here. Classes that ignore ``layer_types`` have a successor that is the same model otherwise: Llama
@@ -7,7 +7,8 @@ encoding are refused here if known; ``verify_export.py`` detects the others.
 
 GraniteSWA of transformers 5.23 is a Llama with four multipliers, a window and a RoPE base per layer, and a learned sink
 per query head in every layer, so it also takes learned sinks, of Llama-shaped weights. Heads without one get the logit
-``NO_SINK``; transformers would make it 0, which changes the model.
+``NO_SINK``; transformers would make it 0, which changes the model. mlx-lm reads ``layer_types`` in few of its classes;
+a SmolLM3 with RoPE in all of its layers is a Llama with ``layer_types``, so Llama-shaped weights take this form there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.artifacts.local_layers import ConfigLayer, config_layers, layout_window, takes_sinks
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.engines import engine, registry
+from spkv_nas.model.export import target
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 NO_SINK = -1e4  # its exponential is 0 next to any score, and bfloat16 and float16 hold it
 _GRANITE_SWA = "granite_swa"
 _LLAMA_SHAPED = ("llama", "mistral", "ministral", "smollm3", "granite", "qwen2")
+_MLX, _SMOLLM3, _SMOLLM3_SHAPED = "mlx", "smollm3", ("llama", "mistral", "ministral", "qwen2")
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,6 @@ class NativeTarget(ExportTarget):
         from spkv_nas.model.export import verify_export
 
         return verify_export.agreement(hybrid, folder)
-
-
-NATIVE = NativeTarget()
 
 
 def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
@@ -284,9 +284,6 @@ class GraniteSwaTarget(NativeTarget):
             return super().verify(hybrid, folder)
 
 
-GRANITE_SWA = GraniteSwaTarget()
-
-
 def granite_swa_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     """Build the config of a GraniteSWA with the layers of ``layout`` and the weights of ``config``'s model.
 
@@ -349,3 +346,53 @@ def _rounded_sinks(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for learned, logits in zip(modules, before, strict=True):
             learned.logits.data = logits
+
+
+@dataclass(frozen=True)
+class MlxTarget(NativeTarget):
+    """Write a layer-wise layout in an architecture whose windows both mlx-lm and plain ``transformers`` read."""
+
+    name = _MLX
+    help = "an architecture whose windows mlx-lm reads, SmolLM3 for Llama-shaped weights"
+    engine = _MLX
+
+    def form(self, config: PreTrainedConfig, layout: Layout) -> str:
+        """Return the model type of the architecture, and whether its layers are not those of its family."""
+        return _SMOLLM3 if config.model_type in _SMOLLM3_SHAPED else super().form(config, layout)
+
+    def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+        """Return the config. Raises ``TargetError`` if mlx-lm runs no architecture that can express the layout."""
+        is_llama = config.model_type in _SMOLLM3_SHAPED
+        architecture = _smollm3_config(config, layout) if is_llama else native_config(config, layout)
+        if (reason := registry.objection(self.form(config, layout), architecture, _MLX)) is not None:
+            raise target.TargetError(reason)
+        return architecture
+
+    def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return a bias of 0 for the output of every attention layer of a Qwen2."""
+        return output_biases(model)
+
+
+def _smollm3_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+    """Build the config of a SmolLM3 with RoPE in all layers, the layers of ``layout`` and a Llama's weights.
+
+    Raises ``TargetError``: SmolLM3 cannot express the layout or the model.
+    """
+    from spkv_nas.model.config_section import has_learned_sinks
+
+    # Check that the layout and the weights fit
+    layer_window(config, layout)
+    if "full_attention" not in layer_kinds(config, layout):
+        raise target.TargetError("mlx-lm needs a layer of global heads")
+    if has_learned_sinks(config):
+        raise target.TargetError("its local heads have learned sinks, for which it has no parameters")
+    # Build the config
+    return llama_shaped_config(
+        _SMOLLM3,
+        config,
+        layout,
+        use_sliding_window=True,
+        no_rope_layers=[1] * config.num_hidden_layers,  # 1: the layer has RoPE
+        mlp_bias=bool(config.to_dict().get("mlp_bias", False)),
+        architectures=["SmolLM3ForCausalLM"],
+    )

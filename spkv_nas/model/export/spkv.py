@@ -52,9 +52,6 @@ class SpkvTarget(ExportTarget):
         return Written(f"{form}; {code}", weights, refused_by)
 
 
-SPKV = SpkvTarget()
-
-
 def _add_code(hybrid: Hybrid, folder: Path) -> str:
     """Add the code for plain transformers to a folder; return how well it agrees, or why it was left out."""
     from spkv_nas.model import custom_model_type

@@ -136,5 +136,5 @@ def test_a_transformers_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     config = tiny_model().config
     monkeypatch.setattr(configuration_auto, "CONFIG_MAPPING", {})
-    reason = native.GRANITE_SWA.can_express(config, LAYERWISE)
+    reason = native.GraniteSwaTarget().can_express(config, LAYERWISE)
     assert reason == "the installed transformers has no granite_swa; version 5.23 has it"
