@@ -307,13 +307,10 @@ class WindowCosts(Signal):
 
 
 DENSITY = Density()
-HEAD_GATES = HeadGates()
-ADD_ONE_HEAD, LEAVE_ONE_OUT = AddOneHead(), LeaveOneOut()
-DUO = Duo()
-WINDOW_COSTS = WindowCosts()
+ADD_ONE_HEAD, WINDOW_COSTS = AddOneHead(), WindowCosts()
 SIGNALS: registry.Registry[Signal] = registry.Registry(
     "spkv_nas.signals",
     "signal",
     Signal,  # type: ignore[type-abstract]
-    (DENSITY, HEAD_GATES, ADD_ONE_HEAD, LEAVE_ONE_OUT, DUO, WINDOW_COSTS),
+    (DENSITY, HeadGates(), ADD_ONE_HEAD, LeaveOneOut(), Duo(), WINDOW_COSTS),
 )

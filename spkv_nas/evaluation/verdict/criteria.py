@@ -187,12 +187,11 @@ def _padded(rows: Sequence[Sequence[float]]) -> arrays.Float:
     return padded
 
 
-NLL, AGREEMENT, ACCEPTANCE = DocumentNLLs(), Agreement(), Acceptance()
 CRITERIA: registry.Registry[Criterion] = registry.Registry(
     "spkv_nas.criteria",
     "criterion",
     Criterion,  # type: ignore[type-abstract]
-    (NLL, AGREEMENT, ACCEPTANCE),
+    (DocumentNLLs(), Agreement(), Acceptance()),
 )
 
 
