@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts import kinds
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import cache_facts, config_layers, native_windows
@@ -33,7 +34,7 @@ from spkv_nas.evaluation import micro_batch, paired, separators
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
 from spkv_nas.model import attention, config_section, windows
 from spkv_nas.probing.heads import check_window
-from spkv_nas.probing.signals import DENSITY, LAYER, SIGNALS, Signal
+from spkv_nas.probing.signals import DENSITY, SIGNALS, Signal
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.windows import NARROWEST, WIDEST, TriedWindow, at_window, candidate_windows, windows_by_costs
 
@@ -227,7 +228,7 @@ def measure_within(
 
     Raises ``UserError``: the memory leaves no global head, or no document can be held out.
     """
-    if getattr(signal, "granularity", None) == LAYER:
+    if getattr(signal, "granularity", None) == kinds.LAYER:
         raise UserError("a limit of memory counts single heads: leave out --granularity layer, or the limit")
     context = context_length(model, blocks) if context is None else context
     cost, num_heads = _cache_cost(model, context, window or NARROWEST, sinks)

@@ -43,7 +43,6 @@ BUDGET = flag.Flag("Number of global KV heads, or a share such as 25%.", ("--bud
 Steps = Annotated[int, STEPS]
 Seed = Annotated[int, SEED]
 Budget = Annotated[str | None, BUDGET]
-GRANULARITIES = HEAD, LAYER = "head", "layer"
 
 SINKS = flag.Flag(
     "Sink tokens: first tokens of a sequence that a local head sees besides its window. auto: 0, 1, 2 or 4, by the "
@@ -54,7 +53,7 @@ _TAU = flag.Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")
 _ABLATION_TOKENS = flag.Flag(
     "Tokens for the add-one-head ablation that validates the ranking; 0 skips it.", low=0, high=limits.MAX_WHOLE
 )
-_GRANULARITY = flag.Flag("Choose single heads, or only whole layers.", metavar="head|layer", values=GRANULARITIES)
+_GRANULARITY = flag.Flag("Choose single heads, or only whole layers.", metavar="head|layer", values=kinds.GRANULARITIES)
 _MAX_HEADS = flag.Flag(
     "Maximum number of heads to measure individually, in the layers that gain most.", low=1, high=limits.MAX_SIZE
 )
@@ -186,7 +185,7 @@ class Ablation(Signal):
     # True to make heads global in an all-local model, False to make them local in an all-global one
     opens: ClassVar[bool]
 
-    granularity: Annotated[str, _GRANULARITY] = HEAD
+    granularity: Annotated[str, _GRANULARITY] = kinds.HEAD
     max_heads: Annotated[int | None, _MAX_HEADS] = flag.default(None, "all")
 
     def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":

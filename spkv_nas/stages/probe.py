@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spkv_nas.artifacts import diagnosis, gate_config, grid, result_tables
+from spkv_nas.artifacts import diagnosis, gate_config, grid, kinds, result_tables
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS, STRONG_SINK
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
@@ -28,7 +28,7 @@ from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
 from spkv_nas.probing import measure, priced, signals, window_costs
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.signals import LAYER, Signal, parse_sinks
+from spkv_nas.probing.signals import Signal, parse_sinks
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages import checks, commands, next_steps, printing, reference_run
@@ -248,7 +248,7 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
     subject = replace(subject, given_separator=options.separator).with_documents(options.documents)
     # Name the probe after its signal, unless that is density
     if options.name is None and options.signal != signals.DENSITY.name:
-        suffix = f"{options.signal}-layer" if options.granularity == LAYER else options.signal
+        suffix = f"{options.signal}-layer" if options.granularity == kinds.LAYER else options.signal
         return replace(subject, name=f"{subject.name}-{suffix}")
     return subject
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts import defaults, head_scores, selection
+from spkv_nas.artifacts import defaults, head_scores, kinds, selection
 from spkv_nas.base import console, errors, units, workspace
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.ranking import Trust
-from spkv_nas.probing.signals import LAYER
 from spkv_nas.proposal import answers, budget, windows
 from spkv_nas.proposal.answers import Answer, propose_for, random_spread, uneven_budgets, write_proposal
 from spkv_nas.proposal.coverage import LEVEL, Certainty, bootstrap, caution, coverage
@@ -116,8 +115,8 @@ def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
     table, num_global = answer.table, answer.layouts["densest"].num_global
     same_options = replace(options, probe=options.probe or table.name)
     if (reason := layer_advice(table, options.granularity)) is not None:
-        is_of_layers = table.metadata.get("granularity") == LAYER
-        return Suggestion(command_line(replace(same_options, granularity=LAYER)) if is_of_layers else "", reason)
+        is_of_layers = table.metadata.get("granularity") == kinds.LAYER
+        return Suggestion(command_line(replace(same_options, granularity=kinds.LAYER)) if is_of_layers else "", reason)
     if (reason := price_advice(table, num_global)) is not None:
         recorded = record.read_options(table.metadata, options.folders.root)
         if recorded is None or not {"budget", "training_steps"} & table.metadata.keys():

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from spkv_nas.artifacts import defaults
+from spkv_nas.artifacts import defaults, kinds
 from spkv_nas.base import errors, flag, units
 from spkv_nas.evaluation.thresholds import check_tau
-from spkv_nas.probing.signals import DENSITY, LAYER, SIGNALS, WINDOW_COSTS, Signal, parse_sinks
+from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS, Signal, parse_sinks
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
 
@@ -80,7 +80,7 @@ def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
         raise errors.UserError("give --memory or --budget, not both: the memory says how many heads are global")
     if options.signal is not None and SIGNALS[options.signal].needs_gates:
         raise errors.UserError(f"signal {options.signal} has the window of its gates: give --memory to propose instead")
-    if options.granularity == LAYER:
+    if options.granularity == kinds.LAYER:
         raise errors.UserError("--memory counts single heads: leave out --memory, or --granularity layer")
     return memory, units.parse_context(context) if setting else None
 
