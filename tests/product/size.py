@@ -24,18 +24,18 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 50_215,
-    "lines without contrib": 42_460,
-    "files": 331,
-    "files without contrib": 283,
-    "lines of commands": 7_050,
+    "lines": 49_774,
+    "lines without contrib": 42_018,
+    "files": 304,
+    "files without contrib": 256,
+    "lines of commands": 7_046,
     "files of commands": 58,
     "option slots": 230,
     "option slots of one command": 20,
-    "imports in 100 lines": 7.7,
+    "imports in 100 lines": 7.4,
     "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
-    "tracked files": 832,
-    "lines of tests": 41_950,
+    "tracked files": 805,
+    "lines of tests": 41_935,
     "quick test items": 3_613,
 }
 AT_LEAST = ("comments in 1,000 lines",)
