@@ -142,7 +142,7 @@ def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, repo
     that is not larger passes without. Raises ``UserError``: as ``retraining.retrain``.
     """
     from spkv_nas.evaluation.verdict.critical_budget import first_by_costs
-    from spkv_nas.probing.window_choice import half_of
+    from spkv_nas.probing.measure import half_of
     from spkv_nas.stages.subject import Subject
     from spkv_nas.training import retraining
 

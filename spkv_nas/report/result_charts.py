@@ -12,8 +12,8 @@ from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, SP_K
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cost.cache_cost import full_bytes
-from spkv_nas.proposal.budget_curve import coverage_by_budget
-from spkv_nas.proposal.stability import Certainty
+from spkv_nas.proposal.answers import coverage_by_budget
+from spkv_nas.proposal.coverage import Certainty
 from spkv_nas.report import chart
 from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Points, Rule, numbers, points
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.evaluation.verdict import registry, words
+from spkv_nas.evaluation.verdict import criteria, words
 from spkv_nas.report import chart
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
 
@@ -104,7 +104,7 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> cha
 
 def card_title(criterion: str) -> str:
     """Return the heading of a card; the name of a criterion whose package is not installed."""
-    return registry.CRITERIA[criterion].title if criterion in registry.CRITERIA.names else criterion
+    return criteria.CRITERIA[criterion].title if criterion in criteria.CRITERIA.names else criterion
 
 
 def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, noun: str) -> Iterable[chart.Mark]:

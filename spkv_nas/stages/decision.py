@@ -12,8 +12,8 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, zero_shot
 from spkv_nas.evaluation.selected import Selected, find_selected, probe_of, recorded_reading
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
+from spkv_nas.evaluation.verdict.criteria import parse_margins, parse_risk
 from spkv_nas.evaluation.verdict.criterion import Setting
-from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
 from spkv_nas.evaluation.verdict.trial import Outcome, Trial, text_in_random_order
 from spkv_nas.model import checkpoint, windows
 from spkv_nas.stages import sized_model

@@ -16,7 +16,7 @@ from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
 from spkv_nas.probing import signals
-from spkv_nas.probing.signal import Signal
+from spkv_nas.probing.signals import Signal
 from spkv_nas.proposal.budget import MEMORIES
 from spkv_nas.stages.options import REFERENCE, auto, probe
 from spkv_nas.stages.subject import Subject, default_block_size

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from spkv_nas.artifacts import checkpoints, comparison, grid, head_scores, result_tables, search_table
+from spkv_nas.artifacts import comparison, grid, head_scores, result_tables, search_table
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import ALARM, CRITICAL_BUDGET, SCORES, VERDICT, AlarmRecord, ResultTable
 from spkv_nas.base import assets, console, errors, records, schema, version
@@ -132,8 +132,8 @@ def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict
     # Export the layout of the verdict, or retrain it first
     name = verdict.layout.name
     folder, models = workspace.report_dir(table.name), []
-    if (folder / checkpoints.FILE).is_file():
-        models = [each for each in checkpoints.read_checkpoints(folder, workspace.root) if each.strategy == name]
+    if (folder / result_tables.CHECKPOINTS).is_file():
+        models = [each for each in result_tables.read_checkpoints(folder, workspace.root) if each.strategy == name]
     trained = next((model.checkpoint for model in models if model.checkpoint.is_dir()), None)  # of the first seed
     if trained is None:
         return _retrain(workspace, table, verdict)

@@ -13,7 +13,7 @@ from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, on_main
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.data import block_cache, config, readers, sources, splits
+from spkv_nas.data import block_files, config, readers, sources, splits
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
 from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages.options import REFERENCE, InDtype, SubjectOptions
@@ -269,7 +269,7 @@ def check_pair(model: str, against: str | None) -> None:
     """Raise ``UserError`` if two checkpoints differ in their tokenizer, before anything large is read."""
     from spkv_nas.model.checkpoint import load_tokenizer
 
-    if against is not None and len({block_cache.fingerprint(load_tokenizer(each)) for each in (model, against)}) > 1:
+    if against is not None and len({block_files.fingerprint(load_tokenizer(each)) for each in (model, against)}) > 1:
         raise errors.UserError(
             f"--against {against} has a different tokenizer: results are comparable only on the same tokens"
         )

@@ -9,7 +9,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import layout_names
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base import console, progress
-from spkv_nas.evaluation.verdict import margins, trial, words
+from spkv_nas.evaluation.verdict import criteria, trial, words
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.model import checkpoint, config_section, source
 from spkv_nas.stages import checks, commands, decision, printing, sized_model
@@ -39,7 +39,7 @@ def verdict(options: VerdictOptions, reporter: progress.Reporter = progress.SILE
     for candidate in candidates:
         check_pair(candidate.source, options.model)
     compared = decision.prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
-    outcome = trial.decide_all(compared.trial, candidates, margins.parse_risk(options.risk), reporter)
+    outcome = trial.decide_all(compared.trial, candidates, criteria.parse_risk(options.risk), reporter)
     # Write the table
     record = {"answers": dict(outcome.answers), **decision.origin(options, compared)}
     record |= {} if outcome.alarm is None else {ALARM: outcome.alarm}

@@ -22,9 +22,9 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.probing.density import probe
 from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.proposal.coverage import NUM_SOLVED, Certainty, beyond_doubt, bootstrap, caution, knee
 from spkv_nas.proposal.requirements import Limit, Requirements
-from spkv_nas.proposal.stability import NUM_SOLVED, Certainty, beyond_doubt, bootstrap, caution, knee
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 

@@ -17,7 +17,7 @@ from matplotlib.transforms import Bbox
 from spkv_nas.artifacts.comparison import COLUMNS, read_comparison, write_comparison
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal.budget_curve import coverage_by_budget
+from spkv_nas.proposal.answers import coverage_by_budget
 from spkv_nas.report.chart import (
     Axis,
     Chart,

@@ -16,7 +16,7 @@ from spkv_nas.base import console, errors, locks
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.compare.options import CompareOptions
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 from spkv_nas.stages.commands import Result
 from spkv_nas.stages.lookup import find_table
 

@@ -17,7 +17,7 @@ import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base import console, device, distributed, errors, files, progress, statistics
-from spkv_nas.data.block_cache import fingerprint
+from spkv_nas.data.block_files import fingerprint
 from spkv_nas.model import checkpoint, config_section, modes
 from spkv_nas.stages.options import InDtype
 from spkv_nas.stages.subject import load

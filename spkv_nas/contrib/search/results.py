@@ -21,7 +21,7 @@ from spkv_nas.base import progress, statistics
 from spkv_nas.base.replace import replacing
 from spkv_nas.contrib.search.space import Trial, best_start, first_front
 from spkv_nas.evaluation import paired, ranking
-from spkv_nas.evaluation.trust import MIN_DOCUMENTS
+from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage, provenance
 
 if TYPE_CHECKING:  # importing it at run time requires Optuna

@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts import checkpoints, diagnosis, result_tables
+from spkv_nas.artifacts import diagnosis, result_tables
 from spkv_nas.base import assets, console, distributed, locks
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import micro_batch, paired, thresholds
+from spkv_nas.evaluation.nll import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
 from spkv_nas.evaluation.selected import Selected, find_selected
-from spkv_nas.evaluation.sweep import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
 from spkv_nas.model import config_section
 from spkv_nas.stages import checks, commands, printing
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
@@ -85,7 +85,7 @@ def _pair(options: NLLOptions, subject: Subject, measured: Measured, first: Eval
 
 def _variant(source: str) -> str:
     """Return what the run of a checkpoint trained, such as the name of a layout; "" if no run record says it."""
-    origin = None if source.startswith(assets.EMBEDDED_PREFIX) else checkpoints.run_origin(Path(source))
+    origin = None if source.startswith(assets.EMBEDDED_PREFIX) else result_tables.run_origin(Path(source))
     return "" if origin is None else origin.variant
 
 

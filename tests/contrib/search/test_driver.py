@@ -29,7 +29,7 @@ from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Effort, 
 from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, ranked
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from spkv_nas.base import assets, errors, flag
-from spkv_nas.evaluation.verdict.continuations import NewTokens
+from spkv_nas.evaluation.verdict.criteria import NewTokens
 from spkv_nas.stages import commands, flags
 from spkv_nas.stages.options import DENSE, CheckpointOptions, SubjectOptions
 

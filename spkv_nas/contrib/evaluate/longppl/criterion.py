@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spkv_nas.base import flag
 from spkv_nas.contrib.evaluate.longppl.options import SHORT_CONTEXT, ShortContext
-from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
+from spkv_nas.evaluation.verdict import criterion
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class KeyTokenNLL(criterion.Criterion):
 
     name, title = "longppl", "NLL of key tokens (LongPPL)"
     help = "rise of the NLL of key tokens, which need a long context, in percent"
-    test = loss_tests.RelativeRise()
+    test = criterion.RelativeRise()
 
     short_context: ShortContext = flag.default(None, f"{SHORT_CONTEXT:,}, at most 1/4 of a block")
 
-    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
+    def prepare(self, setting: criterion.Setting) -> criterion.Rounds:
         """Return the documents of the text whose parts in a block are longer than the short context."""
         from spkv_nas.contrib.evaluate.longppl import reading
 

@@ -27,7 +27,7 @@ from spkv_nas.base.arrays import Array, Float, Int, Mask
 from spkv_nas.contrib.evaluate.longppl.options import SHORT_CONTEXT
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.sources import Document
-from spkv_nas.evaluation.verdict import rounds
+from spkv_nas.evaluation.verdict import criterion
 from spkv_nas.model import config_section, density_tracker, loss, model_shape, modes
 
 LONGPPL_ALPHA, LONGPPL_BETA = 2.0, -2.0  # nats, as of the LongPPL authors
@@ -242,7 +242,7 @@ def sequence_nll(model: PreTrainedModel, ids: Int, opening: tuple[int, ...]) -> 
     return np.asarray(losses)
 
 
-class KeyTokenRounds(rounds.Rounds):
+class KeyTokenRounds(criterion.Rounds):
     """NLL sums of the key tokens of documents, in rounds of documents; those without key tokens are left out."""
 
     # 1 for key tokens, else 0, over all parts of the documents of a round
@@ -270,7 +270,7 @@ class KeyTokenRounds(rounds.Rounds):
             masks = [key_mask(dense, ids, self._key, self._opening) for parts in documents for ids in parts]
         return {"is_key": np.concatenate(masks).astype(np.int64)}
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
+    def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
         """Return the NLL sum of each document's key tokens; ``NO_SCORE`` without any."""
         is_key, position, sums = prepared["is_key"] > 0, 0, []
         with modes.evaluation_mode(model):
@@ -281,7 +281,7 @@ class KeyTokenRounds(rounds.Rounds):
                     position, num_keys = position + len(ids), num_keys + int(part.sum())
                     if part.any():  # the first token has no NLL, and is no key token
                         total += float(sequence_nll(model, ids[None], self._opening)[0][part[1:]].sum())
-                sums.append(total if num_keys else rounds.NO_SCORE)
+                sums.append(total if num_keys else criterion.NO_SCORE)
         return np.array(sums, dtype=np.float64)
 
 

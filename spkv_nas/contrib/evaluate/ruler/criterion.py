@@ -8,7 +8,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_REPEATS
 from spkv_nas.contrib.evaluate.ruler import options
-from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
+from spkv_nas.evaluation.verdict import criterion
 
 QUESTIONS = 2000  # default maximum number of questions
 _FIRST_SEED = 1 << 41  # other questions than those of ``evaluate ruler`` and of training, which may have chosen
@@ -22,7 +22,7 @@ class RulerQuestions(criterion.Criterion):
 
     name, help, title = "ruler", "drop of RULER's share of correct answers, in percentage points", "RULER"
     noun, reads_text = "questions", False
-    test = loss_tests.MeanDrop()
+    test = criterion.MeanDrop()
 
     lengths: options.OptionalLengths = None
     tasks: options.RulerTasks = default(None, "all")
@@ -39,7 +39,7 @@ class RulerQuestions(criterion.Criterion):
             )
         options.check_questions(self.lengths, self.tasks, self.haystack, self.qa)
 
-    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
+    def prepare(self, setting: criterion.Setting) -> criterion.Rounds:
         """Return RULER's questions, each of a random task and length."""
         from spkv_nas.contrib.evaluate.ruler.stage import QuestionRounds, Questions
         from spkv_nas.data.ruler.sample import VERSION

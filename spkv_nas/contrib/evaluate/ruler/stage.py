@@ -25,7 +25,7 @@ from spkv_nas.data.ruler.sample import VERSION, NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import accepts_any, available, generate
 from spkv_nas.evaluation.continuations import in_batches
 from spkv_nas.evaluation.micro_batch import check_positions
-from spkv_nas.evaluation.verdict import rounds
+from spkv_nas.evaluation.verdict import criterion
 from spkv_nas.model import generation
 from spkv_nas.model.windows import default_window, every_head_local, local_sinks
 from spkv_nas.stages import commands, printing, sized_model
@@ -247,7 +247,7 @@ class _Exam:
         return pd.concat(frames, ignore_index=True)
 
 
-class QuestionRounds(rounds.Rounds):
+class QuestionRounds(criterion.Rounds):
     """Scores of generated answers to RULER's questions. Each question is of a random task and length.
 
     All rounds are full, the last too, so that they do not depend on the number of questions.
@@ -274,13 +274,13 @@ class QuestionRounds(rounds.Rounds):
             self._questions.append((*cell, counts[cell]))
             counts[cell] += 1
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
+    def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
         """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""
         questions = self._questions[self.part(index)]
         # The longest question comes first, because the batch size is chosen by it
         order = sorted(range(len(questions)), key=lambda number: (-questions[number][1], questions[number]))
         lines = answer(model, self._tokenizer, lambda number: self._make(*questions[order[number]]), len(order))
-        scores = np.full(len(questions), rounds.NO_SCORE)
+        scores = np.full(len(questions), criterion.NO_SCORE)
         for line in lines:
             scores[order[line["index"]]] = line["score"]
         return scores

@@ -6,7 +6,7 @@ from typing import Annotated
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.contrib.evaluate.tasks.options import AllowCode, DataSets, Include
-from spkv_nas.evaluation.verdict import criterion, loss_tests, rounds
+from spkv_nas.evaluation.verdict import criterion
 
 TaskNames = Annotated[str | None, Flag("Comma-separated lm-eval tasks, such as stdlib_completions, which is built in.")]
 
@@ -17,7 +17,7 @@ class TaskSamples(criterion.Criterion):
 
     name, help, title = "tasks", "drop of the mean score of lm-eval's tasks, in percentage points", "Downstream tasks"
     noun, reads_text = "samples", False
-    test = loss_tests.MeanDrop()
+    test = criterion.MeanDrop()
 
     names: TaskNames = None
     data_sets: DataSets = default(None, "the Hub or its cache")
@@ -34,7 +34,7 @@ class TaskSamples(criterion.Criterion):
             )
         check_exist(self.include or (), "folder of tasks")
 
-    def prepare(self, setting: criterion.Setting) -> rounds.Rounds:
+    def prepare(self, setting: criterion.Setting) -> criterion.Rounds:
         """Return the samples of the tasks, each of a random task."""
         from spkv_nas.contrib.evaluate.tasks import stage, suite
 

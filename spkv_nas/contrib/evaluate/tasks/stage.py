@@ -30,7 +30,7 @@ from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.tasks import suite
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
-from spkv_nas.evaluation.verdict import rounds
+from spkv_nas.evaluation.verdict import criterion
 from spkv_nas.stages import commands, printing, sized_model
 
 # Config keys left out of the hash, as the requests contain their effect
@@ -315,7 +315,7 @@ def _run_tasks(
     return results, checkpoint.origin
 
 
-class TaskRounds(rounds.Rounds):
+class TaskRounds(criterion.Rounds):
     """Scores of samples of tasks, whose mean is that over the tasks.
 
     Each sample is the next one of a random task, whose own samples are in random order; a group counts as one task. A
@@ -333,7 +333,7 @@ class TaskRounds(rounds.Rounds):
         key = "\0".join([version("lm-eval"), str(seed), *(group.name for group in groups), *tasks])
         self.identity = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: rounds.Prepared) -> rounds.Float:
+    def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
         """Return the score in [0, 1] of each sample of a round."""
         chosen = self._samples[self.part(index)]
         lm, scores = CheckpointLM(model, self._tokenizer), np.empty(len(chosen))
