@@ -22,8 +22,8 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.arrays import Float
 from spkv_nas.data.splits import load_text
 from spkv_nas.evaluation.verdict.contenders import Contender
+from spkv_nas.evaluation.verdict.criteria import parse_margins
 from spkv_nas.evaluation.verdict.critical_budget import find_critical_budget
-from spkv_nas.evaluation.verdict.margins import parse_margins
 from spkv_nas.evaluation.verdict.trial import Trial
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.proposal.budget import MEMORIES

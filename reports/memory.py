@@ -160,16 +160,17 @@ def measure(stage: str, folder: Path, size: str, length: int) -> None:
 
 def predicted(stage: str, folder: Path, size: str, length: int) -> float:
     """Return the bytes that the plan predicts for a stage."""
+    from spkv_nas.base.progress import SILENT
     from spkv_nas.stages.options.plan import PlanOptions
-    from spkv_nas.stages.plan import plan
+    from spkv_nas.stages.plan import run as plan
 
     data = [str(folder / "text.txt")]  # as many tokens as are measured, or more
     options = PlanOptions(model=str(folder / size / "dense"), data=data, block_size=length, context="1")
     if stage in TRAINING:
         options = PlanOptions(recipe=recipe(stage, folder, size, length), context="1")
         stage = "train the SP-KV reference"
-    forecast = plan(options).forecast
-    return next(planned.memory.total for planned in forecast.stages if planned.name == stage)
+    forecast = plan(options, SILENT).value.forecast
+    return float(next(planned.memory.total for planned in forecast.stages if planned.name == stage))
 
 
 def main(stages: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri, stdtr
 
 from spkv_nas.base.console import say
-from spkv_nas.base.sequential import anytime_p, betting_log_e, bounds_so_far, holm
+from spkv_nas.base.statistics import anytime_p, betting_log_e, bounds_so_far, holm
 
 Float = NDArray[np.float64]
 ROOT = Path(__file__).resolve().parent

@@ -36,7 +36,7 @@ from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.windows import default_window
-from spkv_nas.proposal.answer import propose_for
+from spkv_nas.proposal.answers import propose_for
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Requirements
 

@@ -4,12 +4,12 @@ from .artifacts.layout import Layout as Layout
 from .base.errors import UserError as UserError
 from .base.version import __version__ as __version__
 from .data.blocks import build_blocks as build_blocks
+from .evaluation.nll import Evaluation as Evaluation
+from .evaluation.nll import evaluate as evaluate
 from .evaluation.paired import DocumentNLL as DocumentNLL
 from .evaluation.paired import paired_difference as paired_difference
 from .evaluation.separators import measure_separator as measure_separator
-from .evaluation.sweep import Evaluation as Evaluation
-from .evaluation.sweep import evaluate as evaluate
-from .evaluation.verdict.verdict import verdict as verdict
+from .evaluation.verdict.trial import verdict as verdict
 from .evaluation.zero_shot import score as score
 from .model.attach import attach_gates as attach_gates
 from .model.attach import detach as detach

@@ -1,27 +1,32 @@
 """Result tables of ``baselines``, ``evaluate`` and ``compare`` in ``reports/<name>/``.
 
 Each is a CSV file plus a record of its origin, under the same name. Their columns are defined here, not beside the
-measurements, because the report shows them even where the libraries that measured them are not installed.
+measurements, because the report shows them even where the libraries that measured them are not installed. The table
+of trained checkpoints, ``checkpoints.csv``, is stored beside ``comparison.csv``: one row per variant and seed, with
+paths that are relative to the workspace root and use forward slashes, so that the workspace may be moved.
 """
 
 import hashlib
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 from pydantic import Field
 
 from spkv_nas.artifacts.selection import Selection, write_selection
-from spkv_nas.base import errors, limits, progress, records, replace, schema
-from spkv_nas.base.files import is_file, yaml_text
+from spkv_nas.base import errors, limits, names, progress, records, replace, schema, version
+from spkv_nas.base.files import is_file, read_json, yaml_text
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 _RESULTS = ("environment", "alarm", "answers", "inputs", "num_selection")  # keys that do not describe the inputs
 ALARM = "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
+CHECKPOINTS = "checkpoints.csv"
+RUN_RECORD = "run.json"  # in the folder of a finished branch
+_COLUMNS = (Column("strategy"), Column("seed", "whole"), Column("hash"), Column("checkpoint"))
 
 
 class AlarmRecord(schema.Recorded):
@@ -68,7 +73,7 @@ class ResultRecord(schema.Recorded):
     left_out: LeftOut | None = None
     unrecorded: list[str] = Field([])
     layouts: dict[str, JudgedLayout] = Field({})
-    windows: dict[str, int] = Field({})
+    windows: dict[str, int | None] = Field({})
     sinks: dict[str, int] | int | None = None
     effective_documents: float | None = None
 
@@ -132,8 +137,12 @@ class ResultTable:
         reporter: progress.Reporter = progress.SILENT,
         selection: Selection | None = None,
     ) -> str | None:
-        """Write the table, its record and the documents of its selection; return the inputs of an earlier one."""
-        origin = {"inputs": inputs_of(origin), **origin}
+        """Write the table, its record and the documents of its selection; return the inputs of an earlier one.
+
+        The record is ``origin``, with the versions of this machine in its ``environment``.
+        """
+        environment = {**version.environment(), **origin.get("environment", {})}
+        origin = {"inputs": inputs_of(origin), **origin, "environment": environment}
         table, record = f"{self.name}.csv", f"{self.name}.yaml"
         replace.settle(folder)  # so that an earlier result is complete
         with replace.replacing(folder) as new:
@@ -302,17 +311,62 @@ CRITICAL_BUDGET = ResultTable(
         _number("kv_bytes"),
     ),
 )
-AGREEMENT_COLUMNS = (  # of ``agreement.csv``, which ``compare`` writes: a row per pair of probes
-    Column("first"),
-    Column("second"),
-    Column("budget", "whole", low=1),
-    *(_number(name, -1.0) for name in ("jaccard", "chance", "spearman", "transfer")),
-    _number("mean_difference"),
+PROBE_PAIRS = ResultTable(
+    "agreement",
+    (
+        Column("first"),
+        Column("second"),
+        Column("budget", "whole", low=1),
+        *(_number(name, -1.0) for name in ("jaccard", "chance", "spearman", "transfer")),
+        _number("mean_difference"),
+    ),
 )
 
 
-def read_agreement(path: Path) -> pd.DataFrame:
-    """Read the table in an ``agreement.csv``; warns of one that was changed, ``UserError`` if it is invalid."""
-    if is_file(record := path.with_suffix(".yaml")):
-        records.read_record(record, "agreement")
-    return read_table(path, "agreement", AGREEMENT_COLUMNS).reset_index(drop=True)
+@dataclass(frozen=True)
+class TrainedModel:
+    """One row of the table: a trained checkpoint."""
+
+    strategy: str  # name of the variant in the comparison
+    seed: int  # seed of its training
+    hash: str  # hash of its layout; "" for full attention and SP-KV
+    checkpoint: Path  # its folder
+
+
+def write_checkpoints(folder: Path, models: Iterable[TrainedModel], root: Path) -> None:
+    """Write the table of checkpoints to ``folder``, with paths relative to the workspace ``root``."""
+    rows = [asdict(model) | {"checkpoint": model.checkpoint.relative_to(root).as_posix()} for model in models]
+    write_csv(folder / CHECKPOINTS, pd.DataFrame(rows, columns=[column.name for column in _COLUMNS]))
+
+
+def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
+    """Read the table of checkpoints in ``folder``, whose paths are relative to, and in, the workspace ``root``."""
+    rows = read_table(folder / CHECKPOINTS, "table of checkpoints", _COLUMNS)
+    # Refuse paths that lead out of the workspace
+    for line, path in rows["checkpoint"].items():
+        if not path or Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:
+            raise errors.UserError(
+                f"table of checkpoints {folder / CHECKPOINTS}, line {line}: '{path[:100]}' is not in the workspace"
+            )
+    return [
+        TrainedModel(strategy, int(seed), short_hash, root / checkpoint)
+        for strategy, seed, short_hash, checkpoint in rows.itertuples(index=False, name=None)
+    ]
+
+
+class RunOrigin(NamedTuple):
+    """Recipe and variant (a baseline, or a layout's strategy; "" for a dense model) that produced a checkpoint."""
+
+    recipe: str
+    variant: str
+
+
+def run_origin(checkpoint: Path) -> RunOrigin | None:
+    """Return the recipe and variant of a checkpoint of ``runs/``; None if no recipe's run produced it."""
+    if is_file(file := checkpoint / RUN_RECORD):
+        record = read_json(file, "run record")
+        content = record.get("recipe")
+        if isinstance(content, dict) and isinstance(name := content.get("name"), str):
+            return RunOrigin(names.check_name(name, f"{file}: the recipe's name"), str(record.get("variant", "")))
+    *_, runs, recipe, _, final = ("", "", "", "", *checkpoint.absolute().parts)
+    return RunOrigin(recipe, "") if (runs, final) == ("runs", "final") else None

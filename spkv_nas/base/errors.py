@@ -1,5 +1,7 @@
 """User-facing error."""
 
+# Cause of values that are not finite, and what to do
+OVERFLOW = "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in float32"
 MAX_CHARACTERS = 900  # of a message: the content of a hostile file must not fill the screen
 
 
@@ -48,7 +50,5 @@ def first_line(error: BaseException) -> str:
 
 def not_finite(what: str, wrong: int, heads: int, first: tuple[int, ...]) -> str:
     """Build the error message for a value that is NaN for ``wrong`` of ``heads`` KV heads, one of them ``first``."""
-    return (
-        f"{what} is not a number for {wrong} of {heads} KV heads, the first in layer {first[0]}, head {first[1]}\n"
-        "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in float32"
-    )
+    where = f"{wrong} of {heads} KV heads, the first in layer {first[0]}, head {first[1]}"
+    return f"{what} is not a number for {where}\n{OVERFLOW}"

@@ -1,22 +1,99 @@
-"""Look up the entries of an extension point by name: the built-in ones and those that installed packages add.
+"""Define the entries of an extension point, whose typed fields are options, and look them up by name.
 
-Packages, and this project's own ``spkv_nas/contrib``, add a class of an entry, or an instance, by an entry point of the
-registry's group, such as::
+An entry is a frozen dataclass in one file, of which the registry holds an instance with the default options::
+
+    @dataclass(frozen=True)
+    class ValueNorm(Signal):
+        name, help = "value-norm", "mean norm of a head's values"
+
+        order: Annotated[float, Flag("Order p of the norm.", low=1)] = 2.0
+
+A field annotated with a ``Flag`` is an option of the entry's command as well. Besides the built-in entries there are
+those that installed packages, and this project's own ``spkv_nas/contrib``, add: a class of an entry, or an instance, by
+an entry point of the registry's group, such as::
 
     [project.entry-points."spkv_nas.signals"]
     value-norm = "my_package.signals:ValueNorm"
+
+Imports nothing heavy, for ``--help``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
-from typing import Generic, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base import arguments, errors
+from spkv_nas.base.flag import SHOWN, Flag
 
+Configured = TypeVar("Configured", bound="Entry")
+Item = TypeVar("Item", bound="Named")
 REINSTALL = "reinstall spkv-nas (in a checkout: pip install --editable .)"
+
+
+@dataclass(frozen=True)
+class EntryOption:
+    """Option of one or several entries of a registry, as one flag of a command."""
+
+    type: Any  # type of its values
+    flag: Flag  # help text and bounds
+    defaults: dict[str, str]  # its default in each entry that takes it, as the help shows it, by the entry's name
+
+    @property
+    def default_text(self) -> str:
+        """Return its default, or the defaults of its entries, as the help shows them."""
+        texts = list(self.defaults.values())
+        return texts[0] if len({*texts}) == 1 else "; ".join(f"{name}: {text}" for name, text in self.defaults.items())
+
+
+class Entry:
+    """Entry of a registry. Subclasses are frozen dataclasses, whose fields are their options."""
+
+    name: ClassVar[str]  # by which users choose it
+    help: ClassVar[str]  # phrase that says what it is, without a full stop
+    title: ClassVar[str]  # the name in words, as sentences and headings show it
+
+    def __init_subclass__(cls) -> None:
+        """Make a title of a name."""
+        if "name" in cls.__dict__ and "title" not in cls.__dict__:
+            cls.title = cls.name.replace("-", " ")
+
+    @classmethod
+    def options(cls) -> dict[str, EntryOption]:
+        """Return the options that are annotated with a ``Flag``, by name."""
+        hints, declared = get_type_hints(cls, include_extras=True), dict[str, EntryOption]()
+        for field in fields(cls):  # type: ignore[arg-type]  # every entry is a dataclass
+            hint = hints[field.name]
+            if get_origin(hint) is Annotated and isinstance(flag := get_args(hint)[1], Flag):
+                number = field.default
+                text = f"{number:,}" if isinstance(number, int) and not isinstance(number, bool) else str(number)
+                declared[field.name] = EntryOption(
+                    get_args(hint)[0], flag, {cls.name: field.metadata.get(SHOWN) or text}
+                )
+        return declared
+
+    def with_options(self: Configured, values: Mapping[str, Any]) -> Configured:
+        """Return a copy with other options; those that are None stay. ``UserError`` for another type or range."""
+        hints = get_type_hints(type(self))
+        flags = {name: option.flag for name, option in self.options().items()}
+        set_values = {name: value for name, value in values.items() if value is not None}
+        changed = {name: _checked(name, hints[name], flags.get(name), value) for name, value in set_values.items()}
+        return replace(self, **changed)  # type: ignore[type-var]  # as above
+
+
+def _checked(name: str, kind: Any, flag: Flag | None, value: Any) -> Any:
+    """Return a value as an option's type. Raises ``UserError`` for another type, or outside of its bounds."""
+    if isinstance(value, int) and str in (kind, *get_args(kind)):
+        return str(value)  # a budget of 18, or of "25%"
+    value = arguments.convert(name, kind, value)
+    if flag is not None and isinstance(value, int | float):
+        if flag.low is not None and value < flag.low:
+            raise errors.UserError(f"{name} must be at least {flag.low:g}; found {value}")
+        if flag.high is not None and value > flag.high:
+            raise errors.UserError(f"{name} must be at most {flag.high:g}; found {value}")
+    return value
 
 
 class Named(Protocol):
@@ -27,20 +104,17 @@ class Named(Protocol):
         """Return the name by which users choose the entry."""
 
 
-Entry = TypeVar("Entry", bound=Named)
-
-
 @dataclass(frozen=True)
-class Registry(Generic[Entry]):
+class Registry(Generic[Item]):
     """Entries of one extension point, in the order in which users see them."""
 
     group: str  # entry-point group of further entries, such as ``spkv_nas.signals``
     noun: str  # what an entry is, for error messages, such as "signal"
-    kind: type[Entry]  # base class that every entry is an instance of
-    built_in: tuple[Entry, ...]  # entries that need no entry point, which come first
+    kind: type[Item]  # base class that every entry is an instance of
+    built_in: tuple[Item, ...]  # entries that need no entry point, which come first
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, Item]:
         """Return all entries by name: built-in ones, then this project's others, then those of other packages.
 
         What entry points name is imported on first use. Raises ``UserError`` if a package cannot be imported, or its
@@ -51,7 +125,7 @@ class Registry(Generic[Entry]):
         for point in sorted(entry_points(group=self.group), key=lambda point: (not _is_own(point), point.name)):
             entry = self._load(point)
             if entry.name in entries:
-                raise UserError(
+                raise errors.UserError(
                     f"{self.noun} '{entry.name}' is defined twice; {point.value} is the second\n"
                     "rename it, or remove its package"
                 )
@@ -63,31 +137,56 @@ class Registry(Generic[Entry]):
         """Return the names of all entries."""
         return tuple(self.entries)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[Item]:
         """Iterate over all entries."""
         return iter(self.entries.values())
 
-    def __getitem__(self, name: str | Entry) -> Entry:
+    def __getitem__(self, name: str | Item) -> Item:
         """Return the entry of a name, or an entry itself. Raises ``UserError``, which lists the names, if unknown."""
         if isinstance(name, self.kind):
             return name
         if name not in self.entries:
             message = f"unknown {self.noun} '{name}'; expected one of {', '.join(self.names)}"
-            raise UserError(f"{message}{reinstall_hint()}")
+            raise errors.UserError(f"{message}{reinstall_hint()}")
         return self.entries[name]
 
-    def _load(self, point: EntryPoint) -> Entry:
+    def shared_options(self: "Registry[Any]") -> dict[str, EntryOption]:
+        """Return the options of all entries by name, in order; ``UserError`` if two declare one name differently."""
+        shared: dict[str, EntryOption] = {}
+        for entry in self:
+            for name, option in entry.options().items():
+                known = shared.setdefault(name, option)
+                if (known.type, known.flag) != (option.type, option.flag):
+                    other = next(iter(known.defaults))
+                    raise errors.UserError(
+                        f"{self.noun}s {other} and {entry.name} declare --{name.replace('_', '-')} with different "
+                        f"flags\nrename the option of {entry.name}, or reuse the flag of {other}"
+                    )
+                known.defaults.update(option.defaults)
+        return shared
+
+    def check_options(self: "Registry[Any]", entry: Entry, values: Mapping[str, Any]) -> None:
+        """Raise ``UserError`` for an option that is given, but that only other entries of the registry take."""
+        for name, shared in self.shared_options().items():
+            if values.get(name) is not None and name not in entry.options():
+                noun = self.noun.rpartition(" ")[2]
+                raise errors.UserError(
+                    f"--{name.replace('_', '-')} does not apply to --{noun} {entry.name}; "
+                    f"it applies to {', '.join(shared.defaults)}"
+                )
+
+    def _load(self, point: EntryPoint) -> Item:
         """Import the entry of an entry point, and instantiate one that is a class."""
         try:
             entry = point.load()
         except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {errors.first_line(error)}"
             package = point.dist.name if point.dist else "its package"
             remedy = REINSTALL if _is_own(point) else f"repair or uninstall {package}"
-            raise UserError(f"cannot load the {self.noun} {point.value}: {reason}\n{remedy}") from error
+            raise errors.UserError(f"cannot load the {self.noun} {point.value}: {reason}\n{remedy}") from error
         entry = entry() if isinstance(entry, type) and issubclass(entry, self.kind) else entry
         if not isinstance(entry, self.kind):
-            raise UserError(f"{point.value} is no {self.kind.__name__}, which a {self.noun} must be")
+            raise errors.UserError(f"{point.value} is no {self.kind.__name__}, which a {self.noun} must be")
         return entry
 
 

@@ -19,10 +19,8 @@ from spkv_nas.base.distributed import is_lost_process, leave, num_processes, pro
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import options
-from spkv_nas.cli.auto import auto
-from spkv_nas.cli.demo import demo
-from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS, AddedCommand, Results, runner
-from spkv_nas.stages.evaluate.evaluation import Evaluation
+from spkv_nas.cli.workflows import auto, demo
+from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS, Command, Results, runner
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options import plan, plan_attention, probe, propose, report, score, train, train_hybrid, verdict
 from spkv_nas.stages.options.calibrate import CalibrateOptions
@@ -40,8 +38,8 @@ DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
 
 
-NLL = Evaluation("nll", runner(NLLOptions), distributed=True)  # evaluation of a plain ``spkv-nas evaluate``
-EVALUATIONS = registry.Registry("spkv_nas.evaluations", "evaluation", Evaluation, (NLL,))
+NLL = Command("nll", runner(NLLOptions), distributed=True)  # evaluation of a plain ``spkv-nas evaluate``
+EVALUATIONS = registry.Registry("spkv_nas.evaluations", "evaluation", Command, (NLL,))
 
 
 class EvaluationGroup(TyperGroup):
@@ -90,7 +88,7 @@ class TwoWordGroup(TyperGroup):
 
 
 @cache
-def built(entry: AddedCommand | Evaluation) -> Any:
+def built(entry: Command) -> Any:
     """Return the command of an entry."""
     holder = typer.Typer(add_completion=False)
     options.command(holder, entry.name)(entry.run)

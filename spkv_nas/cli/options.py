@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -21,6 +22,7 @@ from spkv_nas.base import console, progress
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import screen
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.commands import Result, Results
 from spkv_nas.stages.flags import DEVICE, WORKSPACE
 from spkv_nas.stages.options import OnDevice, Trains
@@ -76,7 +78,11 @@ def command(
             check(options)
             # Run the command and print its result
             verbosity = {key: bool(shared[key]) for key in ("quiet", "verbose")}
-            with screen.working(_title(invocation), takes_long=isinstance(options, OnDevice), **verbosity) as reporter:
+            computes = isinstance(options, OnDevice)
+            with screen.working(_title(invocation), takes_long=computes, **verbosity) as reporter:
+                if computes:
+                    with suppress(ModuleNotFoundError):  # the command says what to install
+                        quiet_transformers(reporter)
                 if isinstance(options, Trains) and options.dry_run:
                     from spkv_nas.stages.dry_run import dry_run
 

@@ -2,27 +2,37 @@
 
 A folder holds ``tokens.bin`` and ``document.bin`` (int32, little endian, [N, T]), ``documents.jsonl`` (one line per
 document) and ``blocks.json``. It is written under a temporary name and renamed when it is complete.
+
+``BlockCache`` keeps the blocks of a text in a folder named by the content of its documents, which is only known once
+the text has been read. To avoid reading it at every start, the folder also stores the state (size and times) of the
+files that it was read from; a text is read again only if its state is new.
 """
 
+import hashlib
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from spkv_nas.base import arrays, files, manifest, replace, schema
+from spkv_nas.base import arrays, files, locks, manifest, replace, schema
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.data import sources, tokenizer
+from spkv_nas.base.progress import Reporter
+from spkv_nas.data import config, readers, sources
 from spkv_nas.data.blocks import REMEDY, DocumentInfo, TokenBlocks, aligned, check_enough, uncut
-from spkv_nas.data.config import JOINED, SEPARATE
+from spkv_nas.data.tokenizer import PLAIN, Boundaries, SeparateDocuments, Tokenizer, boundaries
 
 _TOKENS, _OWNER, _DOCUMENTS, _RECORD = "tokens.bin", "document.bin", "documents.jsonl", "blocks.json"
 _WHAT = "record of token blocks"
 _INT32 = np.dtype("<i4")
+_STATES = "sources.json"  # per folder: hashes of source states, newest first
+_MAX_STATES = 16
+_FORMAT = "4"  # version of how texts become blocks
 
 
 class _Notes(schema.Recorded):
@@ -39,7 +49,7 @@ class _Record(_Notes):
     num_documents: int = Field(ge=1)
     largest_token: int = Field(ge=0)
     boundaries: dict[Literal["opening", "separator"], list[int]]
-    documents: Literal["joined", "separate"] = JOINED
+    documents: Literal["joined", "separate"] = config.JOINED
 
 
 def write_blocks(
@@ -47,7 +57,7 @@ def write_blocks(
     documents: Iterable[tuple[sources.Document, arrays.Tokens]],
     block_size: int,
     what: str,
-    boundaries: tokenizer.Boundaries = tokenizer.PLAIN,
+    boundaries: Boundaries = PLAIN,
 ) -> dict[str, Any]:
     """Write documents as blocks to the folder ``partial``, which ``publish`` completes; return their record.
 
@@ -70,7 +80,7 @@ def write_blocks(
                     num_documents = number + 1
                     yield ids, number
 
-            is_separate = isinstance(boundaries, tokenizer.SeparateDocuments)
+            is_separate = isinstance(boundaries, SeparateDocuments)
             for tokens, document in (uncut if is_separate else aligned)(pieces(), size, boundaries.separator):
                 # Insert the opening tokens at the start of each block that begins in this part
                 starts = np.arange(-num_tokens % size, len(tokens), size)
@@ -86,7 +96,7 @@ def write_blocks(
         "num_documents": num_documents,
         "largest_token": int(np.memmap(partial / _TOKENS, _INT32, "r", shape=shape).max()),
         "boundaries": asdict(boundaries),
-        "documents": SEPARATE if is_separate else JOINED,
+        "documents": config.SEPARATE if is_separate else config.JOINED,
     }
 
 
@@ -151,7 +161,7 @@ def map_blocks(folder: Path) -> TokenBlocks:
     if not 0 <= owner[-1, -1] < record.num_documents:  # the last document has the largest index
         raise UserError(f"token blocks {folder} are damaged: their documents do not match their tokens\n{REMEDY}")
     documents = _Documents(folder / _DOCUMENTS, record.num_documents)
-    kind = tokenizer.SeparateDocuments if record.documents == SEPARATE else tokenizer.Boundaries
+    kind = SeparateDocuments if record.documents == config.SEPARATE else Boundaries
     limits = kind(**{name: tuple(tokens) for name, tokens in record.boundaries.items()})
     return TokenBlocks(tokens, owner, documents, record.largest_token, limits)
 
@@ -159,3 +169,101 @@ def map_blocks(folder: Path) -> TokenBlocks:
 def read_notes(folder: Path, name: str = _RECORD) -> list[str]:
     """Return the notes on a text, from a file of its folder."""
     return schema.validate(_Notes, files.read_json(folder / name, _WHAT), f"{_WHAT} {folder / name}").notes
+
+
+class BlockCache:
+    """Cache folders of one text under ``root``."""
+
+    def __init__(
+        self,
+        root: Path,
+        sources: Iterable[str | config.SourceConfig],
+        base: Path,
+        tokenizer: Tokenizer,
+        settings: str,
+        block_size: int,
+        separator: str,
+        bos: config.Bos,
+        documents: str = config.JOINED,
+    ) -> None:
+        """Describe the text: its sources, relative to ``base``, and all else that determines its blocks.
+
+        ``settings`` is everything that no other argument names. ``tokenizer.boundaries`` describes ``separator``,
+        ``bos`` and ``documents``.
+        """
+        self.root, self.tokenizer, self.block_size = root, tokenizer, block_size
+        # tokens that every block begins with, and those after each document
+        self.boundaries = boundaries(tokenizer, separator, bos, block_size, documents)
+        self._sources, self._base = list(sources), base
+        self._decided = (_FORMAT, fingerprint(tokenizer), f"{block_size} {settings} {self.boundaries}")
+
+    def find_or_write(self, has_all: Callable[[Path], bool], write: Callable[[], Path], reporter: Reporter) -> Path:
+        """Return the folder of the current text if ``has_all`` accepts one, else ``write`` it, one process at once."""
+        if (folder := self._find(has_all)) is not None:
+            return folder
+        with locks.locked(self.root, "reads and tokenises the text", reporter.announce):
+            # Look again under the lock, as another process may have written the text
+            return self._find(has_all) or write()
+
+    def _find(self, has_all: Callable[[Path], bool]) -> Path | None:
+        for file in sorted(self.root.glob(f"*/{_STATES}")):
+            if self._state in _read_states(file) and has_all(file.parent):
+                return file.parent
+        return None
+
+    @property
+    def partial(self) -> Path:
+        """Return the folder for blocks in progress."""
+        return self.root / ".partial"
+
+    def folder(self, content: "ContentKey") -> Path:
+        """Return the folder of the text with this content, which holds the text in its current state."""
+        folder = self.root / content.name(self._decided)
+        states = [state for state in _read_states(folder / _STATES) if state != self._state]
+        files.write_json(folder / _STATES, {"states": [self._state, *states][:_MAX_STATES]})
+        return folder
+
+    @cached_property
+    def _state(self) -> str:
+        """Return a hash of the current state of the sources."""
+        states = [readers.open_source(source, self._base).identity for source in self._sources]
+        key = hashlib.sha256()
+        for part in (*states, *self._decided):
+            key.update(f"{part}\0".encode("utf-8", "surrogateescape"))
+        return key.hexdigest()[:16]
+
+
+class ContentKey:
+    """Hash of a text's documents and their names, which the blocks keep."""
+
+    def __init__(self) -> None:
+        """Start without documents."""
+        self._key = hashlib.sha256()
+
+    def pass_on(self, documents: Iterable[sources.Document]) -> Iterator[sources.Document]:
+        """Add each document, and yield it."""
+        for document in documents:
+            self._key.update("\0".join([document.id, document.domain, document.label, ""]).encode())
+            yield document
+
+    def name(self, decided: Iterable[str]) -> str:
+        """Return 16 hexadecimal digits for the documents so far and the values of ``decided``."""
+        key = self._key.copy()
+        for part in decided:
+            key.update(part.encode())
+        return key.hexdigest()[:16]
+
+
+def _read_states(file: Path) -> list[str]:
+    """Read the states of a folder; empty for a missing or damaged file, so that the text is read again."""
+    try:
+        states = files.read_json(file, "states of text sources").get("states")
+    except UserError:
+        return []
+    return [str(state) for state in states] if isinstance(states, list) else []
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Return a string that identifies how a tokenizer encodes text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)

@@ -154,10 +154,6 @@ class TokenBlocks:
         order = spread_order(self.num_blocks)
         return [self.part(np.sort(order[start:end])) for start, end in pairwise((0, *ends))]
 
-    def every(self, step: int, start: int) -> "TokenBlocks":
-        """Return every ``step``-th block, from ``start`` on."""
-        return self.part(slice(start, None, step))
-
     def and_(self, other: "TokenBlocks") -> "TokenBlocks":
         """Append the blocks of another text, of the same length and with the same opening tokens."""
         return TokenBlocks(

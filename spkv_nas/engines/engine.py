@@ -12,8 +12,6 @@ one, or less. A package adds its own by an entry point of the group ``spkv_nas.e
 transformers.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +98,7 @@ class Engine:
         """Return a value of ``guard_key`` on which the engine's loader fails, with a reason in it."""
         return reason
 
-    def cell(self, form: str, config: PreTrainedConfig) -> Cell:
+    def cell(self, form: str, config: "PreTrainedConfig") -> Cell:
         """Return what the engine does with a form of a model with the settings of ``config``."""
         cell = self.outcomes.get(form, UNTRIED)
         if cell.outcome is Outcome.EXACT:
@@ -154,7 +152,7 @@ def tried_with(*any_value: str, **values: tuple[Any, ...]) -> Settings:
     return dict.fromkeys(any_value) | values
 
 
-def untried_settings(config: PreTrainedConfig, tried: Settings | None) -> list[str]:
+def untried_settings(config: "PreTrainedConfig", tried: Settings | None) -> list[str]:
     """Return the settings of a config that are neither defaults of its class nor ``tried``; None: no model was.
 
     A key that the class does not declare is off if it is false.
@@ -178,7 +176,7 @@ def untried_settings(config: PreTrainedConfig, tried: Settings | None) -> list[s
     ]
 
 
-def _flat(config: PreTrainedConfig) -> dict[str, Any]:
+def _flat(config: "PreTrainedConfig") -> dict[str, Any]:
     """Return the settings of a config with those of its RoPE among them, and apart those of sliding layers alone."""
     settings = config.to_dict()
     rotary = settings.pop("rope_parameters", None) or {}

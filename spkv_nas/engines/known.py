@@ -1,7 +1,5 @@
 """Describe the engines whose cache is not planned, by what they do with exports."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, ClassVar
 
 from spkv_nas.engines import engine
@@ -24,7 +22,7 @@ class Transformers(Engine):
     )  # fmt: skip
     program = Program("run_transformers.py", "transformers", registers_type=True)
 
-    def cell(self, form: str, config: PreTrainedConfig) -> Cell:
+    def cell(self, form: str, config: "PreTrainedConfig") -> Cell:
         """Return what it does with a form, whatever the settings: every export is compared with it."""
         return self.outcomes.get(form, engine.UNTRIED)
 

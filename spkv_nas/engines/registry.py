@@ -4,8 +4,6 @@ Some engines ignore ``layer_types`` and would run a form dense without an error.
 that only such an engine reads, and on which its loader fails.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base import errors, limits, registry, units
@@ -86,12 +84,12 @@ def guards(form: str) -> dict[str, Any]:
     }
 
 
-def outcomes(form: str, config: PreTrainedConfig) -> dict[str, str]:
+def outcomes(form: str, config: "PreTrainedConfig") -> dict[str, str]:
     """Return what each engine does with a form, such as "exact" or "refused", by name and version."""
     return {engine.full_title: str(engine.cell(form, config)) for engine in ENGINES}
 
 
-def serve_command(cells: Mapping[str, str], folder: str) -> str | None:
+def serve_command(cells: "Mapping[str, str]", folder: str) -> str | None:
     """Return the command by which vLLM serves a folder, given ``outcomes``; None if it does not compute the hybrid."""
     cell = cells.get(vllm.VLLM.full_title, "")
     if not cell.startswith(Outcome.EXACT.value):
@@ -100,7 +98,7 @@ def serve_command(cells: Mapping[str, str], folder: str) -> str | None:
     return f"vllm serve {folder}{f' {option}' if option in cell else ''}"
 
 
-def objection(form: str, config: PreTrainedConfig, name: str) -> str | None:
+def objection(form: str, config: "PreTrainedConfig", name: str) -> str | None:
     """Return why an exported form is not for the engine of that name, as a clause; None if it computes the hybrid."""
     engine = ENGINES[name]
     cell = engine.cell(form, config)

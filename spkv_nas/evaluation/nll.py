@@ -1,18 +1,29 @@
-"""Compute the NLL (nats per token) of a model by document; on all ranks, each of which runs its share of blocks."""
+"""Compute the NLL (nats per token) of a model by document, sweep the threshold tau, and tabulate checkpoints.
 
+All ranks call these functions, and each runs its share of the blocks. SP-KV paper, "Threshold Optimization" and
+"Controlling sparsity at inference time": tau changes the density of a trained model without changing its weights. Each
+threshold needs its own pass, because a key that is dropped in one layer changes the utilities in all later ones.
+"""
+
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.result_tables import EVALUATION
 from spkv_nas.base.distributed import is_sharded, pass_device, sum_over_processes
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import OVERFLOW, UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import micro_batch, paired
-from spkv_nas.model import density_tracker, loss, modes
+from spkv_nas.model import config_section, density_tracker, loss, modes
+
+COLUMNS = ("tau", "density", "nll", "delta_nll_percent", "delta_nll_standard_error")
 
 
 class DocumentSums:
@@ -37,11 +48,7 @@ class DocumentSums:
         total, count = sum_over_processes(self._total), sum_over_processes(self._count)
         num_invalid, num_seen = int((~np.isfinite(total)).sum()), int((count > 0).sum())
         if num_invalid:
-            raise UserError(
-                f"the NLL of {num_invalid} of {num_seen} documents is not a finite number\n"
-                "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in "
-                "float32"
-            )
+            raise UserError(f"the NLL of {num_invalid} of {num_seen} documents is not a finite number\n{OVERFLOW}")
         return paired.DocumentNLL(total, count)
 
 
@@ -69,3 +76,132 @@ def document_nll(
     with modes.evaluation_mode(model):  # all ranks join in each pass of a sharded model
         run_own_batches(run, sums.add, blocks, batch_size, pass_device(model), progress, divides=not is_sharded(model))
     return sums.result()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """NLL by document, with the threshold and the density of the gated heads; both None without gates."""
+
+    nll: paired.DocumentNLL
+    tau: float | None = None
+    density: float | None = None
+
+
+def evaluate(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    tau: float | None = None,
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Compute the NLL of ``blocks`` under ``model``, with hard gates at ``tau`` if it has gates.
+
+    Restores the gate mode of the model. Must be called on all ranks, like ``document_nll``.
+
+    Args:
+        model: any causal language model, with or without gates.
+        blocks: text to evaluate on.
+        tau: threshold in [0, 1]; None uses that of the model's config.
+        batch_size: blocks per forward pass.
+        progress: called with (blocks done, in all) of this process.
+
+    Raises ``UserError``: if ``tau`` is outside [0, 1], or given for a model without gates.
+    """
+    gates = config_section.gate_config(model)
+    if gates is None:
+        if tau is not None:
+            raise UserError("this model has no gates, so tau has no effect: leave tau out")
+        return Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=progress))
+    # Evaluate with hard gates, tracking density
+    tau = gates.tau if tau is None else tau
+    watch = density_tracker.DensityTracker(model)
+    with modes.gate_mode(model, "hard", tau):
+        watch.start()
+        try:
+            nll = document_nll(model, blocks, batch_size=batch_size, watch=watch, progress=progress)
+            head_densities = watch.stop()
+        finally:
+            watch.close()
+    return Evaluation(nll, tau, None if head_densities is None else float(np.nanmean(head_densities)))
+
+
+def tau_sweep(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    taus: Sequence[float],
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> list[Evaluation]:
+    """Evaluate a model with open gates (tau 0, density 1), then with hard gates at each threshold above 0, ascending.
+
+    Raises ``UserError`` if the model has no gates, or a threshold is outside [0, 1].
+    """
+    if config_section.gate_config(model) is None:
+        raise UserError("this model has no gates, so it has no threshold to sweep: evaluate it without a sweep")
+    hard_taus = [tau for tau in sorted(set(taus)) if tau != 0.0]
+
+    def step(done: int, num_blocks: int) -> None:
+        if progress is not None:
+            progress(len(sweep) * num_blocks + done, (1 + len(hard_taus)) * num_blocks)
+
+    # Evaluate with open gates, then at every threshold
+    sweep: list[Evaluation] = []
+    with modes.gate_mode(model, "open"):
+        sweep.append(Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=step), 0.0, 1.0))
+    for tau in hard_taus:
+        sweep.append(evaluate(model, blocks, tau, batch_size=batch_size, progress=step))
+    return sweep
+
+
+def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
+    """Return a row per evaluation, columns ``COLUMNS``: NLL in nats, and its change in percent of the first, paired."""
+    rows = []
+    for each in sweep:
+        change = paired.paired_difference(each.nll, sweep[0].nll)
+        rows.append((each.tau, each.density, each.nll.mean, change.percent, change.standard_error))
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def checkpoint_table(
+    text: str, names: Sequence[tuple[str, str]], candidate: Evaluation, baseline: Evaluation
+) -> pd.DataFrame:
+    """Return the rows of two checkpoints, columns of ``EVALUATION``; the baseline is first and has no difference.
+
+    ``text`` is the hash of the blocks that both were measured on. ``names`` are (checkpoint, what its run trained) of
+    the candidate and the baseline.
+    """
+    change = paired.paired_difference(candidate.nll, baseline.nll)
+    differences = [(names[1][0], change.percent, change.standard_error), ("", np.nan, np.nan)]
+    rows = [
+        (
+            *checkpoint,
+            evaluation.nll.mean,
+            np.nan if evaluation.density is None else evaluation.density,
+            np.nan if evaluation.tau is None else evaluation.tau,
+            text,
+            int(evaluation.nll.num_tokens.sum()),
+            evaluation.nll.num_documents,
+            evaluation.nll.effective_documents,
+            *difference,
+        )
+        for checkpoint, evaluation, difference in zip(names, (candidate, baseline), differences, strict=True)
+    ]
+    return pd.DataFrame(rows[::-1], columns=EVALUATION.header)
+
+
+def merged(earlier: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Merge ``rows`` into an earlier table: rows of another text are dropped, a checkpoint measured again is replaced.
+
+    A baseline that the table already has keeps its row, which may compare it with another checkpoint.
+    """
+    same_text = earlier[earlier["text"] == rows["text"].iloc[0]]
+    added = rows[~((rows["against"] == "") & _keys(rows).isin(_keys(same_text)))]
+    unchanged = same_text[~_keys(same_text).isin(_keys(added))]
+    return pd.DataFrame([*unchanged.to_dict("records"), *added.to_dict("records")], columns=EVALUATION.header)
+
+
+def _keys(rows: pd.DataFrame) -> "pd.Series[str]":
+    """Return a key for the measurement of each row: checkpoint and threshold, -1 for one without gates."""
+    return rows["checkpoint"] + " " + rows["tau"].fillna(-1.0).round(6).astype(str)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import SelectionDocuments
@@ -17,9 +17,7 @@ from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, read_sel
 from spkv_nas.base import errors, names, records, schema
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.base.workspace import Workspace
-
-if TYPE_CHECKING:
-    from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.blocks import TokenBlocks
 
 _TABLES = {"search": "search", "zero-shot": "score"}  # tables of layouts, and the commands that write them
 
@@ -53,12 +51,12 @@ class Selected:
         """Return what selected the layouts."""
         return tuple(self.by_record)
 
-    def count(self, blocks: "TokenBlocks") -> int:
+    def count(self, blocks: TokenBlocks) -> int:
         """Return how many of the documents that blocks have tokens of are these, or pieces of the same texts."""
         documents = self.documents
         return sum(info.text_id in documents for info in blocks.present)
 
-    def among(self, blocks: "TokenBlocks") -> tuple[str, ...]:
+    def among(self, blocks: TokenBlocks) -> tuple[str, ...]:
         """Return what selected a layout on documents that blocks have tokens of."""
         return tuple(record for record, documents in self.by_record.items() if documents & blocks.text_ids)
 

@@ -48,10 +48,6 @@ class Counts:
     seen: NDArray[np.int64]  # [documents] times a document was completed; 0 if it had no text
     wrong: torch.Tensor  # int64 [L, H] batches with a NaN utility
 
-    def of_all_processes(self) -> "Counts":
-        """Sum the counts over all ranks; must be called on all ranks."""
-        return Counts(**{field.name: sum_over_processes(getattr(self, field.name)) for field in fields(self)})
-
 
 class _Part(NamedTuple):
     """Counts of the part of a document processed so far."""
@@ -85,15 +81,10 @@ class Bins:
         """Return the coarse bin index of each fine bin index."""
         return (fine - 1).div(self._width, rounding_mode="floor") + 1
 
-    @property
-    def fine_edges(self) -> NDArray[np.float64]:
-        """Return the inner edges of the fine bins, [num_fine - 1]."""
-        return np.linspace(-BIN_LIMIT, BIN_LIMIT, self.num_fine - 1)
-
-    @property
-    def coarse_edges(self) -> NDArray[np.float64]:
-        """Return the inner edges of the coarse bins, [num_coarse - 1]."""
-        return np.linspace(-BIN_LIMIT, BIN_LIMIT, self.num_coarse - 1)
+    @staticmethod
+    def edges(number: int) -> NDArray[np.float64]:
+        """Return the inner edges of ``num_fine`` or ``num_coarse`` bins, [number - 1]."""
+        return np.linspace(-BIN_LIMIT, BIN_LIMIT, number - 1)
 
 
 def position_buckets(length: int) -> NDArray[np.int64]:
@@ -215,7 +206,8 @@ class GateCounter:
         """Return the counts; call on all ranks. Raises ``UserError``: a NaN utility, which would look like 0."""
         # Sum over ranks and reject NaN utilities
         outer = [part._replace(kept=part.kept.cpu()) for part in (self._first, self._open) if part is not None]
-        self.counts = self.counts.of_all_processes()
+        counts = {field.name: sum_over_processes(getattr(self.counts, field.name)) for field in fields(self.counts)}
+        self.counts = Counts(**counts)
         wrong = self.counts.wrong.nonzero().tolist()
         if wrong:
             raise UserError(not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0])))

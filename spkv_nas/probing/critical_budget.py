@@ -10,14 +10,11 @@ from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.cost.cache_cost import CONTEXT
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import separators
-from spkv_nas.evaluation.verdict import contenders, margins
+from spkv_nas.evaluation.verdict import contenders, criteria
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
-from spkv_nas.evaluation.verdict.verdict import trial_in_memory
-from spkv_nas.probing import window_choice
-from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.window_costs import NUM_BLOCKS
-from spkv_nas.proposal import budget, propose, windows
-from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.evaluation.verdict.trial import trial_in_memory
+from spkv_nas.probing import measure, window_costs
+from spkv_nas.proposal import budget, propose, requirements, windows
 
 
 def critical_budget(
@@ -63,7 +60,7 @@ def critical_budget(
     """
     memories = None
     if budgets.startswith(budget.MEMORY):
-        cost = Requirements(context=scores.metadata.get("positions") or CONTEXT).cache_cost(scores, window)
+        cost = requirements.Requirements(context=scores.metadata.get("positions") or CONTEXT).cache_cost(scores, window)
         assert cost is not None  # there is a context
         by_memory = windows.layouts_by_memory(scores, cost, budget.parse_memories(budgets))
         layouts, memories = list(by_memory.values()), list(by_memory)
@@ -73,7 +70,7 @@ def critical_budget(
     trial = trial_in_memory(model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed)
     candidates = [contenders.Contender(str(number), layout=layout) for number, layout in enumerate(layouts)]
     nll = scores.metadata.get("nll") if memories is not None else None
-    return find_critical_budget(trial, candidates, margins.parse_risk(risk), Reporter.of(progress), memories, nll)
+    return find_critical_budget(trial, candidates, criteria.parse_risk(risk), Reporter.of(progress), memories, nll)
 
 
 def auto(
@@ -108,8 +105,8 @@ def auto(
     Raises ``UserError``: the margin or a memory budget is invalid, or the text has too few documents.
     """
     blocks = texts if isinstance(texts, TokenBlocks) else separators.text_blocks(model, texts, tokenizer)
-    part = window_choice.half_of(blocks, NUM_BLOCKS)
-    scores = measure_signal("window-costs", model, part, progress=progress)
+    part = measure.half_of(blocks, window_costs.NUM_BLOCKS)
+    scores = measure.measure_signal("window-costs", model, part, progress=progress)
     budgets = budget.MEMORY if memory is None else f"{budget.MEMORY}={memory}"
     comparing: dict[str, Any] = {"margin": margin, "risk": risk, "tokenizer": tokenizer, "max_tokens": max_tokens}
     return critical_budget(model, scores, blocks, budgets, **comparing, progress=progress)

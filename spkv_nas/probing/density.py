@@ -126,7 +126,7 @@ def _histogram(counter: GateCounter, domains: tuple[str, ...], present: list[int
     """Build the histogram of utility logits for the domains ``present``."""
     counts = counter.counts
     bins = counts.bins.reshape(*counts.kept.shape, counter.bins.num_fine).cpu().numpy()
-    return LogitHistogram(counter.bins.fine_edges, bins[present], tuple(domains[i] for i in present))
+    return LogitHistogram(counter.bins.edges(counter.bins.num_fine), bins[present], tuple(domains[i] for i in present))
 
 
 def _documents(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> DocumentCounts:
@@ -142,7 +142,7 @@ def _documents(counter: GateCounter, domains: tuple[str, ...], present: list[int
         domain=np.searchsorted(present, domain[has_text]),
         domains=tuple(domains[i] for i in present),
         bins=counts.document_bins.cpu().numpy()[has_text],
-        edges=counter.bins.coarse_edges,
+        edges=counter.bins.edges(counter.bins.num_coarse),
     )
 
 

@@ -39,8 +39,7 @@ from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.tokenizer import PLAIN, Boundaries
 from spkv_nas.model import attention, windows
-from spkv_nas.probing.frozen import check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
-from spkv_nas.probing.mixture import Mixture
+from spkv_nas.probing.frozen import Mixture, check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
 
 
 class AlphaMixture(Mixture):

@@ -1,24 +1,32 @@
 """Train the gates of a signal on a frozen model: freezing, micro-batches, learning rate, checks, and the table.
 
-The blocks of each step are sharded across ranks (torchrun); ranks beyond the number of blocks per step stay idle.
+The blocks of each step are sharded across ranks (torchrun); ranks beyond the number of blocks per step stay idle. Where
+a signal measures how much of several kinds of attention a head needs, a ``Mixture`` mixes them by head::
+
+    out_h = sum_k share_hk out_hk,   kinds: local attention with one window or several, and global attention
+
+With shares of 0 and 1 this is the attention of a layout.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from spkv_kernels import attention
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts import defaults, head_scores
+from spkv_nas.artifacts import defaults, head_scores, local_layers
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.cost.formulas import FROZEN_ROOM, PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import device_map, model_shape, modes
+from spkv_nas.model.attention import LayerState
 from spkv_nas.probing.heads import HeadMeans, signal_table
 
 
@@ -77,14 +85,14 @@ def blocks_per_step(blocks: TokenBlocks, step_tokens: int) -> int:
     return min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
 
 
-def rank_tokens(blocks: TokenBlocks, indices: arrays.Int, device: torch.device) -> torch.Tensor:
+def rank_tokens(blocks: TokenBlocks, indices: arrays.Int, device: torch.device) -> Tensor:
     """Return this rank's part, int64 [B, T], B may be 0, of the blocks with ``indices``, the same on all ranks."""
     share = distributed.own_share(len(indices))
     return torch.from_numpy(blocks.tokens[indices[share.start : share.stop]].astype(np.int64)).to(device)
 
 
 def run_micro_batches(
-    run: Callable[[Iterator[torch.Tensor]], Result], tokens: torch.Tensor, micro_batch: AdaptiveBatchSize
+    run: Callable[[Iterator[Tensor]], Result], tokens: Tensor, micro_batch: AdaptiveBatchSize
 ) -> Result:
     """Call ``run`` with micro-batches of ``tokens`` [B, T], also none, from zero with smaller ones if out of memory."""
     return micro_batch.run(lambda size: run(filter(len, torch.split(tokens, size))), max(1, len(tokens)))
@@ -96,13 +104,10 @@ def ramp(step: int, steps: int) -> float:
     return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))
 
 
-def check_finite(what: str, loss: float, step: int, gradient: torch.Tensor | None = None) -> None:
+def check_finite(what: str, loss: float, step: int, gradient: Tensor | None = None) -> None:
     """Raise ``UserError`` if a step's loss, or its gradient, is not finite; ``what`` names the loss."""
     if not math.isfinite(loss) or (gradient is not None and not gradient.isfinite().all()):
-        raise errors.UserError(
-            f"{what} is {loss} at step {step}\nthe model's weights are damaged or diverged, or its activations "
-            "overflow in its dtype: load it in float32 (--dtype float32)"
-        )
+        raise errors.UserError(f"{what} is {loss} at step {step}\n{errors.OVERFLOW} (--dtype float32)")
 
 
 def learned_table(
@@ -125,3 +130,49 @@ def learned_table(
     num_passes = defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens
     facts: Any = {"name": name, "metadata": metadata, "heads_per_layer": heads_per_layer}
     return signal_table(signal, [means], window, unit=unit, passes=num_passes, tokens=num_tokens, **facts)
+
+
+class Mixture:
+    """Attention observer of one layer."""
+
+    replaces = True  # attention, also in layers that read the keys of this one
+    knows_documents = True  # takes ``starts``
+
+    def __init__(self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int) -> None:
+        """Mix what local heads of a layout see in a layer with each of ``windows`` and ``sinks``, and a global head."""
+        self._state = state
+        reaches = [local_layers.layout_window(state, window, is_global=False) for window in windows]
+        self._kinds = [(reach, sinks if local_layers.takes_sinks(state, reach) else 0) for reach in reaches]
+        self._kinds.append((state.checkpoint_window, 0))
+        self.shares = shares  # float [Hkv, K] or [B, Hkv, K], share of each kind by KV head, of global attention last
+
+    @classmethod
+    def of_global(cls, state: LayerState, share: Tensor, window: int, sinks: int) -> "Mixture":
+        """Mix local attention with one window with a ``share`` [Hkv] of global attention."""
+        return cls(state, torch.stack([1.0 - share, share], -1), [window], sinks)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+    ) -> Tensor:
+        """Compute the attention output [B, Hq, T, D], in the wider dtype of the shares and the queries.
+
+        q is [B, Hq, T, D], k and v are [B, Hkv, T, D], ``sink_logits`` are the model's learned sinks [Hq], and
+        ``starts`` the position at which each token's document starts, int [B, T].
+        """
+        q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for all kinds
+        return self.mix(self.attend(kind, q, k, v, scale, sink_logits, starts) for kind in range(len(self._kinds)))
+
+    def attend(self, kind: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *options: Tensor | None) -> Tensor:
+        """Compute one kind of attention; -1 is global. Shapes and ``options`` as in ``__call__``."""
+        window, sinks = self._kinds[kind]
+        shown: dict[str, Any] = dict(zip(("sink_logits", "starts"), options, strict=True))
+        return attention(q, k, v, window=window, sinks=sinks, scale=scale, softcap=self._state.softcap, **shown)
+
+    def mix(self, outputs: Iterable[Tensor]) -> Tensor:
+        """Mix the attention outputs of all kinds, each [B, Hq, T, D], by the shares of each query head's KV head."""
+        mixed = torch.zeros(())
+        for kind, output in enumerate(outputs):
+            share = self.shares[..., kind].to(output.device)
+            by_query = share.repeat_interleave(output.shape[1] // share.shape[-1], -1)
+            mixed = mixed.to(output.device) + by_query[..., None, None] * output
+        return mixed

@@ -24,8 +24,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts import head_scores, head_tables, kinds, local_layers
-from spkv_nas.artifacts.grid import head_cells
+from spkv_nas.artifacts import grid, head_scores, head_tables, kinds, local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import jackknife_ratio
@@ -34,7 +33,6 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, zero_shot
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import check_window, domain_means, signal_table
-from spkv_nas.probing.signal import GRANULARITIES, HEAD, LAYER
 
 MIXED = "mixed"  # single heads in some layers, whole layers elsewhere
 
@@ -79,7 +77,7 @@ def add_one_head_gains(
     measured = _measure(model, blocks, window, opens=True, **options)
     documents = int((measured.num_tokens > 0).sum())
     cost = {"passes": round(measured.passes, 2), "tokens": blocks.tokens.size, "documents": documents}
-    is_head = head_cells(measured.heads_per_layer)
+    is_head = grid.head_cells(measured.heads_per_layer)
     gains = (np.where(is_head, each, np.nan) for each in jackknife_ratio(measured.sums, measured.num_tokens))
     return head_tables.Gains(*gains), cost
 
@@ -104,7 +102,7 @@ def _measure(
     *,
     opens: bool,
     sinks: int = 0,
-    granularity: str = HEAD,
+    granularity: str = kinds.HEAD,
     max_heads: int | None = None,
     batch_size: int = 8,
     progress: Progress | None = None,
@@ -134,29 +132,29 @@ def _measure(
         score = partial(zero_shot.score_windows, model, states, blocks=blocks, batch_size=batch_size, sinks=sinks)
         rounds = _Rounds(score, local, native, opens, num_own_blocks(blocks.num_blocks, batch_size), progress)
         sums = np.zeros((num_layers, num_heads, len(blocks.documents)))
-        by_layer = granularity == LAYER or detailed < num_layers
+        by_layer = granularity == kinds.LAYER or detailed < num_layers
         # Measure whole layers
         if by_layer:
             layers: list[Unit] = [(layer, range(len(row))) for layer, row in enumerate(native)]
-            for (layer, heads), gain in rounds.gains(layers, 0 if granularity == LAYER else detailed * num_heads):
+            for (layer, heads), gain in rounds.gains(layers, 0 if granularity == kinds.LAYER else detailed * num_heads):
                 sums[layer, heads] = gain / len(heads)
         # Measure single heads in the layers with the largest gains
-        if granularity == HEAD:
+        if granularity == kinds.HEAD:
             top_layers = sorted(np.argsort(-sums.sum((1, 2)), kind="stable")[:detailed].tolist())
             units = [(layer, range(head, head + 1)) for layer in top_layers for head in range(len(native[layer]))]
             for (layer, heads), gain in rounds.gains(units):
                 sums[layer, heads] = gain
     base = rounds.scores[rounds.before]
-    measured_as = granularity if by_layer is (granularity == LAYER) else MIXED
+    measured_as = granularity if by_layer is (granularity == kinds.LAYER) else MIXED
     counts = tuple(map(len, native))
     return _Measurement(sums, counts, base.num_tokens, round(base.mean, 6), round(rounds.passes, 2), measured_as)
 
 
 def _check_heads(granularity: str, max_heads: int | None) -> None:
     """Raise ``UserError`` if the granularity is unknown, or does not go with a maximum of single heads."""
-    if granularity not in GRANULARITIES:
+    if granularity not in kinds.GRANULARITIES:
         raise UserError(f"--granularity must be head or layer; found '{granularity}'")
-    if max_heads is not None and granularity == LAYER:
+    if max_heads is not None and granularity == kinds.LAYER:
         raise UserError("--max-heads limits the single heads to measure; --granularity layer measures none: give one")
 
 

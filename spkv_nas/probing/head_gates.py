@@ -37,7 +37,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.model import attention, windows
 from spkv_nas.model.loss import mean_divergence
-from spkv_nas.probing import frozen, heads, mixture
+from spkv_nas.probing import frozen, heads
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 
@@ -91,7 +91,7 @@ def head_gates(
             gates = learning.of_all_layers(learning.gates).to(model.device).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
                 of_heads = gate[: state.num_kv_heads].to(model.dtype)
-                state.observer = mixture.Mixture.of_global(state, of_heads, window, sinks)
+                state.observer = frozen.Mixture.of_global(state, of_heads, window, sinks)
             divergence, gradient = _slope(model, states, gates, blocks, np.sort(block_indices), micro_batch)
             frozen.check_finite("head gates: the loss", divergence, step, gradient)
             learning.step(step, gradient[learning.has_gate])

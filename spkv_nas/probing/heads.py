@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from spkv_nas.artifacts import head_scores, head_tables, kinds
-from spkv_nas.artifacts.grid import head_cells
+from spkv_nas.artifacts import grid, head_scores, head_tables, kinds
 from spkv_nas.base import arrays, distributed, errors, statistics
 from spkv_nas.data.blocks import TokenBlocks
 
@@ -108,9 +106,7 @@ class HeadSums:
         self.sums = torch.zeros(num_layers, num_heads, len(blocks.documents), dtype=torch.float64, device=device)
         self.counts = np.zeros(len(blocks.documents), dtype=np.int64)  # int64 [documents], number of tokens summed
 
-    def add(
-        self, start: int, layers: Sequence[Tensor], positions: slice, counted: NDArray[np.bool_] | None = None
-    ) -> None:
+    def add(self, start: int, layers: Sequence[Tensor], positions: slice, counted: arrays.Mask | None = None) -> None:
         """Add the values of each layer, [B, H, tokens], at ``positions`` of the B blocks from ``start`` on.
 
         Filling does not count, nor do the tokens that ``counted``, bool [B, tokens], leaves out.
@@ -154,7 +150,7 @@ def score_rows(means: Sequence[HeadMeans], heads_per_layer: Sequence[int] = ()) 
     """Return a table's rows, one per layer, KV head and domain; of all cells without ``heads_per_layer``."""
     parts = []
     for part in means:
-        layer, head = np.nonzero(head_cells(heads_per_layer) if heads_per_layer else np.ones_like(part.values))
+        layer, head = np.nonzero(grid.head_cells(heads_per_layer) if heads_per_layer else np.ones_like(part.values))
         error = np.nan if part.standard_error is None else part.standard_error[layer, head]
         columns = (layer, head, part.values[layer, head], part.domain, part.num_tokens, part.num_documents, error)
         parts.append(pd.DataFrame(dict(zip(head_tables.COLUMNS, columns, strict=True))))

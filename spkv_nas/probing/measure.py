@@ -3,32 +3,47 @@
 Every signal returns the same ``HeadScores`` table, with higher values for heads that need global attention, so that
 layouts can be proposed from any of them and compared by retraining. Density needs a model with SP-KV gates. The other
 signals work on any supported decoder and keep gates, if the model has them, fully open.
+
+Within a limit of memory, the window of local heads is chosen together with the number of global heads: at equal memory
+a wider window leaves fewer of them. Which trade loses least depends on the model, so it is measured: the heads are
+ranked once, and layouts without training are compared on documents that the ranking has not seen. For each number of
+global heads only the widest window that fits is tried, because it loses least, and of those only the best by their
+costs where the signal measures costs of windows. Successive halving spends most of the text on the best candidates.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts import kinds
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.local_layers import cache_facts, native_windows
-from spkv_nas.base.device import dtype_name
-from spkv_nas.base.entry import check_options
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.local_layers import cache_facts, config_layers, native_windows
+from spkv_nas.base import device
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Progress
+from spkv_nas.base.progress import Progress, Reporter
+from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation import micro_batch, separators
-from spkv_nas.model import config_section
-from spkv_nas.model.attention import heads_per_layer
-from spkv_nas.model.windows import default_window, full_attention
+from spkv_nas.evaluation import micro_batch, paired, separators
+from spkv_nas.evaluation.zero_shot import Work, zero_shot
+from spkv_nas.model import attention, config_section, windows
 from spkv_nas.probing.heads import check_window
-from spkv_nas.probing.signal import Signal
-from spkv_nas.probing.signals import DENSITY, SIGNALS
+from spkv_nas.probing.signals import DENSITY, SIGNALS, Signal
 from spkv_nas.probing.sinks import choose_sinks
-from spkv_nas.probing.window_choice import measure_within
+from spkv_nas.proposal.windows import NARROWEST, WIDEST, TriedWindow, at_window, candidate_windows, windows_by_costs
 
 _RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options of a signal
+HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
+_LOCAL_PART = 0.6  # of the memory for the window that heads are ranked at; the best took 42 to 62 % (reports/LOG.md)
+_MOST_COMPARED = 4  # of the windows that cost least
+_LARGEST = 4096  # blocks of a text of which half is taken
+_FIRST_ROUND = 4  # blocks of the first round of successive halving; each round doubles them
 
 
 def probe(
@@ -58,7 +73,7 @@ def probe(
             defaults to ``default_window``.
         sinks: number of first tokens that a local head sees as well (sink tokens); None: ``choose_sinks``.
         memory: limit on the KV cache, as a share of full attention's ("20%" or 0.2) or in bytes ("2GiB"): the heads
-            are ranked for it, and the window, unless given, is chosen with them (``window_choice``).
+            are ranked for it, and the window, unless given, is chosen with them (``measure_within``).
         context: tokens per sequence for which ``memory`` is counted; None: the model's context.
         tokenizer: the model's tokenizer; required if ``blocks`` are strings.
         name: name of the table; defaults to the signal's name, or to "probe" for density.
@@ -129,13 +144,13 @@ def _with_facts(
     table: HeadScores, entry: Signal, model: PreTrainedModel, blocks: TokenBlocks, sink_facts: Mapping[str, Any]
 ) -> HeadScores:
     """Return a table with what its layouts and the size of their KV cache depend on, and its documents."""
-    with full_attention(model) as states:
-        windows, sizes = native_windows(states), [state.head_dim for state in states]
-        head_dim = cache_facts(states, heads_per_layer(states), sizes)["head_dim"]
-    table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows}
+    with windows.full_attention(model) as states:
+        sizes = [state.head_dim for state in states]
+        head_dim = cache_facts(states, attention.heads_per_layer(states), sizes)["head_dim"]
+        table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **native_windows(states)}
     # Add what the size of the KV cache depends on, and the context if the config says it
     facts = {"head_dim": head_dim, **({"head_dims": sizes} if len({*sizes}) > 1 else {})}
-    facts["dtype"] = dtype_name(model.dtype)
+    facts["dtype"] = device.dtype_name(model.dtype)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     facts |= {"positions": positions} if isinstance(positions, int) else {}
     metadata = {**facts, **table.metadata, **table_facts}
@@ -148,7 +163,7 @@ def _configured(entry: Signal, options: Mapping[str, Any]) -> tuple[Signal, dict
     Raises ``UserError``: the signal lacks an option, or a value does not fit it.
     """
     set_options = {name: value for name, value in options.items() if value is not None}
-    check_options(SIGNALS, entry, set_options)
+    SIGNALS.check_options(entry, set_options)
     run = {name: set_options.pop(name) for name in _RUN if name in set_options}
     known = {field.name for field in fields(entry)} - {*entry.used_by_command}  # type: ignore[arg-type]
     if unknown := sorted(set_options.keys() - known):
@@ -160,8 +175,196 @@ def _configured(entry: Signal, options: Mapping[str, Any]) -> tuple[Signal, dict
 def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:
     """Return the window of the model's gates for a signal that needs them, else the default."""
     if not entry.needs_gates:
-        return default_window(model, blocks.block_size)
+        return windows.default_window(model, blocks.block_size)
     config = config_section.gate_config(model)
     if config is None:
         raise UserError(f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model first")
     return config.window
+
+
+@dataclass(frozen=True)
+class WindowChoice:
+    """Windows that were tried, narrowest first, and the best."""
+
+    best: TriedWindow  # the window that loses least of those measured on most text
+    tried: tuple[TriedWindow, ...]  # all windows
+    passes: float  # cost in forward passes over the held-out text
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Return the entries for ``probe.yaml``."""
+        tried = sorted(self.tried, key=lambda row: row.window)
+        rows = [{key: round(v, 6) for key, v in asdict(row).items() if not math.isnan(v)} for row in tried]
+        return {"windows_tried": rows, "window_passes": round(self.passes, 2)}
+
+
+def context_length(model: PreTrainedModel, blocks: TokenBlocks) -> int:
+    """Return the number of tokens that a model reads by its config, or that a block has if the config does not say."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else blocks.block_size
+
+
+def measure_within(
+    memory: str | float,
+    context: int | None,
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    signal: Signal,
+    measure: Callable[[Signal, TokenBlocks, int], HeadScores],
+    *,
+    window: int | None = None,
+    sinks: int = 0,
+    progress: Progress | None = None,
+) -> HeadScores:
+    """Measure a signal for a limit of memory, and choose the window of local heads; must be called on all ranks.
+
+    ``memory`` is a limit as ``cache_cost.memory_bytes`` takes it, for a sequence of ``context`` tokens (None:
+    ``context_length``). Where the ``signal`` takes a budget, it is the number of global heads that the memory leaves.
+    ``measure`` measures a signal on a text at a window. With a ``window`` none is chosen; local heads see ``sinks``
+    tokens as well. ``progress`` is called with (blocks done, total) while windows are compared.
+
+    Returns:
+        The table with the chosen window. Its metadata have ``memory``, ``context``, the ``budget`` of global heads that
+        the memory leaves, and ``windows_tried``.
+
+    Raises ``UserError``: the memory leaves no global head, or no document can be held out.
+    """
+    if getattr(signal, "granularity", None) == kinds.LAYER:
+        raise UserError("a limit of memory counts single heads: leave out --granularity layer, or the limit")
+    context = context_length(model, blocks) if context is None else context
+    cost, num_heads = _cache_cost(model, context, window or NARROWEST, sinks)
+    limit, full = memory_bytes(memory, cost, num_heads), cost.full(num_heads)
+    if window is None:
+        candidates = candidate_windows(cost, num_heads, limit, min(WIDEST, blocks.block_size // 2))
+    else:
+        candidates = [TriedWindow(window, cost.largest_budget(limit, num_heads), limit / full)]
+    # Rank the heads at a typical window
+    first = min(candidates, key=lambda row: abs(row.window / context - _LOCAL_PART * limit / full))
+    if "budget" in signal.options():
+        signal = signal.with_options({"budget": str(first.num_global)})
+    record: dict[str, Any] = {"memory": round(limit / full, 6), "context": context, "budget": first.num_global}
+    if len(candidates) == 1:
+        table = measure(signal, blocks, first.window)
+    else:
+        # Choose the window on documents that the ranking has not seen
+        ranking, held_out = hold_out(blocks)
+        table, size = measure(signal, ranking, first.window), micro_batch.fitting_batch(model, held_out)
+        if table.window_costs is not None:
+            candidates = sorted(windows_by_costs(table, cost, limit), key=lambda row: row.cost)[:_MOST_COMPARED]
+        choice = choose_window(model, held_out, table, candidates, batch_size=size, progress=progress)
+        table = replace(at_window(table, choice.best.window), probe_hash=None)  # this is the probe
+        record |= {"budget": choice.best.num_global, "ranked_at": first.window, **choice.as_mapping()}
+    return replace(table, metadata={**table.metadata, **record})
+
+
+def _cache_cost(model: PreTrainedModel, context: int, window: int, sinks: int) -> tuple[CacheCost, int]:
+    """Return the size of the KV cache of a model's layouts for one sequence, and the number of its KV heads."""
+    with windows.full_attention(model) as states:
+        heads, sizes = attention.heads_per_layer(states), [state.head_dim for state in states]
+        facts = cache_facts(config_layers([state.native_window for state in states]), heads, sizes)
+    return CacheCost(context, 1, window, dtype=device.dtype_name(model.dtype), sinks=sinks, **facts), sum(heads)
+
+
+def choose_window(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    table: HeadScores,
+    candidates: Sequence[TriedWindow],
+    *,
+    batch_size: int = 1,
+    progress: Progress | None = None,
+) -> WindowChoice:
+    """Choose the window whose highest-scoring layout loses least on unseen ``blocks``; call on all ranks.
+
+    ``candidates`` are the windows to try, with their numbers of global heads.
+    """
+    # Divide the text into parts, each as long as all before it
+    ends = sorted({min(_FIRST_ROUND << times, blocks.num_blocks) for times in range(blocks.num_blocks.bit_length())})
+    parts = blocks.nested(ends)
+    left, measured, passes = list(candidates), {row.window: row for row in candidates}, 0.0
+    nothing = paired.DocumentNLL(np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64))
+    sums: dict[int | None, paired.DocumentNLL] = defaultdict(lambda: nothing)  # of windows; None: full attention
+    for part, num_blocks in zip(parts, ends, strict=True):
+        # Measure those that are left on the part, and add it to the parts before
+        work, layouts = Work(), [highest_scores(table, row) for row in left]
+        reporter = Reporter.of(progress)
+        scores = zero_shot(model, [None, *layouts], part, batch_size=batch_size, work=work, reporter=reporter)
+        passes += work.passes * part.num_blocks / blocks.num_blocks
+        for window, score in zip([None, *(row.window for row in left)], scores, strict=True):
+            sums[window] = sums[window].plus(score)
+        # Keep the better half
+        for row in left:
+            change = paired.paired_difference(sums[row.window], sums[None])
+            measured[row.window] = replace(
+                row, change=change.percent, standard_error=change.standard_error, blocks=num_blocks
+            )
+        left = sorted((measured[row.window] for row in left), key=lambda row: row.change)[: (len(left) + 1) // 2]
+    return WindowChoice(left[0], tuple(measured.values()), passes)
+
+
+def highest_scores(table: HeadScores, row: TriedWindow) -> Layout:
+    """Return the layout whose global heads are the ``row.num_global`` of highest score that can be global."""
+    table = at_window(table, row.window)
+    scores = np.full(table.grid, -np.inf)
+    scores[table.layers] = table.values[table.layers]
+    mask = np.zeros(table.grid, dtype=bool)
+    mask.flat[np.argsort(-scores, axis=None, kind="stable")[: row.num_global]] = True
+    heads = table.heads_per_layer
+    return Layout.from_mask(mask, window=row.window, sinks=table.sinks, heads_per_layer=heads)
+
+
+def half_of(blocks: TokenBlocks, num_blocks: int | None = None) -> TokenBlocks:
+    """Return half of a text by documents, or a sample of it, so that a verdict can use the others.
+
+    Args:
+        blocks: the text, of which at most ``_LARGEST`` blocks are looked at.
+        num_blocks: blocks of the sample; None: all.
+
+    Raises ``UserError``: half of the documents are shorter than a block.
+    """
+    part = blocks.spread(_LARGEST)
+    try:
+        _, half = hold_out(part, part.tokens.size, 0.5)
+    except UserError as error:
+        raise UserError(
+            f"half the documents, without the longest, are less than a block of {blocks.block_size} tokens: give more"
+        ) from error
+    return half if num_blocks is None else half.nested([min(num_blocks, half.num_blocks)])[0]
+
+
+def hold_out(
+    blocks: TokenBlocks, tokens: int = HELD_OUT_TOKENS, share: float | None = None
+) -> tuple[TokenBlocks, TokenBlocks]:
+    """Divide a text by documents into one to rank heads on and one to choose the window on.
+
+    Every domain with a document of at most half its text gives a part.
+
+    Args:
+        blocks: the text, which is packed again, with its documents in random order.
+        tokens: length of the second text.
+        share: share of the text whose documents it is taken from; None: as many as it needs, up to about a quarter.
+
+    Raises ``UserError``: the documents that can be held out are shorter than a block.
+    """
+    lengths = dict(zip(*np.unique(blocks.document, return_counts=True), strict=True))
+    share = min(tokens / blocks.tokens.size, 0.25) if share is None else share
+    held: dict[str, int] = {}  # tokens by text
+    # Hold out documents of each domain, in an order that does not depend on the rest of the text
+    infos = sorted(enumerate(blocks.documents), key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest())
+    for domain in blocks.domains:
+        texts: dict[str, int] = defaultdict(int)  # tokens by text, whose pieces stay together
+        for index, info in infos:
+            if info.domain == domain and index in lengths:
+                texts[info.text_id] += int(lengths[index])
+        whole = sum(texts.values())
+        wanted = share * whole
+        for text, length in texts.items():
+            if wanted > 0 and 2 * length <= whole:  # a longer one would leave too little to rank heads on
+                held[text] = length
+                wanted -= length
+    if sum(held.values()) < blocks.block_size:
+        raise UserError(
+            "the window is chosen on documents that the ranking has not seen, but without the longest ones this text "
+            f"leaves less than a block of {blocks.block_size} tokens: give more documents, or the window (--window)"
+        )
+    rest = blocks.in_random_order(0, held)
+    return rest, blocks.in_random_order(0, blocks.text_ids - held.keys()).spread(max(1, tokens // blocks.block_size))

@@ -166,10 +166,7 @@ def measure_sinks(
     queries = positions[(positions >= start) & (positions < stop)]
     mass = np.stack([part.cpu().double().numpy() for part in sums.values()]) / max(1, len(queries))
     if not np.isfinite(mass).all():
-        raise errors.UserError(
-            "the model's attention is not finite\nits weights are damaged or diverged, or its activations overflow in "
-            "its dtype: load it in float32 (--dtype float32)"
-        )
+        raise errors.UserError(f"the model's attention is not finite\n{errors.OVERFLOW} (--dtype float32)")
     average = float((1.0 / (queries + 1)).mean()) if len(queries) else 0.0
     return SinkReport(mass, num_kv_heads, average, tuple(activations.values()))
 

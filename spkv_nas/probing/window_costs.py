@@ -20,14 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts import head_scores, kinds, local_layers
-from spkv_nas.artifacts.defaults import FROZEN_STEP_PASSES, LEARNING_TOKENS
+from spkv_nas.artifacts import defaults, head_scores, head_tables, kinds, local_layers
 from spkv_nas.artifacts.grid import head_cells
-from spkv_nas.artifacts.head_tables import WindowCosts
-from spkv_nas.base import distributed, statistics
+from spkv_nas.base import arrays, distributed, statistics
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
@@ -35,14 +32,12 @@ from spkv_nas.evaluation import nll
 from spkv_nas.model import windows as model_windows
 from spkv_nas.model.attention import LayerState, heads_per_layer
 from spkv_nas.model.loss import mean_divergence
-from spkv_nas.probing import frozen, heads
-from spkv_nas.probing.head_gates import unobserved
-from spkv_nas.probing.mixture import Mixture
+from spkv_nas.probing import frozen, head_gates, heads
 
 WINDOWS = (32, 64, 128, 256, 512, 1024)  # those of at most half a block are measured
 NUM_BLOCKS = 16  # whose gradients are averaged
 NLL_BLOCKS = 4  # for the NLL of the unchanged model, which costs are compared with
-Float = NDArray[np.float64]
+Float = arrays.Float
 
 
 def window_costs(
@@ -93,8 +88,8 @@ def window_costs(
 
 
 def _means(
-    blocks: TokenBlocks, order: NDArray[np.int64], costs: Float, windows: tuple[int, ...], window: int
-) -> tuple[list[heads.HeadMeans], WindowCosts]:
+    blocks: TokenBlocks, order: arrays.Int, costs: Float, windows: tuple[int, ...], window: int
+) -> tuple[list[heads.HeadMeans], head_tables.WindowCosts]:
     """Return the mean costs of one window, and of all, over the tokens to predict of every domain.
 
     ``costs`` [N, L, Hkv, W] are those of the blocks in ``order``, as ``_gradients`` returns them.
@@ -110,7 +105,7 @@ def _means(
         score, tokens = windows.index(window), int(sizes[:, 1].sum())
         means.append(heads.HeadMeans(mean[..., score], domain, tokens, 0, error[..., score]))
         by_domain.append(mean)
-    return means, WindowCosts(windows, np.stack(by_domain), domains)
+    return means, head_tables.WindowCosts(windows, np.stack(by_domain), domains)
 
 
 def _gradients(
@@ -118,7 +113,7 @@ def _gradients(
     states: Sequence[LayerState],
     layers: Sequence[int],
     blocks: TokenBlocks,
-    order: NDArray[np.int64],
+    order: arrays.Int,
     windows: Sequence[int],
     sinks: int,
     progress: Progress | None,
@@ -136,10 +131,10 @@ def _gradients(
         shares = torch.full((len(layers), len(part), *grid[1:]), 1.0 / grid[2], device=model.device).requires_grad_()
         for layer, share in zip(layers, shares, strict=True):
             of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
-            states[layer].observer = Mixture(states[layer], of_heads, windows, sinks)
+            states[layer].observer = frozen.Mixture(states[layer], of_heads, windows, sinks)
         inputs = blocks.boundaries.inputs(block_tokens(blocks.part(indices), 0, len(part), model.device))
         size = blocks.boundaries.num_measured(blocks.tokens[indices])[0] / (blocks.block_size - 1)  # in whole blocks
-        loss = mean_divergence(model, reference=partial(unobserved, states), **inputs) * size
+        loss = mean_divergence(model, reference=partial(head_gates.unobserved, states), **inputs) * size
         (gradient,) = torch.autograd.grad(loss, shares)
         frozen.check_finite("window costs: the loss", float(loss.detach()), part.start + 1, gradient)
         return list(gradient.double().cpu().numpy().swapaxes(0, 1))
@@ -148,7 +143,7 @@ def _gradients(
     rank_share = distributed.own_share(len(order))
     by_block = np.zeros((len(order), *grid))
     on_cpu = model.device.type == "cpu"  # where larger passes are no faster
-    per_pass = max(1, LEARNING_TOKENS // blocks.block_size if on_cpu else len(rank_share))
+    per_pass = max(1, defaults.LEARNING_TOKENS // blocks.block_size if on_cpu else len(rank_share))
     with frozen.frozen_within_memory(model, blocks.block_size, per_pass, attentions=grid[2]) as micro_batch:
         for index, gradient in zip(rank_share, micro_batch.run_all(gradients, rank_share, progress), strict=True):
             by_block[index] = gradient
@@ -164,4 +159,4 @@ def _main_domain(blocks: TokenBlocks, index: int) -> str:
 
 def passes(num_windows: int) -> float:
     """Return the passes over a block, for a mixture whose ``num_windows`` + 1 kinds take about as many passes again."""
-    return FROZEN_STEP_PASSES + num_windows / 2
+    return defaults.FROZEN_STEP_PASSES + num_windows / 2

@@ -13,8 +13,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.arrays import Float
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import Column, read_table
-from spkv_nas.proposal.coverage import domain_coverage, provenance
-from spkv_nas.proposal.integer_program import Problem
+from spkv_nas.proposal import coverage, integer_program
 
 CONSTRAINED, ROBUST = "constrained", "robust"  # strategy names of the layouts from ``solve``
 _WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight", "number", above=0, high=1e30))
@@ -203,7 +202,7 @@ def solve(
         return layout
     # Say why there is none
     constraints = _checked(table, constraints, weights)
-    problem = Problem(table.heads_per_layer, constraints.named, budget, weights)
+    problem = integer_program.Problem(table.heads_per_layer, constraints.named, budget, weights)
     if layout is None:
         raise UserError(_conflict(problem, constraints, budget))
     least = problem.least(nonempty=True)
@@ -231,7 +230,7 @@ def best_layout(
     constraints = _checked(table, constraints, weights)
     masks = [layout.global_mask for layout in excluded]
     restrictions: dict[str, Any] = {"excluded": masks, "at_least": at_least, "apart": apart}
-    problem = Problem(table.heads_per_layer, constraints.named, budget, weights, **restrictions)
+    problem = integer_program.Problem(table.heads_per_layer, constraints.named, budget, weights, **restrictions)
     best = problem.optimum(_objective(table, robust=robust))
     if best is None:
         return None
@@ -239,9 +238,9 @@ def best_layout(
     strategy, heads = ROBUST if robust else CONSTRAINED, table.heads_per_layer
     layout = Layout.from_mask(best.mask, strategy=strategy, heads_per_layer=heads, **sizes)
     # Record constraints, costs and gap
-    origin = {**provenance(table, layout, budget), "constraints": constraints.named}
+    origin = {**coverage.provenance(table, layout, budget), "constraints": constraints.named}
     if robust:
-        origin["worst_domain"] = round(min(domain_coverage(table, layout).values()), 4)
+        origin["worst_domain"] = round(min(coverage.domain_coverage(table, layout).values()), 4)
     if weights is not None:
         origin["weight"] = float(weights[best.mask].sum())
     if best.gap > 1e-9:
@@ -269,7 +268,7 @@ def _objective(table: HeadScores, *, robust: bool) -> Float:
     return density
 
 
-def _conflict(problem: Problem, constraints: Constraints, budget: float) -> str:
+def _conflict(problem: integer_program.Problem, constraints: Constraints, budget: float) -> str:
     """Describe which constraints conflict, and the smallest budget that would satisfy all of them."""
     culprits = problem.conflict()
     descriptions = {"budget": f"the budget of {budget:g}"}

@@ -1,11 +1,17 @@
-"""Compute density coverage: the share of the total density that a layout's global heads hold.
+"""Compute density coverage: the share of the total density that a layout's global heads hold, and its certainty.
 
 SP-KV paper, "Designing Stronger Hybrids": with the 18 densest of 63 heads global, 68.4 % of the useful KV entries would
 be retained.
+
+How certain densities and layouts are is estimated by a bootstrap over the probe's documents. They are resampled with
+replacement within their domain, and domains keep their share of the tokens, as in the standard errors. Coverage
+intervals hold the layout fixed; selection probabilities choose the heads again in every resample.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,8 +20,15 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts import grid, head_scores, histogram, selection
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import errors, version
-from spkv_nas.proposal.strategy import densest_first
+from spkv_nas.base import errors, statistics, version
+from spkv_nas.base.arrays import Float, Mask
+from spkv_nas.base.progress import Progress
+from spkv_nas.proposal.strategies import densest, densest_first
+
+NUM_RESAMPLES = 1000
+NUM_SOLVED = 100  # resamples in which a constrained layout is solved for
+LEVEL = 0.95  # confidence level of intervals, and the probability from which a head's choice counts as certain
+_TAILS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 
 
 def coverage(table: head_scores.HeadScores, layout: Layout) -> float:
@@ -104,3 +117,206 @@ def provenance(table: head_scores.HeadScores, layout: Layout, budget: float, see
         chosen = {} if "nll" in separator else {"separator": separator.get("best")}
         origin |= chosen | ({"documents": separator["documents"]} if "documents" in separator else {})
     return origin
+
+
+@dataclass(frozen=True, eq=False)
+class Bootstrap:
+    """Densities in ``R`` bootstrap resamples of a table's documents."""
+
+    table: head_scores.HeadScores  # the resampled table
+    domain_density: Float  # densities [R, P, L, Hkv] per domain
+
+    @cached_property
+    def density(self) -> Float:
+        """Return densities [R, L, Hkv], averaged over domains weighted by tokens."""
+        assert self.table.documents is not None
+        tokens = np.bincount(self.table.documents.domain, self.table.documents.tokens)
+        return np.asarray(np.tensordot(tokens / tokens.sum(), self.domain_density, (0, 1)))
+
+    def coverage(self, mask: Mask) -> tuple[float, float]:
+        """Return the 95 % interval of the coverage of the heads in a bool mask [L, Hkv]."""
+        low, high = np.quantile(self.density[:, mask].sum(1) / self.density.sum((1, 2)), _TAILS)
+        return float(low), float(high)
+
+    def loss(self, best: Mask, mask: Mask, *, robust: bool = False) -> tuple[float, float]:
+        """Return the 95 % interval of the coverage, if ``robust`` the lowest, by which ``mask`` is below ``best``."""
+        density = self.domain_density if robust else self.density[:, None]  # [R, P or 1, L, Hkv]
+        total = density.sum((2, 3))
+        density, total = density[(total > 0).all(1)], total[(total > 0).all(1)]
+        covered, reached = ((density[:, :, heads].sum(2) / total).min(1) for heads in (best, mask))
+        low, high = np.quantile(covered - reached, _TAILS)
+        return float(low), float(high)
+
+    def curve(self) -> pd.DataFrame:
+        """Return the 95 % interval of the densest heads' coverage by budget, columns budget, low, high."""
+        is_head = self.table.is_head
+        order = np.argsort(-self.table.density[is_head], kind="stable")
+        covered = self.density[:, is_head][:, order].cumsum(1)
+        low, high = np.quantile(covered / covered[:, -1:], _TAILS, axis=0)
+        return pd.DataFrame({"budget": np.arange(1, low.size + 1), "low": low, "high": high})
+
+    def knee_interval(self) -> tuple[int, int]:
+        """Return the 95 % interval of ``knee``."""
+        densities = self.density[:, self.table.is_head]
+        low, high = np.quantile([_knee(density) for density in densities], _TAILS, method="nearest")
+        return int(low), int(high)
+
+    def probability(self, budget: int) -> Float:
+        """Return [L, Hkv], the share of resamples in which a head is one of the ``budget`` densest."""
+        densities = np.where(self.table.is_head, self.density, np.nan)
+        share = np.mean([densest(density, budget) for density in densities], axis=0)
+        return np.where(self.table.is_head, share, np.nan)
+
+    def probability_of(
+        self, choose: Callable[[Float], Mask], *, robust: bool, progress: Progress | None = None
+    ) -> Float:
+        """Return [L, Hkv], the share of the first ``NUM_SOLVED`` resamples in which ``choose`` selects a head.
+
+        It maps densities, [P, L, Hkv] if ``robust``, else [1, L, Hkv], to a bool mask [L, Hkv].
+        """
+        samples = self.domain_density if robust else self.density[:, None]
+        samples = samples[np.all(samples.any((2, 3)), axis=1)][:NUM_SOLVED]  # skip all-zero domains
+        counts = np.zeros(samples.shape[2:])
+        for number, density in enumerate(samples, 1):
+            counts += choose(density)
+            if progress is not None:
+                progress(number, len(samples))
+        return np.where(self.table.is_head, counts / max(1, len(samples)), np.nan)
+
+
+def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
+    """Resample a table's documents, stratified by domain; the same resamples every time.
+
+    None if the table has no per-document counts, no domain with two documents, only zero densities, or the same density
+    in all heads of each document.
+    """
+    documents = table.documents
+    if documents is None or not (np.bincount(documents.domain) > 1).any() or not documents.kept.any():
+        return None
+    if _is_constant(documents, table.is_head):
+        return None
+    # Resample each domain: document multiplicities [R, N], then densities [R, L, Hkv]
+    generator = np.random.default_rng(0)
+    densities = []
+    for number in range(len(documents.domains)):
+        in_domain = documents.domain == number
+        kept, tokens = documents.kept[in_domain], documents.tokens[in_domain]
+        multiplicities = generator.multinomial(
+            len(tokens), np.full(len(tokens), 1 / len(tokens)), NUM_RESAMPLES
+        ).astype(float)
+        density = multiplicities @ kept.reshape(len(tokens), -1) / (multiplicities @ tokens)[:, None]
+        densities.append(density.reshape(NUM_RESAMPLES, *kept.shape[1:]))
+    domain_density = np.stack(densities, axis=1)
+    return Bootstrap(table, domain_density[domain_density.any((1, 2, 3))])  # coverage needs a nonzero density
+
+
+def _is_constant(documents: histogram.DocumentCounts, is_head: Mask) -> bool:
+    """Return whether all heads have the same score in every document, so that resamples choose by position."""
+    kept = documents.kept[:, is_head]
+    return bool((kept == kept[:, :1]).all())
+
+
+def knee(table: head_scores.HeadScores) -> int:
+    """Return the budget beyond which each further head is at most as dense as the average head; at least 1.
+
+    There the coverage of the densest heads exceeds that of as many random heads by the most: the slope of its curve,
+    the density of the next head over the sum, falls to 1 / (number of heads).
+    """
+    return _knee(table.density[table.is_head])
+
+
+def _knee(density: Float) -> int:
+    """Return the knee for the densities of all heads."""
+    return max(1, int((density > density.mean() * (1 + 1e-9)).sum()))
+
+
+def beyond_doubt(probability: Float) -> tuple[int, int, int]:
+    """Count the heads (chosen, excluded, undecided): the first two in at least 95 % of the resamples."""
+    chosen, excluded = int((probability >= LEVEL).sum()), int((probability <= 1 - LEVEL + 1e-9).sum())
+    return chosen, excluded, int(np.isfinite(probability).sum()) - chosen - excluded
+
+
+def caution(table: head_scores.HeadScores) -> str | None:
+    """Explain what the confidence intervals miss, or why there are none; None if neither applies."""
+    documents = table.documents
+    # Explain why there are no intervals
+    if documents is None and not table.is_density:  # no other score is measured by document
+        return None
+    if documents is None:
+        return (
+            f"no confidence interval available: '{table.name}' has no per-document counts (run the probe again to "
+            "record them)"
+        )
+    counts = np.bincount(documents.domain, minlength=len(documents.domains))
+    if not (counts > 1).any():
+        return f"no confidence interval available: '{table.name}' has only one document per domain"
+    if _is_constant(documents, table.is_head):
+        return f"no confidence interval available: in every document of '{table.name}' all heads have the same score"
+    # Explain what the intervals leave out
+    single_document_domains = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
+    if documents.num_documents < statistics.FEW_DOCUMENTS:
+        return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"
+    return (
+        f"confidence intervals do not cover the variation within domains of a single document: "
+        f"{', '.join(single_document_domains)}"
+        if single_document_domains
+        else None
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Certainty:
+    """Bootstrap results for the layouts of one budget."""
+
+    budget: int  # number of global heads
+    # probability [L, Hkv] that a head is chosen, by density-based strategy such as "densest"
+    probability: dict[str, Float]
+    # 95 % interval of coverage by layout name, without layouts of several windows
+    intervals: dict[str, tuple[float, float]]
+    curve: pd.DataFrame  # the table of ``Bootstrap.curve``
+    knee: int  # the budget from ``knee``; ``knee_interval`` is its 95 % interval
+    knee_interval: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls, resampled: Bootstrap, layouts: Mapping[str, Layout], budget: int, solved: Mapping[str, Float] | None = None
+    ) -> "Certainty":
+        """Summarise a bootstrap for the ``budget`` densest heads, ``layouts``, and probabilities of ``solved`` ones."""
+        return cls(
+            budget,
+            {"densest": resampled.probability(budget), **(solved or {})},
+            {name: resampled.coverage(each.global_mask) for name, each in layouts.items() if not each.windows},
+            resampled.curve(),
+            knee(resampled.table),
+            resampled.knee_interval(),
+        )
+
+    def heads(self, table: head_scores.HeadScores) -> pd.DataFrame:
+        """Return one row per head: layer, kv_head, density, and its selection probability by strategy."""
+        layer, head = np.nonzero(table.is_head)
+        columns = {name: probability[table.is_head] for name, probability in self.probability.items()}
+        return pd.DataFrame({"layer": layer, "kv_head": head, "density": table.density[layer, head], **columns})
+
+    @property
+    def reach(self) -> float:
+        """Return half the width of the curve's widest interval, in percentage points."""
+        return 50 * float((self.curve["high"] - self.curve["low"]).max())
+
+    def interval(self, layout: str) -> str:
+        """Format the interval of a layout's coverage, such as "67.9 to 68.6 % (95 % interval)"."""
+        low, high = self.intervals[layout]
+        return f"{100 * low:.1f} to {100 * high:.1f} % ({100 * LEVEL:.0f} % interval)"
+
+    def sentences(self) -> list[str]:
+        """Describe the certainty of the choice of heads, one sentence per strategy, and of the knee."""
+        sentences = []
+        for name, probability in self.probability.items():
+            chosen, excluded, undecided = beyond_doubt(probability)
+            interval = f"coverage {self.interval(name)}; " if name in self.intervals else ""
+            sentences.append(
+                f"{name}: {interval}of {len(self.curve)} heads, {chosen} are selected and {excluded} excluded in at "
+                f"least {100 * LEVEL:.0f} % of the resamples, {undecided} are undecided"
+            )
+        low, high = self.knee_interval
+        interval = f"{100 * LEVEL:.0f} % interval {low} to {high}"
+        return [*sentences, f"knee: {self.knee} heads ({interval}); beyond it each further head adds less than average"]

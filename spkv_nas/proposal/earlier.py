@@ -5,8 +5,10 @@ import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import pandas as pd
+
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import errors, names, progress, replace
+from spkv_nas.base import errors, locks, names, progress, replace, tables
 
 
 def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporter: progress.Reporter) -> bool:
@@ -43,14 +45,22 @@ def replaced_layouts(folder: Path, layouts: Mapping[str, Layout], files: Collect
     ]
 
 
-def replace_layouts(folder: Path, layouts: Mapping[str, Layout], reporter: progress.Reporter) -> None:
-    """Write ``<name>.yaml`` per layout over all of a folder, with a warning; the caller holds the lock above it."""
-    stale = [file.name for file in folder.glob("*.yaml")]
-    if replaced := replaced_layouts(folder, layouts, stale):
-        reporter.caution(f"replaced earlier layouts in {folder}: {', '.join(replaced)}")
-    with replace.replacing(folder, stale=stale) as new:
-        for name, layout in layouts.items():
-            layout.write(new / f"{names.check_name(name, 'the layout')}.yaml")
+def write_layouts(
+    folder: Path, kind: str, layouts: Mapping[str, Layout], rows: pd.DataFrame, reporter: progress.Reporter
+) -> None:
+    """Write ``<kind>.csv`` and ``<kind>/<name>.yaml`` per layout over all of that folder, locked, with a warning.
+
+    ``kind`` is ``workspace.BUDGETS`` or ``workspace.SOLUTIONS``.
+    """
+    target = folder / kind
+    with locks.locked(folder, "writes layouts", reporter.announce):
+        stale = [file.name for file in target.glob("*.yaml")]
+        if replaced := replaced_layouts(target, layouts, stale):
+            reporter.caution(f"replaced earlier layouts in {target}: {', '.join(replaced)}")
+        with replace.replacing(target, stale=stale) as new:
+            for name, layout in layouts.items():
+                layout.write(new / f"{names.check_name(name, 'the layout')}.yaml")
+        tables.write_csv(folder / f"{kind}.csv", rows, digits=10)
 
 
 def _read(file: Path) -> Layout | None:

@@ -45,7 +45,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base import arrays, errors, files, hub, limits, version
 from spkv_nas.base.replace import new_folder, replacing
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 
 DUO_ATTENTION, PRULONG = "duo-attention", "prulong"
 TSV_NAME, CONFIG_NAME = "full_attention_heads.tsv", "config.json"  # files in a DuoAttention folder

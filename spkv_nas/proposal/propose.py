@@ -9,10 +9,10 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal import coverage, strategies
+from spkv_nas.proposal import coverage
 from spkv_nas.proposal.budget import MATCH_BUDGET, parse_budget
 from spkv_nas.proposal.requirements import Limit, Requirements
-from spkv_nas.proposal.strategy import NUM_RANDOM, Strategy, densest_first
+from spkv_nas.proposal.strategies import DENSEST, NUM_RANDOM, STRATEGIES, Strategy, densest_first
 
 _MATCH_TOLERANCE = (
     0.01  # tolerance of "match-budget": absolute difference of mean density and the budget's share of heads
@@ -66,7 +66,7 @@ def propose(
     # Choose heads by every strategy; the layouts of a random one take consecutive seeds
     layouts = {
         name: layout_by(strategy, table, heads, name=name, window=window, seed=seed + number)
-        for strategy in strategies.STRATEGIES
+        for strategy in STRATEGIES
         for number, name in enumerate(strategy.names(num_random))
     }
     return layouts | requirements.window_per_head(table, limit, window)
@@ -114,7 +114,7 @@ def _candidates(table: HeadScores) -> HeadScores:
 
 def densest_layout(table: HeadScores, heads: int, *, name: str = "", window: int | None = None) -> Layout:
     """Return the layout of the heads of highest score; see ``layout_by``."""
-    return layout_by(strategies.DENSEST, table, heads, name=name, window=window)
+    return layout_by(DENSEST, table, heads, name=name, window=window)
 
 
 def with_sinks(table: HeadScores, sinks: int | None) -> HeadScores:

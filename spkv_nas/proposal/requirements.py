@@ -13,7 +13,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.cache_cost import CONTEXT, CacheCost, EngineCost, memory_bytes
 from spkv_nas.engines.engine import Serving
-from spkv_nas.proposal import integer_program, stability, windows
+from spkv_nas.proposal import coverage, integer_program, windows
 from spkv_nas.proposal.budget import MATCH_BUDGET, is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, best_layout, read_head_costs, solve
 
@@ -215,7 +215,7 @@ class Requirements:
             sentence += f"\n{larger} global heads take no more memory there than {num_global}"
         return sentence
 
-    def probability(self, resampled: stability.Bootstrap, limit: "Limit", *, progress: Progress | None = None) -> Float:
+    def probability(self, resampled: coverage.Bootstrap, limit: "Limit", *, progress: Progress | None = None) -> Float:
         """Return [L, Hkv], the share of bootstrap resamples whose solution makes a head global."""
         table = resampled.table
         problem = integer_program.Problem(

@@ -7,7 +7,6 @@ program under one further cut for every earlier one, that their Hamming distance
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,13 +14,10 @@ import pandas as pd
 from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Difference
-from spkv_nas.base import limits, locks, progress, tables, workspace
+from spkv_nas.base import limits
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal import earlier, stability
-from spkv_nas.proposal.coverage import coverage, domain_coverage
+from spkv_nas.proposal.coverage import Bootstrap, coverage, domain_coverage
 from spkv_nas.proposal.requirements import Limit, Requirements
-
-SOLUTIONS_TABLE = f"{workspace.SOLUTIONS}.csv"
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def find_solutions(
     first: Layout,
     request: SeveralSolutions,
     *,
-    resampled: stability.Bootstrap | None = None,
+    resampled: Bootstrap | None = None,
 ) -> Solutions:
     """Find the layouts of highest coverage that differ from each other in at least so many heads.
 
@@ -101,15 +97,8 @@ def find_solutions(
     return Solutions(request, layouts, _rows(table, layouts, resampled, robust=requirements.robust))
 
 
-def write_solutions(folder: Path, solutions: Solutions, reporter: progress.Reporter = progress.SILENT) -> None:
-    """Write ``solutions.csv`` and ``solutions/<strategy>-solution-<number>.yaml``, locked, over earlier ones."""
-    with locks.locked(folder, "writes layouts", reporter.announce):
-        earlier.replace_layouts(folder / workspace.SOLUTIONS, solutions.layouts, reporter)
-        tables.write_csv(folder / SOLUTIONS_TABLE, solutions.rows, digits=10)
-
-
 def _rows(
-    table: head_scores.HeadScores, layouts: Mapping[str, Layout], resampled: stability.Bootstrap | None, *, robust: bool
+    table: head_scores.HeadScores, layouts: Mapping[str, Layout], resampled: Bootstrap | None, *, robust: bool
 ) -> pd.DataFrame:
     """Tabulate the layouts, see ``Solutions``."""
     # Compare every layout with the best one

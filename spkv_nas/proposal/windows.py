@@ -17,12 +17,10 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import format_bytes
+from spkv_nas.base import errors, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
-from spkv_nas.proposal import integer_program
+from spkv_nas.proposal import coverage, integer_program
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.coverage import provenance
 
 NARROWEST, WIDEST = 32, 1024  # windows that are tried
 _STEP = 16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
@@ -66,7 +64,7 @@ def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int =
     widest_of = {num_global(window): window for window in grid if window >= min(NARROWEST, widest)}
     pairs = sorted((window, number) for number, window in widest_of.items() if number >= 1)
     if not pairs:
-        raise UserError(
+        raise errors.UserError(
             f"{100 * limit / full:.3g} % of the KV cache leave no global head beside windows of "
             f"{min(NARROWEST, widest)} keys: give more memory, or a longer context"
         )
@@ -167,7 +165,7 @@ class WindowProblem:
         if result.x is None:
             time_limit = f"{integer_program.TIME_LIMIT:g} s"
             reason = f"was found within {time_limit}" if result.status == 1 else "meets the constraints"
-            raise UserError(f"no choice of windows {reason} in this memory: give more memory, or loosen them")
+            raise errors.UserError(f"no choice of windows {reason} in this memory: give more memory, or loosen them")
         return np.asarray(result.x[:num_choices].reshape(self._shape).argmax(-1))
 
     def _rows(self) -> list[Row]:
@@ -239,11 +237,11 @@ def window_per_head(
             break
         limit *= _LOWERED * memory / used
     else:
-        raise UserError(f"no window per head fits in {format_bytes(memory)}{cost.where}: give more memory")
+        raise errors.UserError(f"no window per head fits in {units.format_bytes(memory)}{cost.where}: give more memory")
     # Record what it was made for
     index = np.broadcast_to(chosen, problem.values.shape[:-1])[..., None]
     losses = shares @ np.take_along_axis(problem.values, index, -1).sum((1, 2, 3))
-    origin = provenance(table, layout, layout.num_global)
+    origin = coverage.provenance(table, layout, layout.num_global)
     origin |= {"memory": memory, "context": cost.context, "cost": round(float(losses.max()), 6)}
     return replace(layout, provenance={**origin, "constraints": constraints.named} if constraints.named else origin)
 
@@ -260,7 +258,7 @@ def layouts_by_memory(
         try:
             memory = int(percent / 100.0 * cost.full(table.num_heads))
             layouts[percent] = window_per_head(table, cost, memory, constraints)
-        except UserError:
+        except errors.UserError:
             if percent == max(percents) and not layouts:
                 raise
     return layouts
@@ -270,9 +268,9 @@ def _problem(table: HeadScores, cost: CacheCost, constraints: Constraints) -> Wi
     """Return the knapsack of ``window_per_head``; errors as there."""
     costs = table.window_costs
     if costs is None:
-        raise UserError(f"'{table.name}' has no costs of windows: probe with --signal window-costs")
+        raise errors.UserError(f"'{table.name}' has no costs of windows: probe with --signal window-costs")
     if constraints.uniform:
-        raise UserError("uniform counts global heads: leave it out for a window per head")
+        raise errors.UserError("uniform counts global heads: leave it out for a window per head")
     constraints.check(table.grid)
     # Restrict the windows
     limits = [constraints.max_windows or MOST_WINDOWS]

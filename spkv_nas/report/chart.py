@@ -231,11 +231,11 @@ def decades_axis(title: str, low: float, high: float, *, multiples: Sequence[int
     return Axis(title, low, high, tuple((tick, text) for tick, text in texts if low <= tick <= high), log=True)
 
 
-def spread_axis(title: str, low: float, high: float, *, zero: bool = True) -> Axis:
-    """Return a logarithmic axis if positive values span a decade, else a linear one, which holds 0 with ``zero``."""
+def spread_axis(title: str, low: float, high: float) -> Axis:
+    """Return a logarithmic axis if positive values span a decade, else a linear one, which holds 0."""
     if 0 < _WIDE * low <= high < math.inf:
         return decades_axis(f"{title} (log)", low / _BEYOND, high * _BEYOND, multiples=(1, 2, 5))
-    return round_axis(title, min(0.0, low) if zero else low, high)
+    return round_axis(title, min(0.0, low), high)
 
 
 def _plain(ticks: Iterable[float]) -> tuple[tuple[float, str], ...]:

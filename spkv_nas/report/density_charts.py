@@ -12,7 +12,7 @@ from spkv_nas.artifacts.diagnosis import about_small_domains, small_domains
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import GLOBAL, Layout
 from spkv_nas.artifacts.score_kind import PERCENT, Scale
-from spkv_nas.proposal.stability import Certainty
+from spkv_nas.proposal.coverage import Certainty
 from spkv_nas.report import chart, formatting
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers
 

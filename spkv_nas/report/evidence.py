@@ -15,7 +15,7 @@ from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, coun
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import arrays, statistics
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation.trust import MIN_DOCUMENTS
+from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
 from spkv_nas.report.formatting import change, signed, without_folder
 from spkv_nas.report.inputs import ReportInputs, ResultFile, result_files
 

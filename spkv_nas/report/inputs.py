@@ -15,9 +15,8 @@ from spkv_nas.artifacts.result_tables import ALARM, ResultTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.cache_cost import CONTEXT, cache_share, layout_share
-from spkv_nas.evaluation.trust import Trust
-from spkv_nas.proposal.coverage import coverage
-from spkv_nas.proposal.stability import Certainty, bootstrap, knee
+from spkv_nas.evaluation.ranking import Trust
+from spkv_nas.proposal.coverage import Certainty, bootstrap, coverage, knee
 from spkv_nas.report.chart import Section
 
 # Maps two rows of the comparison to the standard error of their NLL difference, in percentage points; NaN: unknown

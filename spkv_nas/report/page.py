@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from spkv_nas.base import files, version
 from spkv_nas.base.progress import Progress, no_progress
-from spkv_nas.proposal import stability, strategies
+from spkv_nas.proposal import coverage, strategies
 from spkv_nas.report import density_charts, formatting, layout_explorer, page_svg, plot, tables
 from spkv_nas.report.chart import Bars, Chart, Heatmap, Mark, Panels, Points
 from spkv_nas.report.figures import SEARCH_FIGURES
@@ -105,7 +105,7 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
         script=Markup(compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))),
         **shown,
         strategy_of=strategies.strategy_of,
-        caution=stability.caution(table),
+        caution=coverage.caution(table),
         sections=inputs.benchmarks,
         words=tables.glossary(inputs),
     )

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from spkv_nas.artifacts import score_kind, search_table
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.score_kind import DENSITY
-from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.cost.cache_cost import full_bytes
-from spkv_nas.proposal.budget_curve import coverage_by_budget
-from spkv_nas.proposal.stability import Certainty
+from spkv_nas.proposal.answers import coverage_by_budget
+from spkv_nas.proposal.coverage import Certainty
 from spkv_nas.report import chart
 from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Points, Rule, numbers, points
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result
@@ -34,7 +33,7 @@ _MAX_VERTICES = 100  # of a line: more are not seen, but are most of the page of
 _DELTA = ("delta_nll_percent", "delta_nll_standard_error")
 
 
-def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Chart | None:
+def coverage_nll_chart(comparison: pd.DataFrame, noun: str = score_kind.DENSITY.noun) -> Chart | None:
     """Return coverage of a comparison's rows, summing ``noun``, against NLL increase; None if no row has both."""
     rows = comparison.dropna(subset=["coverage_percent", "delta_nll_percent"])
     baseline, marks = counted_from(comparison), []
@@ -267,14 +266,14 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     # Dots and front of each sampler
     clouds: list[Mark] = []
     lines: list[Mark] = []
-    samplers = [str(name) for name in rows["sampler"].unique() if name != BASELINE]
+    samplers = [str(name) for name in rows["sampler"].unique() if name != search_table.BASELINE]
     for sampler, (tone, dash) in zip(samplers, SERIES, strict=False):
         trials = rows[rows["sampler"] == sampler].sort_values(["cost", "zero_shot_delta_percent"])
         xy = numbers(trials["cost"]), numbers(trials["zero_shot_delta_percent"])
         clouds.append(Points(*xy, layouts=tuple(map(str, trials["name"])), tone=tone, size=2.8, opacity=0.35))
         lines.append(Line(*_front(trials, float(rows["cost"].max())), sampler, tone, dash, 1.8))
     # Baselines
-    baselines = rows[rows["sampler"] == BASELINE]
+    baselines = rows[rows["sampler"] == search_table.BASELINE]
     tips = tuple(
         f"{row['name']}\n{row['num_global']:.0f} heads, cost {row['cost']:.4g}\n"
         f"{signed(row['zero_shot_delta_percent'])} %"
@@ -297,10 +296,10 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
 
 def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
     """Return a group of points per sampler, each of a shape and a tone, with the baselines named."""
-    samplers = [str(name) for name in retrained["sampler"].unique() if name != BASELINE]
+    samplers = [str(name) for name in retrained["sampler"].unique() if name != search_table.BASELINE]
     styles = [("square", "ink"), *zip(_SHAPES, (tone for tone, _ in SERIES), strict=True)]
     groups = []
-    for sampler, (shape, tone) in zip((BASELINE, *samplers), styles, strict=False):
+    for sampler, (shape, tone) in zip((search_table.BASELINE, *samplers), styles, strict=False):
         subset = retrained[retrained["sampler"] == sampler].dropna(subset=[column])
         if subset.empty:
             continue
@@ -310,7 +309,7 @@ def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
             f"retrained {change(row['full_delta_percent'], row['full_standard_error'])} %"
             for row in subset.to_dict("records")
         )
-        names = _names(subset) if sampler == BASELINE else ()
+        names = _names(subset) if sampler == search_table.BASELINE else ()
         columns = column, "full_delta_percent", "full_standard_error"
         groups.append(points(subset, *columns, tips=tips, names=names, label=sampler, shape=shape, tone=tone))
     return tuple(groups)

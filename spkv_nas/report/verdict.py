@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.evaluation.trust import MIN_DOCUMENTS
+from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report.evidence import COMPARISON, PASSES, VERDICT, Evidence, Result, all_evidence, layout_result
 from spkv_nas.report.formatting import BASELINES, listed, number, signed, standard_errors

@@ -9,9 +9,8 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.evaluation.verdict import registry, words
+from spkv_nas.evaluation.verdict import criteria, words
 from spkv_nas.report import chart
-from spkv_nas.report.chart import Chart, Line, Mark, Points, Row, Rule, Section, numbers
 from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
 
 _MARKS: dict[str, tuple[chart.Shape, chart.Tone]]
@@ -27,7 +26,7 @@ _INTERVALS = (
 Record = Mapping[str, Any]
 
 
-def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
+def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of ``verdict.csv``."""
     # Name layouts with their sizes, in cards with their numbers of heads
     sizes = {candidate: _size(each) for candidate, each in record.get("layouts", {}).items()}
@@ -41,7 +40,7 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
         candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]],
     )
     record = {**record, "answers": {names.get(each, without_folder(each)): answer for each, answer in answers}}
-    return Section(
+    return chart.Section(
         name,
         "Verdict",
         f"Loss of each candidate against {without_folder(record.get('against', 'the dense model'))}, which it may "
@@ -59,7 +58,7 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
     )
 
 
-def budget_section(name: str, rows: pd.DataFrame, record: Record) -> Section:
+def budget_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of ``critical-budget.csv``."""
     number, risk = len(record.get("layouts", {})), 100 * record.get("risk", math.nan)
     about = (
@@ -80,7 +79,7 @@ def _size(recorded: Record) -> str:
     return heads + memory + (f", {layout.reach}" if layout.windows else "")
 
 
-def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> Chart:
+def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> chart.Chart:
     """Return the card of a criterion: the loss of every candidate with its interval, and the margin."""
     unit, margin = str(group["unit"].iloc[0]), float(group["margin"].iloc[0])
     # Crop the axis where ends lie far beyond the margin
@@ -92,7 +91,7 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> Cha
     names = [f"{short(label, 28)} " for label in group["label"]]
     pairs = zip(group["candidate"], group["answer"], strict=True)
     summary = listed([f"{candidate} {answer}" for candidate, answer in pairs], _MAX_NAMED)
-    return Chart(
+    return chart.Chart(
         name,
         card_title(criterion),
         axis,
@@ -105,10 +104,10 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> Cha
 
 def card_title(criterion: str) -> str:
     """Return the heading of a card; the name of a criterion whose package is not installed."""
-    return registry.CRITERIA[criterion].title if criterion in registry.CRITERIA.names else criterion
+    return criteria.CRITERIA[criterion].title if criterion in criteria.CRITERIA.names else criterion
 
 
-def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, noun: str) -> Iterable[Mark]:
+def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, noun: str) -> Iterable[chart.Mark]:
     """Yield the marks of a card: losses that are allowed, the margin, intervals, and losses."""
     rows = group.reset_index(drop=True)
     # Crop losses and intervals at the axis; an end that is not known yet lies beyond
@@ -117,20 +116,20 @@ def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, noun: str) -> I
     # Mark allowed losses, zero and the margin
     bottom, top = -0.5, len(rows) - 0.5
     yield chart.Band((axis.low, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08)
-    yield Rule(0.0, tone="muted", dash="solid")
-    yield Rule(margin)
+    yield chart.Rule(0.0, tone="muted", dash="solid")
+    yield chart.Rule(margin)
     # Draw the intervals and the losses by answer
     for answer, (shape, tone) in _MARKS.items():
         positions = rows.index[rows["answer"] == answer]
         for position in positions:
-            ends = numbers(shown.loc[position, ["low", "high"]])
-            yield Line(ends, (position, position), tone=tone, width=5.0, opacity=0.45)
+            ends = chart.numbers(shown.loc[position, ["low", "high"]])
+            yield chart.Line(ends, (position, position), tone=tone, width=5.0, opacity=0.45)
         measured = [position for position in positions if np.isfinite(rows["loss"][position])]
         if measured:
             losses = rows["loss"][measured]
-            yield Points(
-                numbers(shown["loss"][measured]),
-                numbers(measured),
+            yield chart.Points(
+                chart.numbers(shown["loss"][measured]),
+                chart.numbers(measured),
                 tips=tuple(_tip(row, noun) for row in rows.loc[measured].to_dict("records")),
                 names=tuple("" if axis.low <= loss <= axis.high else _loss(loss) for loss in losses),
                 label=answer,
@@ -140,7 +139,7 @@ def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, noun: str) -> I
             )
 
 
-def _row(row: Mapping[Any, Any], record: Record) -> Row:
+def _row(row: Mapping[Any, Any], record: Record) -> chart.Row:
     is_known = not (math.isnan(row["low"]) and math.isnan(row["high"]))
     cells = (
         str(row["criterion"]),
@@ -149,7 +148,7 @@ def _row(row: Mapping[Any, Any], record: Record) -> Row:
         f"{row['margin']:g} {row['unit']}",
         f"{number(row['num_samples'], 0)} {record.get('nouns', {}).get(row['criterion'], 'samples')}",
     )
-    return Row(str(row["candidate"]), cells, str(row["answer"]))
+    return chart.Row(str(row["candidate"]), cells, str(row["answer"]))
 
 
 def _tip(row: Mapping[Any, Any], noun: str) -> str:

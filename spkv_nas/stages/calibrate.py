@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.base import console, units
+from spkv_nas.base import console, progress, units
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts, heads_title
+from spkv_nas.cost.timing import time_attention
 from spkv_nas.stages import commands, sized_model
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 
@@ -22,10 +22,8 @@ class CalibrationResult:
     folder: Path
 
 
-def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> CalibrationResult:
+def run(options: CalibrateOptions, reporter: progress.Reporter) -> commands.Result:
     """Time the attention of a level or model on this machine and write ``reports/<name>/``."""
-    from spkv_nas.cost.timing import time_attention
-
     # Describe an attention layer of the model
     subject = sized_model.SizedModel.of(options.level, options.model)
     shape, device = subject.shape, choose_device(options.device)
@@ -35,13 +33,12 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     case = LayerCase(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, options.window, options.batch, device)
     # Time it
-    options.folders.check_writable()
     name = options.name or subject.name
     folder = options.folders.report_dir(name)
-    with reporter.bar("measuring") as progress:
-        calibration = time_attention(case, contexts, progress=progress)
+    with reporter.bar("measuring") as bar:
+        calibration = time_attention(case, contexts, progress=bar)
     calibration.write(folder)
-    return CalibrationResult(name, calibration, folder)
+    return commands.Result(CalibrationResult(name, calibration, folder), show, document)
 
 
 def show(result: CalibrationResult) -> None:
@@ -68,8 +65,3 @@ def document(result: CalibrationResult) -> dict[str, Any]:
         "times": [row._asdict() for row in measured.timings],
         "folder": result.folder,
     }
-
-
-def run(options: CalibrateOptions, reporter: Reporter) -> commands.Result:
-    """Run the command."""
-    return commands.Result(calibrate(options, reporter), show, document)

@@ -14,6 +14,7 @@ from pathlib import Path
 from spkv_nas.base import device, errors, names
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.data import config, readers
+from spkv_nas.evaluation import thresholds
 from spkv_nas.model.source import check_checkpoint, check_config
 from spkv_nas.stages import options
 from spkv_nas.training.recipe import Recipe
@@ -32,6 +33,10 @@ def check(command_options: object) -> None:
             device.check_device(command_options.device, spreads=isinstance(command_options, options.Measures))
         if isinstance(command_options, options.InDtype):
             device.check_dtype(command_options.dtype)
+        if isinstance(command_options, options.CheckpointOptions):
+            thresholds.check_tau(command_options.tau)
+            for source in filter(None, (command_options.model, command_options.against)):
+                check_checkpoint(source)
         # The command's check, beside its options
         check_command = getattr(sys.modules[type(command_options).__module__], "check", None)
         if check_command is not None:

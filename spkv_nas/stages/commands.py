@@ -137,13 +137,15 @@ Results = Result | Iterator[Result]  # one result, or several that are printed a
 
 
 @dataclass(frozen=True)
-class AddedCommand:
-    """Command that an entry point adds, such as ``search``: an entry of ``ADDED_COMMANDS``."""
+class Command:
+    """Command that an entry point adds, such as ``search``, or subcommand of ``evaluate``."""
 
     name: str  # the command
-    # function of an options dataclass and a reporter, such as ``runner`` returns; its docstring is the help. If the
-    # dataclass derives from ``Trains``, ``plan`` in the module that runs it plans a ``--dry-run``
+    # function of an options dataclass and a reporter, such as ``runner`` returns; its docstring is the help. A function
+    # ``check`` beside the dataclass checks the options first. If the dataclass derives from ``Trains``, ``plan`` in the
+    # module that runs it plans a ``--dry-run``
     run: Callable[[Any, progress.Reporter], Results | None]
+    distributed: bool = False  # of an evaluation: whether several processes of torchrun can share the work
 
 
 @dataclass(frozen=True)
@@ -152,11 +154,11 @@ class CommandGroup:
 
     name: str  # first word of its commands
     help: str  # sentence that describes the group
-    # functions as those of ``AddedCommand``, in the order of the help
+    # functions as those of ``Command``, in the order of the help
     commands: tuple[Callable[[Any, progress.Reporter], Results | None], ...]
 
 
-ADDED_COMMANDS = registry.Registry("spkv_nas.commands", "command", AddedCommand, ())
+ADDED_COMMANDS = registry.Registry("spkv_nas.commands", "command", Command, ())
 COMMAND_GROUPS = registry.Registry("spkv_nas.command_groups", "command group", CommandGroup, ())
 
 

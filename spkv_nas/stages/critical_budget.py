@@ -13,12 +13,12 @@ from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.engines.registry import read_serving
 from spkv_nas.evaluation.selected import probe_of
 from spkv_nas.evaluation.verdict import contenders, words
+from spkv_nas.evaluation.verdict.criteria import parse_risk
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
-from spkv_nas.evaluation.verdict.margins import parse_risk
-from spkv_nas.model import checkpoint, transformers_logging
+from spkv_nas.model import checkpoint
 from spkv_nas.proposal import constraints, propose, windows
+from spkv_nas.proposal.answers import budget_curve
 from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
-from spkv_nas.proposal.budget_curve import budget_curve
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, sized_model
 from spkv_nas.stages.options import export, verdict
@@ -71,7 +71,6 @@ def critical_budget(
     Raises:
         UserError: all documents were used to select a layout, the budgets are invalid, or something cannot be read.
     """
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     # Make or read the layouts before any document is looked at
     files = Proposal.read(map(Path, options.budgets)) if verdict.is_layout(options.budgets[0]) else Proposal({})

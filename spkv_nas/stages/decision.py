@@ -7,20 +7,19 @@ from typing import Any
 
 from rich.text import Text
 
-from spkv_nas.base import console, device, progress, version
+from spkv_nas.base import console, device, progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, zero_shot
 from spkv_nas.evaluation.selected import Selected, find_selected, probe_of, recorded_reading
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
+from spkv_nas.evaluation.verdict.criteria import parse_margins, parse_risk
 from spkv_nas.evaluation.verdict.criterion import Setting
-from spkv_nas.evaluation.verdict.margins import parse_margins, parse_risk
 from spkv_nas.evaluation.verdict.trial import Outcome, Trial, text_in_random_order
 from spkv_nas.model import checkpoint, windows
 from spkv_nas.stages import sized_model
-from spkv_nas.stages.checkpoints import Loaded, load
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.options.verdict import DecisionOptions, reads_text
-from spkv_nas.stages.subject import Subject
+from spkv_nas.stages.subject import Loaded, Subject, load
 
 SEED = 0  # of the random order of samples
 EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
@@ -53,7 +52,6 @@ def prepare(
     selected on all documents of the text, or something cannot be read.
     """
     # Check the criteria, and load the dense model
-    options.folders.check_writable()
     margins = parse_margins(options.margin)
     subject = Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins))
     model, tokenizer = load(options, options.model, reporter)
@@ -136,7 +134,6 @@ def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
             for each in compared.candidates
             if each.chosen is not None
         },
-        "environment": version.environment(),
     }
 
 

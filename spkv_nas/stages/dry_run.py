@@ -9,7 +9,6 @@ from spkv_nas.artifacts import comparison, defaults
 from spkv_nas.artifacts.proposal import distinct
 from spkv_nas.base import console, distributed, errors, progress, units
 from spkv_nas.cost.cache_cost import layout_share
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing.signals import DENSITY
 from spkv_nas.stages import commands, forecast, lookup
 from spkv_nas.stages.options import InPrecision, OnDevice, Trains, auto, probe, train, train_hybrid
@@ -108,7 +107,6 @@ def planner_of(options: Trains, file: Path, reporter: progress.Reporter) -> Plan
 
 def planner_options(options: OnDevice, reporter: progress.Reporter) -> dict[str, Any]:
     """Return the device and message callback of a planner. Raises ``UserError`` under torchrun."""
-    quiet_transformers(reporter)
     if distributed.num_processes() > 1:
         raise errors.UserError("--dry-run does not run under torchrun: it times the steps of one process")
     return {"device": options.device, "announce": reporter.announce}

@@ -1,27 +1,19 @@
 """Export a checkpoint with a layout as a Hugging Face folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import console, hub, progress
-from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.model import checkpoint, config_section, source, transformers_logging
+from spkv_nas.model.export import export as exports
+from spkv_nas.report.evidence import layout_evidence
 from spkv_nas.stages.commands import Result, Results
 from spkv_nas.stages.options.export import ExportOptions
 
-if TYPE_CHECKING:
-    from spkv_nas.model.export.export import Exported
 
-
-def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT) -> Exported:
+def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT) -> exports.Exported:
     """Export a checkpoint with a layout, by default its own, in the form of a target."""
-    from spkv_nas.model import checkpoint, config_section, source
-    from spkv_nas.model.export.export import export as export_layout
-    from spkv_nas.report.evidence import layout_evidence
-
-    quiet_transformers(reporter)
+    transformers_logging.quiet_transformers(reporter)
     layout = None if options.layout is None else Layout.read(options.layout)
     # Collect what the workspace has measured of the layout, for the card
     evidence = None
@@ -29,7 +21,7 @@ def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT
         config = checkpoint.read_config(str(source.resolve(options.model)), f"model {options.model}")
         chosen = layout or config_section.saved_layout(config)
         evidence = [] if chosen is None else layout_evidence(options.folders, options.model, chosen)
-    return export_layout(
+    return exports.export(
         layout,
         options.model,
         options.out,
@@ -41,7 +33,7 @@ def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT
     )
 
 
-def show(exported: Exported) -> None:
+def show(exported: exports.Exported) -> None:
     """Print what was written, why not as an earlier target, what engines do with it, and the target."""
     console.say(str(exported))
     console.say(f"target: {exported.target}")

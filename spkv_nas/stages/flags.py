@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
-from spkv_nas.base import device, entry, errors, flag, limits
+from spkv_nas.base import device, errors, flag, limits
 from spkv_nas.base.flag import Flag
 from spkv_nas.base.registry import Registry
 from spkv_nas.data import config
 from spkv_nas.engines.registry import planned_engines
-from spkv_nas.probing.signal import BUDGET, SEED, SINKS, STEPS
-from spkv_nas.probing.signals import SIGNALS
+from spkv_nas.probing.signals import BUDGET, SEED, SIGNALS, SINKS, STEPS
 
 MEMORY = "Constraints and memory"
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
@@ -54,7 +53,7 @@ def with_options_of(registry: Registry[Any], command: str) -> Callable[[type[Opt
     """
 
     def declare(options_class: type[Options]) -> type[Options]:
-        for name, option in entry.shared_options(registry).items():
+        for name, option in registry.shared_options().items():
             if get_origin(get_type_hints(options_class, include_extras=True).get(name)) is Annotated:
                 raise errors.UserError(
                     f"{registry.noun} {next(iter(option.defaults))} has an option '{name}', which is one of {command} "

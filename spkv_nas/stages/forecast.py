@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.artifacts import gate_config, shape
-from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS
+from spkv_nas.artifacts import defaults, gate_config, shape
 from spkv_nas.base import console, limits, progress, units
 from spkv_nas.base.device import choose_device, choose_dtype, dtype_name
 from spkv_nas.base.memory import available_bytes
@@ -16,7 +15,7 @@ from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
 from spkv_nas.probing import signals
-from spkv_nas.probing.signal import Signal
+from spkv_nas.probing.signals import Signal
 from spkv_nas.proposal.budget import MEMORIES
 from spkv_nas.stages.options import REFERENCE, auto, probe
 from spkv_nas.stages.subject import Subject, default_block_size
@@ -83,7 +82,7 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
     limit = options.max_tokens or _most_tokens(signal, num_tokens)
     stage_costs = [*learning, signal.cost(stages, min(limit, num_tokens))]
     if "ablation_tokens" in signal.options() and options.ablation_tokens != 0:
-        stage_costs.append(_validating(stages, min(options.ablation_tokens or ABLATION_TOKENS, num_tokens)))
+        stage_costs.append(_validating(stages, min(options.ablation_tokens or defaults.ABLATION_TOKENS, num_tokens)))
     if compares:
         looks = 2 * len(MEMORIES).bit_length()
         stage_costs.append(stages.measure("compare budgets, at most", min(compares, num_tokens), 1 + looks))
@@ -93,13 +92,13 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
 
 def gate_training(stages: Stages, steps: int | None) -> StageCost:
     """Return the cost of training gates on a frozen model."""
-    return stages.learn_gates("train gates, frozen model", steps or PRICED_STEPS, LEARNING_TOKENS)
+    return stages.learn_gates("train gates, frozen model", steps or defaults.PRICED_STEPS, defaults.LEARNING_TOKENS)
 
 
 def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
     """Yield the stages that need no training, on ``tokens`` tokens of text."""
     yield signals.DENSITY.cost(stages, tokens)
-    yield _validating(stages, min(ABLATION_TOKENS, tokens))
+    yield _validating(stages, min(defaults.ABLATION_TOKENS, tokens))
     for signal in signals.SIGNALS:
         if signal is not signals.DENSITY:
             yield signal.cost(stages, _most_tokens(signal, tokens))
@@ -107,7 +106,7 @@ def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
 
 
 def _most_tokens(signal: Signal, tokens: int) -> int:
-    return min(SCORING_TOKENS, tokens) if signal.computes_logits else tokens
+    return min(defaults.SCORING_TOKENS, tokens) if signal.computes_logits else tokens
 
 
 def _validating(stages: Stages, tokens: int) -> StageCost:

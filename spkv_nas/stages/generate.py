@@ -53,14 +53,13 @@ def generate(options: GenerateOptions, reporter: progress.Reporter) -> None:
     The text goes to standard output, the statistics to standard error. A dense checkpoint uses the cache of
     transformers.
     """
-    from spkv_nas.model import checkpoint, generation, transformers_logging
+    from spkv_nas.model import checkpoint, generation
 
     # Read the prompt; ``check`` requires one
     prompt = options.prompt or ""
     if options.file is not None:
         prompt = sys.stdin.read() if str(options.file) == "-" else files.read_text(options.file, "prompt")
     # Generate
-    transformers_logging.quiet_transformers(reporter)
     reporter.announce(f"loading {options.model}")
     model, tokenizer = checkpoint.load_on(options.model, device.choose_device(options.device), options.dtype)
     result = generation.generate(

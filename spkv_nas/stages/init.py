@@ -6,13 +6,14 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from spkv_nas.artifacts import comparison, defaults, layout
 from spkv_nas.base import assets, console, device, errors, files, names, progress, units
 from spkv_nas.data import config, readers
-from spkv_nas.model import checkpoint, transformers_logging
+from spkv_nas.model import checkpoint
 from spkv_nas.proposal import budget, strategies
-from spkv_nas.stages import checks, commands, dry_run, next_steps, record, sized_model
+from spkv_nas.stages import commands, dry_run, next_steps, record, sized_model
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.training import run_plan, text_size, variants
 from spkv_nas.training.first_recipe import MIN_STEPS, Draft
@@ -24,13 +25,10 @@ class FirstRecipe:
 
     file: Path  # recipe that was written
     plan: run_plan.Plan  # cost of all runs that the recipe leads to
-    next: tuple[commands.Suggestion, ...]  # commands to run next, the recommended one first
 
 
-def init(options: InitOptions, reporter: progress.Reporter = progress.SILENT) -> FirstRecipe:
+def run(options: InitOptions, reporter: progress.Reporter) -> commands.Result:
     """Write a first recipe, and plan the runs that follow from it; ``UserError`` for too little text or time."""
-    checks.check(options)
-    transformers_logging.quiet_transformers(reporter)
     # Draft the recipe
     base = options.out.parent
     model, sources = record.absolute(options.model), tuple(_source_from(base, source) for source in options.data)
@@ -60,7 +58,7 @@ def init(options: InitOptions, reporter: progress.Reporter = progress.SILENT) ->
     # Write the recipe
     files.write_atomic(options.out, draft.text_of_recipe())
     steps = next_steps.after_init(options, planner.recipe.name, planner.recipe.gates.window)
-    return FirstRecipe(options.out, plan, tuple(steps))
+    return commands.Result(FirstRecipe(options.out, plan), show, document, next=steps)
 
 
 def _fit_memory(draft: Draft, options: InitOptions, reporter: progress.Reporter) -> tuple[run_plan.Planner, Draft]:
@@ -143,8 +141,6 @@ def show(result: FirstRecipe) -> None:
     console.print_path("recipe", result.file)
 
 
-def run(options: InitOptions, reporter: progress.Reporter) -> commands.Result:
-    """Run the command."""
-    recipe = init(options, reporter)
-    document = {"recipe": recipe.file, "plan": dry_run.document_runs(recipe.plan)}
-    return commands.Result(recipe, show, lambda _: document, next=recipe.next)
+def document(result: FirstRecipe) -> dict[str, Any]:
+    """Return the recipe's path and the plan of its runs."""
+    return {"recipe": result.file, "plan": dry_run.document_runs(result.plan)}

@@ -48,7 +48,7 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
     if _probe_by_signal(workspace, identity, RECOMMENDED) is not None:  # of another window or other sink tokens
         options = replace(options, window=table.window, sinks=str(table.sinks))
     cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
-    measuring = record.for_signal(options, RECOMMENDED, budget, learns=True)
+    measuring = record.for_signal(options, RECOMMENDED, budget)
     return Suggestion.of(measuring, f"{RECOMMENDATION}; measuring them takes {cost}")
 
 

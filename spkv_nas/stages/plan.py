@@ -12,9 +12,9 @@ from spkv_nas.base.device import choose_device, training_precision
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages, Training, find_hardware
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
-from spkv_nas.model import checkpoint, transformers_logging
+from spkv_nas.model import checkpoint
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages import checks, commands, engines, forecast, sized_model, subject
+from spkv_nas.stages import commands, engines, forecast, sized_model, subject
 from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.training import first_recipe, run_plan, step_cost
 from spkv_nas.training.branch_config import BranchConfig
@@ -34,10 +34,8 @@ class PlanResult:
     served: engines.Served | None  # every number of global layers in a serving engine; None without one
 
 
-def plan(options: PlanOptions, reporter: progress.Reporter = progress.SILENT) -> PlanResult:
+def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
     """Estimate the cost of the full workflow on a recipe or a model; ``UserError`` for a mixture of experts."""
-    transformers_logging.quiet_transformers(reporter)
-    checks.check(options)
     # Count the stages
     of = partial(_of_model, str(options.model)) if options.recipe is None else partial(_of_recipe, options.recipe)
     name, stages, tokens, workflow, remarks = of(options, reporter)
@@ -53,7 +51,7 @@ def plan(options: PlanOptions, reporter: progress.Reporter = progress.SILENT) ->
         num_kv_heads, engine, cache = size.heads.num_kv_heads, served.engine, served.cache
         budgets = range(num_kv_heads, cache.num_heads + 1, num_kv_heads)
         served = replace(served, rows=tuple(({"num_global": heads}, engine.plan(cache, heads)) for heads in budgets))
-    return PlanResult(result, served)
+    return commands.Result(PlanResult(result, served), show, document)
 
 
 _Workflow = tuple[str, Stages, int, list[StageCost], tuple[str, ...]]  # name, cost model, held-out tokens, remarks
@@ -168,8 +166,3 @@ def document(result: PlanResult) -> dict[str, Any]:
     """Return the cost of every stage, and with an engine the memory of every number of global layers."""
     served = {} if result.served is None else result.served.document("budgets")
     return {**forecast.document(result.forecast), **served}
-
-
-def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
-    """Run the command."""
-    return commands.Result(plan(options, reporter), show, document)

@@ -28,7 +28,7 @@ class AttentionCosts:
     served: Served | None = None  # caches of full attention and of layouts in a serving engine; None without one
 
 
-def attention(options: AttentionOptions, reporter: progress.Reporter = progress.SILENT) -> AttentionCosts:
+def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
     """Compute the cost of full attention, of each layout and at a density, for a level of the ladder or a model.
 
     Times come from the calibration that options name, or else from that of the level's or model's name if it exists
@@ -65,7 +65,7 @@ def attention(options: AttentionOptions, reporter: progress.Reporter = progress.
     served = _served(options, subject, [row.name for row in rows], layouts, tokens)
     if (density := options.density) is not None:
         rows.append(row(f"SP-KV, density {density:g}", density, density, options.window, options.sinks or 0))
-    return AttentionCosts(subject.title, shape, tokens, rows, times, remedy, served)
+    return Result(AttentionCosts(subject.title, shape, tokens, rows, times, remedy, served), show, document)
 
 
 def _times(
@@ -152,8 +152,3 @@ def document(result: AttentionCosts) -> dict[str, Any]:
         "times": None if result.times is None else result.times.source,
         **({} if result.served is None else result.served.document("layouts")),
     }
-
-
-def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
-    """Run the command."""
-    return Result(attention(options, reporter), show, document)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spkv_nas.artifacts import diagnosis, gate_config, grid, result_tables
+from spkv_nas.artifacts import diagnosis, gate_config, grid, kinds, result_tables
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS, STRONG_SINK
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
@@ -23,12 +23,12 @@ from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation import alarms, micro_batch
 from spkv_nas.evaluation.zero_shot import cache_folder
-from spkv_nas.model import model_shape, transformers_logging, windows
+from spkv_nas.model import model_shape, windows
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
-from spkv_nas.probing import priced, signals, window_choice, window_costs
+from spkv_nas.probing import measure, priced, signals, window_costs
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.signal import LAYER, Signal, parse_sinks
+from spkv_nas.probing.signals import Signal, parse_sinks
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages import checks, commands, next_steps, printing, reference_run
@@ -52,7 +52,6 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, is_step: bool =
     if the text has too few documents to leave some unseen.
     """
     checks.check(options)
-    transformers_logging.quiet_transformers(reporter)
     # Load the model and the text
     signal = chosen_signal(options)
     options = replace(options, signal=signal.name)
@@ -115,7 +114,7 @@ def _half(measured: Measured, options: ProbeOptions, reporter: Reporter, *, is_n
     """Leave half of the documents unseen, for verdicts on the same text; few blocks are enough for costs of windows."""
     whole = measured.blocks
     try:
-        part = window_choice.half_of(whole, window_costs.NUM_BLOCKS if options.memory is None else None)
+        part = measure.half_of(whole, window_costs.NUM_BLOCKS if options.memory is None else None)
     except UserError:
         if is_needed:
             raise
@@ -248,7 +247,7 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
     subject = replace(subject, given_separator=options.separator).with_documents(options.documents)
     # Name the probe after its signal, unless that is density
     if options.name is None and options.signal != signals.DENSITY.name:
-        suffix = f"{options.signal}-layer" if options.granularity == LAYER else options.signal
+        suffix = f"{options.signal}-layer" if options.granularity == kinds.LAYER else options.signal
         return replace(subject, name=f"{subject.name}-{suffix}")
     return subject
 

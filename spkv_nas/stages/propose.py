@@ -8,14 +8,14 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts import defaults, head_scores, selection
+from spkv_nas.artifacts import defaults, head_scores, kinds, selection
 from spkv_nas.base import console, errors, units, workspace
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.evaluation.trust import Trust
-from spkv_nas.probing.signal import LAYER
-from spkv_nas.proposal import budget, budget_curve, stability, windows
-from spkv_nas.proposal.answer import Answer, propose_for, random_spread, uneven_budgets, write_proposal
-from spkv_nas.proposal.coverage import coverage
+from spkv_nas.evaluation.ranking import Trust
+from spkv_nas.proposal import answers, budget, windows
+from spkv_nas.proposal.answers import Answer, propose_for, random_spread, uneven_budgets, write_proposal
+from spkv_nas.proposal.coverage import LEVEL, Certainty, bootstrap, caution, coverage
+from spkv_nas.proposal.earlier import write_layouts
 from spkv_nas.proposal.propose import (
     default_window,
     layer_advice,
@@ -26,7 +26,7 @@ from spkv_nas.proposal.propose import (
     with_sinks,
 )
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, write_solutions
+from spkv_nas.proposal.solutions import SeveralSolutions, Solutions
 from spkv_nas.stages import engines, lookup, next_steps, printing, record
 from spkv_nas.stages.commands import Result, Suggestion, command_line
 from spkv_nas.stages.options.propose import ProposeOptions
@@ -49,7 +49,7 @@ class ProposalResult:
 class BudgetsResult:
     """Result of ``propose`` at several budgets."""
 
-    curve: budget_curve.BudgetCurve  # best layout at every budget
+    curve: answers.BudgetCurve  # best layout at every budget
     caution: str | None  # what the confidence intervals do not cover
     folder: Path  # folder of layouts, curve and figure
     figure: Path | None  # path of the figure; None where the plotting library is not installed
@@ -83,8 +83,8 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     folder = options.folders.layout_dir(table.name)
     write_proposal(folder, answer, reporter)
     _keep_selection(folder, [table, *others])
-    if answer.solutions is not None:
-        write_solutions(folder, answer.solutions, reporter)
+    if (further := answer.solutions) is not None:
+        write_layouts(folder, workspace.SOLUTIONS, further.layouts, further.rows, reporter)
     table_trust = trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
     trust_sentence = unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
     sentences = [
@@ -115,8 +115,8 @@ def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
     table, num_global = answer.table, answer.layouts["densest"].num_global
     same_options = replace(options, probe=options.probe or table.name)
     if (reason := layer_advice(table, options.granularity)) is not None:
-        is_of_layers = table.metadata.get("granularity") == LAYER
-        return Suggestion(command_line(replace(same_options, granularity=LAYER)) if is_of_layers else "", reason)
+        is_of_layers = table.metadata.get("granularity") == kinds.LAYER
+        return Suggestion(command_line(replace(same_options, granularity=kinds.LAYER)) if is_of_layers else "", reason)
     if (reason := price_advice(table, num_global)) is not None:
         recorded = record.read_options(table.metadata, options.folders.root)
         if recorded is None or not {"budget", "training_steps"} & table.metadata.keys():
@@ -155,7 +155,7 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
         tie_advice(answer.table, num_global),
         uneven_budgets(answer.rows, num_global),
     ]
-    sentences += [*(answer.certainty.sentences() if answer.certainty else []), stability.caution(answer.table)]
+    sentences += [*(answer.certainty.sentences() if answer.certainty else []), caution(answer.table)]
     return [sentence for sentence in sentences if sentence is not None]
 
 
@@ -191,7 +191,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     reporter.caution(table.missed_price)
     # Solve at every budget
     with reporter.bar("solving") as progress:
-        curve = budget_curve.curve_for(
+        curve = answers.curve_for(
             table,
             engines.read_requirements(options),
             str(options.budget),
@@ -201,14 +201,14 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
         )
     # Write layouts, curve and figure
     folder = options.folders.layout_dir(table.name)
-    budget_curve.write_budgets(folder, curve, reporter)
+    write_layouts(folder, workspace.BUDGETS, curve.layouts, curve.rows, reporter)
     _keep_selection(folder, [table])
     covered = {name: coverage(curve.table, layout) for name, layout in curve.layouts.items()}
-    resampled = stability.bootstrap(curve.table)
-    certainty = None if resampled is None else stability.Certainty.of(resampled, curve.layouts, curve.knee.budget)
+    resampled = bootstrap(curve.table)
+    certainty = None if resampled is None else Certainty.of(resampled, curve.layouts, curve.knee.budget)
     chart = result_charts.coverage_budget_chart(curve.table, curve.layouts, covered, certainty)
     figure = None if chart is None else figures.save_figure(folder, replace(chart, name="budgets"))
-    return BudgetsResult(curve, stability.caution(curve.table), folder, figure)
+    return BudgetsResult(curve, caution(curve.table), folder, figure)
 
 
 _CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
@@ -271,7 +271,7 @@ def _solutions(solutions: Solutions, folder: Path) -> None:
 
 def _interval_note(name: str, lows: "pd.Series[float]") -> str:
     """Return what the columns "from" and "to" beside a column are; empty where no interval is known."""
-    return f"; from, to: {100 * stability.LEVEL:.0f} % interval of {name}" if lows.notna().any() else ""
+    return f"; from, to: {100 * LEVEL:.0f} % interval of {name}" if lows.notna().any() else ""
 
 
 def _percent(share: float) -> str:

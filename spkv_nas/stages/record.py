@@ -20,10 +20,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from spkv_nas.artifacts import defaults, head_tables, kinds
 from spkv_nas.artifacts.head_scores import RECORD, HeadScores
-from spkv_nas.base import arrays, assets, entry, errors
+from spkv_nas.base import arrays, assets, errors
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation.trust import Trust
+from spkv_nas.evaluation.ranking import Trust
 from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.options import init, probe
@@ -92,12 +92,11 @@ def is_comparable(record: Mapping[str, Any], table: HeadScores) -> bool:
     return record.get("window") in (None, table.window) and record.get("sinks", 0) == table.sinks
 
 
-def for_signal(options: probe.ProbeOptions, signal: str, budget: str | None, *, learns: bool) -> probe.ProbeOptions:
-    """Return options of another signal on the same blocks; one that ``learns`` takes budget, window and seed."""
+def for_signal(options: probe.ProbeOptions, signal: str, budget: str | None) -> probe.ProbeOptions:
+    """Return options of another signal on the same blocks, which learns at a budget."""
     name = options.name and f"{options.name}-{signal}"
-    unset = {name: None for name in entry.shared_options(SIGNALS) if name != "seed"}
-    changed = replace(options, **{**unset, "signal": signal, "name": name, "budget": budget})  # type: ignore[arg-type]
-    return changed if learns else replace(changed, signal=None, budget=None, window=None, seed=None)
+    unset = {name: None for name in SIGNALS.shared_options() if name != "seed"}
+    return replace(options, **{**unset, "signal": signal, "name": name, "budget": budget})  # type: ignore[arg-type]
 
 
 def first_recipe(recorded: probe.ProbeOptions) -> init.InitOptions:

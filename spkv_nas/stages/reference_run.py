@@ -9,7 +9,6 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MAX_BYTES
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.training import branches, corpus, variants
 from spkv_nas.training.dense import dense_run, is_dense_trained
 from spkv_nas.training.recipe import Recipe
@@ -28,7 +27,8 @@ def train_reference(
 ) -> Trained:
     """Train a recipe's dense model and its SP-KV branch, reusing finished runs; ``dtype`` replaces its precision."""
     # Read the recipe, and warn before hours of work
-    recipe = _read_recipe(file, workspace, device, dtype, reporter)
+    recipe = Recipe.read(file).with_precision(dtype)
+    corpus.join_processes(recipe, device)
     for line in recipe.warnings():
         reporter.caution(f"warning: {line}")
     # Count what is finished
@@ -45,22 +45,12 @@ def train_reference(
     return Trained(context.dense, reference)
 
 
-def train_dense(
-    file: Path, workspace: Workspace, *, device: str | None, dtype: str | None = None, reporter: Reporter = SILENT
-) -> Path:
-    """Train a recipe's dense model, unless it is finished or given, and return its checkpoint; see above."""
-    recipe = _read_recipe(file, workspace, device, dtype, reporter)
+def train_dense(file: Path, workspace: Workspace, *, device: str | None, reporter: Reporter = SILENT) -> Path:
+    """Train a recipe's dense model, unless it is finished or given, and return its checkpoint."""
+    recipe = Recipe.read(file)
+    corpus.join_processes(recipe, device)
     runs = workspace.run_dir(recipe.name)
     return branches.BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter).dense
-
-
-def _read_recipe(file: Path, workspace: Workspace, device: str | None, dtype: str | None, reporter: Reporter) -> Recipe:
-    """Read a recipe, join torchrun's processes, and check the workspace."""
-    quiet_transformers(reporter)
-    recipe = Recipe.read(file).with_precision(dtype)
-    corpus.join_processes(recipe, device)
-    workspace.check_writable()
-    return recipe
 
 
 def _show_training(checkpoint: Path, folder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from spkv_nas.artifacts import checkpoints, comparison, grid, head_scores, result_tables, search_table
+from spkv_nas.artifacts import comparison, grid, head_scores, result_tables, search_table
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import ALARM, CRITICAL_BUDGET, SCORES, VERDICT, AlarmRecord, ResultTable
 from spkv_nas.base import assets, console, errors, records, schema, version
@@ -132,8 +132,8 @@ def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict
     # Export the layout of the verdict, or retrain it first
     name = verdict.layout.name
     folder, models = workspace.report_dir(table.name), []
-    if (folder / checkpoints.FILE).is_file():
-        models = [each for each in checkpoints.read_checkpoints(folder, workspace.root) if each.strategy == name]
+    if (folder / result_tables.CHECKPOINTS).is_file():
+        models = [each for each in result_tables.read_checkpoints(folder, workspace.root) if each.strategy == name]
     trained = next((model.checkpoint for model in models if model.checkpoint.is_dir()), None)  # of the first seed
     if trained is None:
         return _retrain(workspace, table, verdict)
@@ -194,7 +194,6 @@ def read_results(folder: Path) -> dict[str, Any]:
     """Read the results in a folder, by their names in ``report.inputs``."""
     tables = {
         "comparison": (folder / "comparison.csv", comparison.read_comparison),
-        "probe_pairs": (folder / "agreement.csv", result_tables.read_agreement),
         "search": (folder / SEARCH, search_table.read_search),
     }
     record_files: dict[str, tuple[Path, str, type[schema.Recorded]]] = {
@@ -203,6 +202,8 @@ def read_results(folder: Path) -> dict[str, Any]:
     }
     results: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
     results |= {name: records.read_record(*each) for name, each in record_files.items() if is_file(each[0])}
+    if (pairs := result_tables.PROBE_PAIRS.read(folder)) is not None:
+        results["probe_pairs"], _ = pairs
     if (folder / DOCUMENTS_FILE).is_file():
         results["pair_error"] = pair_error(read_documents(folder / DOCUMENTS_FILE))
     files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict", "critical-budget"))

@@ -15,7 +15,6 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import alarms, nll, separators
 from spkv_nas.evaluation.selected import find_selected
 from spkv_nas.evaluation.zero_shot import cache_folder, cache_shares, score_table, zero_shot
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages import commands, lookup, next_steps, printing
 from spkv_nas.stages.options import DENSE
@@ -25,7 +24,6 @@ from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     """Measure the zero-shot NLL of layouts on a checkpoint and write ``reports/<name>/zero-shot.csv``."""
-    quiet_transformers(reporter)
     # Read table and layouts
     workspace = options.folders
     table = None if options.probe is None else lookup.find_table(workspace, options.probe)
@@ -40,7 +38,6 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
         table_at_tau = proposal.table(table)
         covered = {key: coverage(table_at_tau, layout) for key, layout in proposal.layouts.items()}
     # Score full attention and every layout
-    workspace.check_writable()
     measured = subject.load(reporter, tokens=defaults.SCORE_TOKENS)
     memory = cache_shares(measured.model, proposal.layouts, measured.blocks.block_size)
     proposal.warn_of_windows(memory=memory.values())

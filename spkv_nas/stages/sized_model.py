@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spkv_nas.artifacts.checkpoints import run_origin
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import run_origin
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base import assets, files, progress, units
 from spkv_nas.base.errors import UserError

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts import defaults, selection
-from spkv_nas.base import errors, names, version
+from spkv_nas.base import errors, names
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, on_main
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.data import config, readers
+from spkv_nas.data import block_files, config, readers, sources, splits
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
 from spkv_nas.model.source import check_checkpoint
-from spkv_nas.stages.options import SubjectOptions
-from spkv_nas.stages.sized_model import model_name
+from spkv_nas.stages.options import REFERENCE, InDtype, SubjectOptions
+from spkv_nas.stages.sized_model import model_name, result_name
+from spkv_nas.training.recipe import Recipe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
     from spkv_nas.data.blocks import TokenBlocks
     from spkv_nas.evaluation import paired, separators
-    from spkv_nas.training.recipe import Recipe
+
+Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,6 @@ class Subject:
     @classmethod
     def of(cls, options: SubjectOptions, default: str, purpose: str, *, reads_text: bool = True) -> Subject:
         """Make the subject of options, or the ``default`` model; ``UserError`` if a text to ``purpose`` is missing."""
-        from spkv_nas.training.recipe import Recipe
-
         source = options.model or default
         if reads_text and not source.startswith(EMBEDDED_PREFIX) and not options.data:
             raise errors.UserError(f"--model needs --data: files or folders with the text to {purpose}")
@@ -94,10 +94,16 @@ class Subject:
     @classmethod
     def of_recipe(cls, options: SubjectOptions, file: Path, checkpoint: Path) -> Subject:
         """Make the subject of a recipe's checkpoint on the recipe's held-out text."""
-        from spkv_nas.training.recipe import Recipe
-
         recipe = Recipe.read(file)
         return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
+
+    @classmethod
+    def evaluated(cls, options: SubjectOptions) -> Subject:
+        """Make the subject of an evaluation; results take the name of ``result_name``."""
+        subject = cls.of(options, REFERENCE, "evaluate on")
+        if options.name is not None or subject.source.startswith(EMBEDDED_PREFIX):
+            return subject
+        return replace(subject, name=result_name(subject.source, options.folders))
 
     def with_documents(self, documents: str | None) -> Subject:
         """Return the subject on text whose documents are "joined" or "separate"; None: as the recipe says."""
@@ -184,7 +190,6 @@ class Subject:
 
         What was measured is kept for all commands on this model in this workspace. Must be called on all ranks.
         """
-        from spkv_nas.data.sources import documents
         from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
         from spkv_nas.model.checkpoint import checkpoint_hash
         from spkv_nas.training.corpus import recipe_separator
@@ -197,7 +202,7 @@ class Subject:
             return on_main(lambda: recipe_separator(self.recipe, tokenizer, self.base, runs, reporter))
 
         def measure() -> SeparatorReport:
-            return measure_separator(model, tokenizer, documents(options.data or (), Path()), self._length())
+            return measure_separator(model, tokenizer, sources.documents(options.data or (), Path()), self._length())
 
         file = options.folders.run_dir(self.family) / SEPARATORS
         return on_main(lambda: shared_separator(file, checkpoint_hash(self.source), measure, reporter))
@@ -210,8 +215,6 @@ class Subject:
         ``separator`` stands after a document (``data.tokenizer.boundaries``). Returns (blocks that gates learn on, None
         unless ``learns``; all other blocks). Raises ``UserError`` if the text is missing or too short.
         """
-        from spkv_nas.data.splits import load_text
-
         options, length = self.options, self._length()
         if learns:
             return self._split(tokenizer, length, separator, reporter)
@@ -219,7 +222,7 @@ class Subject:
             max_blocks = options.max_tokens and options.max_tokens // length
             return None, self._held_out(tokenizer, max_blocks, separator, reporter)
         cache = options.folders.run_dir(self.name) / "blocks"
-        read = partial(load_text, options.data, tokenizer, cache, Path(), block_size=length)
+        read = partial(splits.load_text, options.data, tokenizer, cache, Path(), block_size=length)
         limits = {"separator": separator, "documents": self.recipe.data.documents}
         return None, after_main(partial(read, max_tokens=options.max_tokens, reporter=reporter, **limits))
 
@@ -227,13 +230,12 @@ class Subject:
         self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, separator: str, reporter: Reporter
     ) -> TokenBlocks:
         """Load held-out text, mixed with RULER samples as training text is, then in at most ``max_blocks`` blocks."""
-        from spkv_nas.data.splits import load_heldout
         from spkv_nas.training import corpus, dataset
 
         recipe = self.recipe
         cache = self.options.folders.run_dir(recipe.name) / "blocks"
         data, stretch = recipe.data.model_copy(update={"separator": separator}), recipe.heldout_stretch
-        text = after_main(partial(load_heldout, data, tokenizer, cache, self.base, reporter, stretch=stretch))
+        text = after_main(partial(splits.load_heldout, data, tokenizer, cache, self.base, reporter, stretch=stretch))
         if recipe.data.mix is None:
             return text
         total = min(text.num_blocks, max_blocks or text.num_blocks)
@@ -243,8 +245,6 @@ class Subject:
         self, tokenizer: PreTrainedTokenizerBase, length: int, separator: str, reporter: Reporter
     ) -> tuple[TokenBlocks, TokenBlocks]:
         """Split the user's text, else the recipe's, by document into (training, held-out) blocks."""
-        from spkv_nas.data import config, splits
-
         data, base, name, stretch = self.recipe.data, self.base, self.recipe.name, self.recipe.heldout_stretch
         data = data.model_copy(update={"separator": separator})
         if self.options.data:
@@ -265,6 +265,28 @@ def default_block_size(source: str) -> int:
     return min(defaults.CONTEXT, read_size(source).positions or defaults.CONTEXT)
 
 
+def check_pair(model: str, against: str | None) -> None:
+    """Raise ``UserError`` if two checkpoints differ in their tokenizer, before anything large is read."""
+    from spkv_nas.model.checkpoint import load_tokenizer
+
+    if against is not None and len({block_files.fingerprint(load_tokenizer(each)) for each in (model, against)}) > 1:
+        raise errors.UserError(
+            f"--against {against} has a different tokenizer: results are comparable only on the same tokens"
+        )
+
+
+def load(options: InDtype, source: str, reporter: Reporter) -> Loaded:
+    """Load a checkpoint and its tokenizer; joins torchrun's processes and must be called on all ranks."""
+    from spkv_nas.model import checkpoint, model_shape
+
+    reporter.announce(f"loading {source}")
+    device = measuring_device(options.device)
+    connect(device)
+    model, tokenizer = checkpoint.load_on(source, device, options.dtype, spreads=options.device == AUTO)
+    model_shape.check_tokens(model, max(tokenizer.get_vocab().values()))
+    return model, tokenizer
+
+
 def measured_on(subject: Subject, measured: Measured, nll: paired.DocumentNLL, **more: Any) -> dict[str, Any]:
     """Return the record of what a table was measured on, for the file beside it."""
     from spkv_nas.model.checkpoint import model_origin
@@ -280,5 +302,4 @@ def measured_on(subject: Subject, measured: Measured, nll: paired.DocumentNLL, *
         "num_documents": nll.num_documents,
         "effective_documents": round(nll.effective_documents, 1),
         **more,
-        "environment": version.environment(),
     }

@@ -5,17 +5,16 @@ from typing import Any
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV
 from spkv_nas.base.console import Table, escape, out, say
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.progress import Reporter
 from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.evaluation.ranking import format_rank_correlation
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import commands, lookup, next_steps, printing
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.training import hybrids
 from spkv_nas.training.recipe import Recipe
 
 
-def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hybrids.Comparison:
+def run(options: TrainHybridOptions, reporter: Reporter) -> commands.Result:
     """Retrain layouts, by default all of the workspace's, and write their comparison to ``reports/<name>/``."""
     workspace = options.folders
     # Read probe, layouts and recipe
@@ -28,11 +27,10 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     memory = [layout_share(x, recipe.data.block_size, table.native_windows) for x in proposal.layouts.values()]
     gates = {f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None
     proposal.warn_of_windows(gates, memory)
-    quiet_transformers(reporter)
     for line in recipe.warnings() if options.reference else ():
         reporter.caution(f"warning: {line}")
     # Retrain and compare
-    return hybrids.train_by_recipe(
+    result = hybrids.train_by_recipe(
         recipe,
         proposal.layouts,
         proposal.table(table),
@@ -43,6 +41,8 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
         device=options.device,
         reporter=reporter,
     )
+    steps = () if result.alarm else next_steps.after_training_hybrids(options, result.folder.name)
+    return commands.Result(result, show, document, next=steps)
 
 
 def show(result: hybrids.Comparison) -> None:
@@ -97,10 +97,3 @@ def document(result: hybrids.Comparison) -> dict[str, Any]:
         "checkpoints": result.models,
         "folder": result.folder,
     }
-
-
-def run(options: TrainHybridOptions, reporter: Reporter) -> commands.Result:
-    """Run the command."""
-    comparison = train_hybrid(options, reporter)
-    steps = () if comparison.alarm else next_steps.after_training_hybrids(options, comparison.folder.name)
-    return commands.Result(comparison, show, document, next=steps)

@@ -9,11 +9,12 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import layout_names
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base import console, progress
-from spkv_nas.evaluation.verdict import margins, trial, words
+from spkv_nas.evaluation.verdict import criteria, trial, words
 from spkv_nas.evaluation.verdict.contenders import Contender
-from spkv_nas.model import checkpoint, config_section, source, transformers_logging
-from spkv_nas.stages import checkpoints, checks, commands, decision, printing, sized_model
+from spkv_nas.model import checkpoint, config_section, source
+from spkv_nas.stages import checks, commands, decision, printing, sized_model
 from spkv_nas.stages.options.verdict import VerdictOptions, is_layout
+from spkv_nas.stages.subject import check_pair
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,13 @@ def run(options: VerdictOptions, reporter: progress.Reporter) -> commands.Result
 
 def verdict(options: VerdictOptions, reporter: progress.Reporter = progress.SILENT) -> VerdictResult:
     """Measure candidates and the dense model until the answer about every candidate is known."""
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
     # Check the candidates, then measure them
     candidates = contenders(options.candidates, options.model, reporter)
     for candidate in candidates:
-        checkpoints.check_pair(candidate.source, options.model)
+        check_pair(candidate.source, options.model)
     compared = decision.prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
-    outcome = trial.decide_all(compared.trial, candidates, margins.parse_risk(options.risk), reporter)
+    outcome = trial.decide_all(compared.trial, candidates, criteria.parse_risk(options.risk), reporter)
     # Write the table
     record = {"answers": dict(outcome.answers), **decision.origin(options, compared)}
     record |= {} if outcome.alarm is None else {ALARM: outcome.alarm}

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.checkpoints import RUN_RECORD
+from spkv_nas.artifacts.result_tables import RUN_RECORD
 from spkv_nas.base import distributed, files, manifest, schema, version
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.data.splits import RULE
-from spkv_nas.evaluation import paired, sweep
+from spkv_nas.evaluation import nll, paired
 from spkv_nas.model import checkpoint, source
 from spkv_nas.training import arguments, callbacks, dataset, lora, run_files, sharding
 from spkv_nas.training.branch_setup import BranchSetup, branch_recipe, learns_sinks, measure_initial_sinks, set_up
@@ -156,7 +156,7 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
     tau, size = recipe.gates.tau if variant.kind is Kind.SP_KV else None, recipe.evaluation.batch_size
     with reporter.bar(f"{variant.name}, held-out text") as progress:
         sharding.spare_passes(trainer.model, corpus.heldout, size)
-        measured = sweep.evaluate(trainer.model, corpus.heldout, tau, batch_size=size, progress=progress)
+        measured = nll.evaluate(trainer.model, corpus.heldout, tau, batch_size=size, progress=progress)
     record = _record(variant, trainer.args.max_steps, measured, recipe, seed, trained_parameters)
     # Write the checkpoint, the results and the logs
     weights = sharding.whole_weights(trainer.model)
@@ -195,7 +195,7 @@ def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: 
 
 
 def _record(
-    variant: Variant, steps: int, measured: sweep.Evaluation, recipe: Recipe, seed: int, trained_parameters: int
+    variant: Variant, steps: int, measured: nll.Evaluation, recipe: Recipe, seed: int, trained_parameters: int
 ) -> dict[str, Any]:
     """Return the content of a branch's ``run.json``."""
     commit = None if recipe.model.path is None else source.commit_of(recipe.model.path)

@@ -16,7 +16,7 @@ from spkv_nas.cost.formulas import OPTIMIZERS
 from spkv_nas.data import sources, splits
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.config import AUTO, EOS, NO_SEPARATOR, DataConfig
-from spkv_nas.data.ruler.haystacks import Essays
+from spkv_nas.data.ruler.material import Essays
 from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
 from spkv_nas.model import checkpoint, weight_files
 from spkv_nas.training.recipe import OFFLOAD, Recipe

@@ -8,10 +8,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.data.batches import BlockOrder, Mixture, library_order, mixed_order
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.order import BlockOrder, Mixture, library_order, mixed_order
-from spkv_nas.data.ruler.haystacks import Essays
-from spkv_nas.data.ruler.material import Material
+from spkv_nas.data.ruler.material import Essays, Material
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 from spkv_nas.model.loss import NO_TARGET

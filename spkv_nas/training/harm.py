@@ -6,7 +6,7 @@ to it although they lost much. A difference within its standard error, or on few
 
 from spkv_nas.base.progress import Reporter
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
-from spkv_nas.evaluation.trust import MIN_DOCUMENTS
+from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
 from spkv_nas.training.recipe import Recipe
 
 MAX_HARM = 0.1  # percent of NLL

@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts import comparison, proposal, result_tables
-from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import TrainedModel, write_checkpoints
 from spkv_nas.base import distributed, progress, records, replace, version
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation import paired, ranking

@@ -17,7 +17,7 @@ from spkv_nas.base import device, errors, files, units
 from spkv_nas.base.progress import Bar, Reporter, no_progress, part_of
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import checkpoint, source
-from spkv_nas.probing.window_choice import HELD_OUT_TOKENS, hold_out
+from spkv_nas.probing.measure import HELD_OUT_TOKENS, hold_out
 from spkv_nas.training import first_recipe, harm, in_memory, run_plan
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.corpus import Corpus, join_processes

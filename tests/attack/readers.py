@@ -12,14 +12,13 @@ import pandas as pd
 from helpers import RECIPE, make_comparison, make_domain_table, make_layouts, make_search
 
 from attack.mutants import Reader
-from spkv_nas.artifacts.checkpoints import TrainedModel, read_checkpoints, write_checkpoints
 from spkv_nas.artifacts.comparison import write_comparison
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import Gains, read_density_log
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.artifacts.result_tables import VERDICT, read_agreement
+from spkv_nas.artifacts.result_tables import PROBE_PAIRS, VERDICT, TrainedModel, read_checkpoints, write_checkpoints
 from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
@@ -30,10 +29,10 @@ from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.evaluation.trust import Trust
+from spkv_nas.evaluation.ranking import Trust
 from spkv_nas.proposal.constraints import read_head_costs
 from spkv_nas.proposal.foreign_formats import read_scores
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 from spkv_nas.report.density_charts import density_evolution_chart
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import explorer_data
@@ -295,7 +294,7 @@ READERS = (
     Reader("search record", make_results("search.yaml"), use_results),
     Reader("verdict", make_results("verdict.csv"), use_results),
     Reader("verdict record", make_results("verdict.yaml"), use_results),
-    Reader("agreement", _make_agreement, lambda file: short_labels(read_agreement(file))),
+    Reader("agreement", _make_agreement, lambda file: short_labels(PROBE_PAIRS.read(file.parent)[0])),
     Reader("checkpoints", _make_checkpoints, lambda file: read_checkpoints(file.parent, Path("root"))),
     Reader("calibration", _make_calibration("calibration.yaml"), _use_calibration),
     Reader("times", _make_calibration("calibration.csv"), _use_calibration),

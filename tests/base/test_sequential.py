@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from spkv_nas.base.sequential import anytime_p, betting_log_e, bounds_so_far, holm
-from spkv_nas.base.statistics import FEW_DOCUMENTS
+from spkv_nas.base.statistics import FEW_DOCUMENTS, anytime_p, betting_log_e, bounds_so_far, holm
 
 
 class TestBetting:

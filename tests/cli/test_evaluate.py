@@ -24,8 +24,8 @@ from typing import Annotated
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
-from spkv_nas.stages.commands import Result
+from spkv_nas.stages.commands import Command, Result
+from spkv_nas.stages.options import CheckpointOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,6 @@ class ParametersOptions(CheckpointOptions):
 
 
 def check(options: ParametersOptions) -> None:
-    check_checkpoints(options)
     if options.unit < 1:
         raise UserError("--unit must be positive")
 
@@ -47,7 +46,7 @@ def parameters(options: ParametersOptions, reporter: Reporter) -> Result:
     return Result({"parameters": sum(weight.numel() for weight in model.parameters()) // options.unit}, print)
 
 
-PARAMETERS = Evaluation("parameters", parameters)
+PARAMETERS = Command("parameters", parameters)
 '''
 
 

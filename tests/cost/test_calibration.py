@@ -19,12 +19,13 @@ from spkv_kernels import timing as kernel_timing
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT
 from spkv_nas.cli import main
 from spkv_nas.cost import timing as attention_timing
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing, default_contexts
 from spkv_nas.cost.timing import time_attention
 from spkv_nas.stages.options.plan_attention import AttentionOptions
-from spkv_nas.stages.plan_attention import attention
+from spkv_nas.stages.plan_attention import run
 
 CASE = LayerCase(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu")
 SHAPE = Shape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=1000)
@@ -226,16 +227,9 @@ class TestCommands:
         make_calibration(heads).write(tmp_path / "reports" / "micro-3")
         layout = Layout(("GL", "LL", "LL", "GG"), window=4)
         layout.write(tmp_path / "mine.yaml")
-        result = attention(
-            AttentionOptions(
-                level="micro-3",
-                layout=[tmp_path / "mine.yaml"],
-                density=0.5,
-                window=4,
-                context="100",
-                workspace=tmp_path,
-            )
-        )
+        layouts, sizes = [tmp_path / "mine.yaml"], {"density": 0.5, "window": 4, "context": "100"}
+        options = AttentionOptions(level="micro-3", layout=layouts, workspace=tmp_path, **sizes)  # type: ignore[arg-type]
+        result = run(options, SILENT).value
         rows = result.costs
         assert isinstance(result.times, Calibration)
         assert [row.decode_seconds for row in rows] == pytest.approx([4 * 4.0, 2.0 + 1 + 1 + 4, 4 * 2.0])

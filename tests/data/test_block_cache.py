@@ -16,7 +16,7 @@ from text_cases import bytes_tokenizer, prose, sixty_documents, write_files
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.data import block_cache, splits
+from spkv_nas.data import block_files, splits
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import DataConfig, SourceConfig
 from spkv_nas.data.sources import documents
@@ -72,7 +72,7 @@ class TestCache:
 
     def test_another_format_is_written_anew(self, config: DataConfig, tmp_path: Path, monkeypatch: Any) -> None:
         first = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
-        monkeypatch.setattr(block_cache, "_FORMAT", "another")
+        monkeypatch.setattr(block_files, "_FORMAT", "another")
         assert cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path) != first
 
     def test_a_text_without_split(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -21,7 +21,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SEED
 from spkv_nas.base.schema import merged
 from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
-from spkv_nas.data.order import BlockOrder, Mixture, mixed_order
+from spkv_nas.data.batches import BlockOrder, Mixture, mixed_order
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
 from spkv_nas.data.tokenizer import Boundaries

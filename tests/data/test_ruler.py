@@ -21,11 +21,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.data.ruler.haystacks import SPACE, Essays, hide, noise
-from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.needles import _DRAW
+from spkv_nas.data.ruler.material import Essays, Material
 from spkv_nas.data.ruler.sample import Sample
-from spkv_nas.data.ruler.tasks import TASKS, available, generate
+from spkv_nas.data.ruler.tasks import _DRAW, TASKS, available, generate, hide, noise
 from spkv_nas.data.ruler.words import all_words
 
 NEEDLES = [task for task in TASKS if task.startswith("niah")]
@@ -200,7 +198,7 @@ def test_a_question_that_does_not_fit_is_replaced(tokenizer: PreTrainedTokenizer
 
 
 def test_needles_are_at_their_depth() -> None:
-    assert hide(["a", "b", "c"], ["X", "Y"], [0.99, 0.0], SPACE) == "Y a b c X"
+    assert hide(["a", "b", "c"], ["X", "Y"], [0.99, 0.0], " ") == "Y a b c X"
     assert hide(["a", "b", "c"], ["X", "Y"], [0.3, 0.49]) == "a\nX\nY\nb\nc"
     line = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
     assert noise(12) == [line, line, "The grass is green. The sky is blue."]

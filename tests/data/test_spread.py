@@ -13,8 +13,7 @@ from spkv_nas.data import splits
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.config import DataConfig
 from spkv_nas.data.sources import Document
-from spkv_nas.data.splits import RULE, cache_split, load_text, read_split
-from spkv_nas.data.spread import SpreadSample
+from spkv_nas.data.splits import RULE, SpreadSample, cache_split, load_text, read_split
 from spkv_nas.training.branches import branch_key
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.nll import document_nll, evaluate, tau_sweep
 from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.evaluation.sweep import evaluate, tau_sweep
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.generation import generate

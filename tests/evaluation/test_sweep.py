@@ -22,9 +22,8 @@ from spkv_nas.cli.app import NLL
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.sources import documents
 from spkv_nas.data.splits import load_text
-from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.nll import COLUMNS, document_nll, evaluate, sweep_table, tau_sweep
 from spkv_nas.evaluation.paired import paired_difference
-from spkv_nas.evaluation.sweep import COLUMNS, evaluate, sweep_table, tau_sweep
 from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.checkpoint import load, save

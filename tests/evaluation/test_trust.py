@@ -26,13 +26,12 @@ from spkv_nas.base.flag import SHOWN
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
-from spkv_nas.evaluation.ranking import spearman
-from spkv_nas.evaluation.trust import MissedHead, Trust
+from spkv_nas.evaluation.ranking import MissedHead, Trust, spearman
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.signals import ADD_ONE_HEAD
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.next_steps import RECOMMENDATION, recommend

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.evaluation.verdict.loss_tests import (
+from spkv_nas.evaluation.verdict.criteria import DocumentRounds
+from spkv_nas.evaluation.verdict.criterion import (
     Evidence,
     MeanDrop,
     MeanShortfall,
@@ -21,7 +22,6 @@ from spkv_nas.evaluation.verdict.loss_tests import (
     loss_interval,
     more_samples,
 )
-from spkv_nas.evaluation.verdict.nll import DocumentRounds
 from spkv_nas.evaluation.verdict.trial import Levels, decide
 
 

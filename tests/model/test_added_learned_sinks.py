@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from spkv_nas import Layout, UserError, apply_layout, detach, layout_applied
 from spkv_nas.base.manifest import MANIFEST
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.nll import evaluate
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attach import detached
 from spkv_nas.model.attention import attention_layers

@@ -19,7 +19,7 @@ from spkv_nas.base.device import AUTO, measuring_device
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.nll import evaluate
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model import device_map
 from spkv_nas.model.checkpoint import save

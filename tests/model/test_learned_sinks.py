@@ -20,7 +20,7 @@ from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.export.export import export
 from spkv_nas.model.learned_sinks import refuse_learned_sinks
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.mixture import Mixture
+from spkv_nas.probing.frozen import Mixture
 
 NATIVE = Layout(("LL", "GG", "LL", "GG"), 8)  # layers 0 and 2 have a sliding window of 8 keys
 HYBRID = Layout(("LL", "GL", "LL", "LG"), 8, sinks=2)

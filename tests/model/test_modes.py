@@ -19,8 +19,7 @@ from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.nll import document_nll
-from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.nll import document_nll, evaluate
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attach import attach_gates, detach
 from spkv_nas.model.attention import LayerState, layer_states, watch_logits

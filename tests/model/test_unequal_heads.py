@@ -28,8 +28,8 @@ from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.learned_sinks import learned_sinks
 from spkv_nas.model.model_shape import config_size
 from spkv_nas.model.windows import add_learned_sinks, apply_layout, full_attention
+from spkv_nas.probing.frozen import Mixture
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.mixture import Mixture
 from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.requirements import Requirements

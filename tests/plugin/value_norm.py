@@ -5,7 +5,7 @@ from typing import Annotated
 
 from spkv_nas.artifacts.kinds import SCORE
 from spkv_nas.base.flag import Flag
-from spkv_nas.probing.signal import Signal
+from spkv_nas.probing.signals import Signal
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.loss import mean_nll
 from spkv_nas.model.windows import apply_layout, full_attention
 from spkv_nas.probing import frozen
+from spkv_nas.probing.frozen import Mixture
 from spkv_nas.probing.head_gates import head_gates, project
-from spkv_nas.probing.mixture import Mixture
 
 WINDOW, LENGTH = 6, 40
 SHARED_KEYS: dict[str, Any] = {  # layers 4 and 5 read the keys of 2 and 3

@@ -23,13 +23,11 @@ from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import KINDS
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.entry import check_options, shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.data.splits import load_text
 from spkv_nas.model.checkpoint import save
-from spkv_nas.probing.signal import Signal, Steps
-from spkv_nas.probing.signals import SIGNALS
+from spkv_nas.probing.signals import SIGNALS, Signal, Steps
 from spkv_nas.stages.flags import takers_note, with_options_of
 from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.options.probe import ProbeOptions
@@ -125,7 +123,7 @@ def test_the_tutorial_shows_this_package() -> None:
 
 def test_what_every_signal_declares() -> None:
     assert RECOMMENDED in SIGNALS.names
-    options = shared_options(SIGNALS)
+    options = SIGNALS.shared_options()
     declared = {field.name for field in fields(ProbeOptions)}
     for signal in SIGNALS:
         assert not signal.help.endswith(".")
@@ -179,13 +177,13 @@ class _Data(_Other):
 
 def test_signals_may_share_an_option_but_not_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIGNALS.entries, "other", _Steps())
-    steps = shared_options(SIGNALS)["steps"]
+    steps = SIGNALS.shared_options()["steps"]
     assert takers_note([*steps.defaults]) == "Applies to density, head-gates, duo and other."
     assert steps.default_text == "density: 160; head-gates: 50; duo: 200; other: 7"
-    check_options(SIGNALS, SIGNALS["other"], {"steps": 3})
+    SIGNALS.check_options(SIGNALS["other"], {"steps": 3})
     monkeypatch.setitem(SIGNALS.entries, "other", _OtherSteps())
     with pytest.raises(UserError, match="signals density and other declare --steps with different flags"):
-        shared_options(SIGNALS)
+        SIGNALS.shared_options()
 
 
 def test_an_option_cannot_have_the_name_of_one_of_probe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.entry import check_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.signals.measure.attention_mass import attention_mass
@@ -159,7 +158,7 @@ class TestMeasure:
         with pytest.raises(
             UserError, match="--steps does not apply to --signal retrieval; it applies to density, head-gates"
         ):
-            check_options(SIGNALS, SIGNALS["retrieval"], {"steps": 3})
+            SIGNALS.check_options(SIGNALS["retrieval"], {"steps": 3})
         assert not attention_layers(model)
 
 

@@ -28,12 +28,11 @@ from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import LayerState, attention_layers
 from spkv_nas.model.windows import apply_layout
+from spkv_nas.probing.frozen import Mixture
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.heads import attention_weights
 from spkv_nas.probing.measure import measure_signal
-from spkv_nas.probing.mixture import Mixture
-from spkv_nas.probing.signal import parse_sinks
-from spkv_nas.probing.signals import SIGNALS
+from spkv_nas.probing.signals import SIGNALS, parse_sinks
 from spkv_nas.probing.sinks import MassiveActivation, SinkReport, choose_sinks, measure_sinks
 from spkv_nas.stages.probe import show
 

@@ -18,8 +18,8 @@ from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.probing import window_choice
-from spkv_nas.probing.window_choice import choose_window, hold_out
+from spkv_nas.probing import measure
+from spkv_nas.probing.measure import choose_window, hold_out
 from spkv_nas.proposal.windows import TriedWindow, candidate_windows
 
 COST = CacheCost(2048, 1, 32, 64, "bfloat16", sinks=1)  # of a model of 48 heads, below
@@ -87,7 +87,7 @@ def test_the_best_window_is_that_of_an_exhaustive_search() -> None:
     table = HeadScores.from_array(np.random.default_rng(0).random((4, 2)), sinks=1)
     candidates = [TriedWindow(8, 3, 0.8), TriedWindow(16, 2, 0.6), TriedWindow(64, 1, 0.6)]
     choice = choose_window(model, blocks, table, candidates, batch_size=4)
-    full, *scores = zero_shot(model, [None, *(window_choice.highest_scores(table, row) for row in candidates)], blocks)
+    full, *scores = zero_shot(model, [None, *(measure.highest_scores(table, row) for row in candidates)], blocks)
     changes = [paired_difference(score, full).percent for score in scores]
     assert [row.change for row in choice.tried] == pytest.approx(changes)
     assert choice.best.window == candidates[int(np.argmin(changes))].window

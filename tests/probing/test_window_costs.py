@@ -16,8 +16,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.windows import full_attention
+from spkv_nas.probing.frozen import Mixture
 from spkv_nas.probing.head_gates import unobserved
-from spkv_nas.probing.mixture import Mixture
 from spkv_nas.probing.window_costs import window_costs
 
 WINDOWS = (4, 16)
@@ -55,7 +55,7 @@ def test_blocks_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     """A pass of several blocks gives the mean of the costs of passes of one, by domain."""
     model, blocks = tiny_model(), text()
     whole = window_costs(model, blocks, 4, windows=WINDOWS).window_costs
-    monkeypatch.setattr("spkv_nas.probing.window_costs.LEARNING_TOKENS", 1)
+    monkeypatch.setattr("spkv_nas.artifacts.defaults.LEARNING_TOKENS", 1)
     single = window_costs(model, blocks, 4, windows=WINDOWS)
     assert whole is not None
     assert single.window_costs is not None

@@ -24,19 +24,19 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 50_375,
-    "lines without contrib": 42_617,
-    "files": 331,
-    "files without contrib": 283,
-    "lines of commands": 7_049,
-    "files of commands": 58,
+    "lines": 49_955,
+    "lines without contrib": 42_330,
+    "files": 328,
+    "files without contrib": 280,
+    "lines of commands": 6_920,
+    "files of commands": 55,
     "option slots": 230,
     "option slots of one command": 20,
-    "imports in 100 lines": 7.7,
+    "imports in 100 lines": 7.6,
     "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
-    "tracked files": 832,
-    "lines of tests": 41_950,
-    "quick test items": 3_588,
+    "tracked files": 829,
+    "lines of tests": 41_940,
+    "quick test items": 3_613,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 

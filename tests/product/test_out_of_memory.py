@@ -22,7 +22,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.schema import merged
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.nll import evaluate
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.gates import predictors
 from spkv_nas.probing import frozen

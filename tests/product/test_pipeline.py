@@ -16,9 +16,9 @@ import yaml
 from helpers import RECIPE, fails, tiny_model, write_project
 
 import spkv_nas
-from spkv_nas.artifacts.checkpoints import read_checkpoints
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import distinct
+from spkv_nas.artifacts.result_tables import read_checkpoints
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.windows import apply_layout

@@ -18,7 +18,7 @@ from spkv_nas.base.registry import Registry
 from spkv_nas.cli.app import EVALUATIONS
 from spkv_nas.contrib.search.sampler import SAMPLERS
 from spkv_nas.engines.registry import ENGINES, planned_engines
-from spkv_nas.evaluation.verdict.registry import CRITERIA
+from spkv_nas.evaluation.verdict.criteria import CRITERIA
 from spkv_nas.model.export.registry import TARGETS
 from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.proposal.strategies import STRATEGIES

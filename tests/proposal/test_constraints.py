@@ -16,7 +16,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.coverage import coverage, domain_coverage
 from spkv_nas.proposal.integer_program import Problem, _Program
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 
 Mask = np.ndarray
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers import MessageLog, make_table
 
@@ -94,11 +95,12 @@ def _quietly(workspace: Workspace, budget: int) -> None:
     stage(ProposeOptions(probe="mine", budget=budget, workspace=workspace.root), MessageLog().reporter)
 
 
-def test_a_comparison_names_the_replaced_one(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_of_other_probes_is_kept(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--budget", "3", "--workspace", str(workspace.root)]
     main(["compare", "mine", "other", *options])
     main(["compare", "mine", "other", *options])
-    assert "replaced" not in capsys.readouterr().err
+    assert "kept" not in capsys.readouterr().err
     main(["compare", "mine", "third", *options])
-    assert "replaced an earlier comparison" in (output := capsys.readouterr().err)
-    assert "mine, other at 3 global heads" in output
+    assert "kept the earlier result" in capsys.readouterr().err
+    pairs = [pd.read_csv(file)[["first", "second", "budget"]] for file in workspace.reports.rglob("agreement*.csv")]
+    assert sorted(pair.to_numpy().tolist() for pair in pairs) == [[["mine", "other", 3]], [["mine", "third", 3]]]

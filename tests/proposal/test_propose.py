@@ -15,14 +15,13 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram, rounded_tau
 from spkv_nas.artifacts.proposal import Proposal, distinct
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal.answer import coverage_table, propose_for, random_spread, write_proposal
+from spkv_nas.proposal.answers import coverage_table, propose_for, random_spread, write_proposal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve, provenance
 from spkv_nas.proposal.propose import resolve_tau, tau_advice, tie_advice, unmatched
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.proposal.strategies import STRATEGIES
-from spkv_nas.proposal.strategy import NUM_RANDOM
+from spkv_nas.proposal.strategies import NUM_RANDOM, STRATEGIES
 
 NAMES = [name for strategy in STRATEGIES for name in strategy.names(NUM_RANDOM)]
 

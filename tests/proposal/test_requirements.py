@@ -18,8 +18,8 @@ from spkv_nas.base.units import format_bytes, parse_bytes, parse_context
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.cost.formulas import kv_cache_bytes
+from spkv_nas.proposal.answers import budget_curve, curve_for, find_knee
 from spkv_nas.proposal.budget import parse_budgets
-from spkv_nas.proposal.budget_curve import budget_curve, curve_for, find_knee
 from spkv_nas.proposal.constraints import Constraints, read_head_costs, solve
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.stages.engines import read_requirements

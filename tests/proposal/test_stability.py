@@ -14,7 +14,7 @@ from helpers import Page, all_logits, fails, make_layouts, scatter_gates, tiny_m
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import MAX_DOCUMENTS, DocumentCounts, LogitHistogram, group_documents, threshold_logit
-from spkv_nas.artifacts.result_tables import read_agreement
+from spkv_nas.artifacts.result_tables import PROBE_PAIRS
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.compare.stage import agreement, parse_probe, short_labels, write_agreement
@@ -22,9 +22,9 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.probing.density import probe
 from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.proposal.coverage import NUM_SOLVED, Certainty, beyond_doubt, bootstrap, caution, knee
 from spkv_nas.proposal.requirements import Limit, Requirements
-from spkv_nas.proposal.stability import NUM_SOLVED, Certainty, beyond_doubt, bootstrap, caution, knee
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 
@@ -269,7 +269,8 @@ class TestAgreement:
     def test_the_file_can_be_read_again(self, tmp_path: Path) -> None:
         rows = agreement({"p": make_probe(), "q": make_probe(1)}, 4).assign(spearman=np.nan)
         write_agreement(tmp_path, rows)
-        pd.testing.assert_frame_equal(read_agreement(tmp_path / "agreement.csv"), rows, check_dtype=False, rtol=1e-5)
+        read, _ = PROBE_PAIRS.read(tmp_path)
+        pd.testing.assert_frame_equal(read, rows, check_dtype=False, rtol=1e-5)
         header = ",".join(rows.columns)
         (tmp_path / "agreement.yaml").unlink()
         for text, message in [
@@ -281,7 +282,7 @@ class TestAgreement:
         ]:
             (tmp_path / "agreement.csv").write_text(text)
             with pytest.raises(UserError, match=message):
-                read_agreement(tmp_path / "agreement.csv")
+                PROBE_PAIRS.read(tmp_path)
 
 
 class TestCommands:

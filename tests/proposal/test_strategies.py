@@ -19,13 +19,11 @@ from spkv_nas.base import registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.search.space import Space, starting_layouts
-from spkv_nas.proposal.answer import propose_for, random_spread
-from spkv_nas.proposal.budget_curve import coverage_by_budget
+from spkv_nas.proposal.answers import coverage_by_budget, propose_for, random_spread
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.proposal.strategies import RANDOM, STRATEGIES, strategy_of
-from spkv_nas.proposal.strategy import Strategy
+from spkv_nas.proposal.strategies import RANDOM, STRATEGIES, Strategy, strategy_of
 from spkv_nas.stages.dry_run import plan_of
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 

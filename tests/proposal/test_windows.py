@@ -19,7 +19,7 @@ from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.engines.engine import Serving
 from spkv_nas.engines.vllm import VLLM
-from spkv_nas.proposal.answer import propose_for
+from spkv_nas.proposal.answers import propose_for
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.windows import WindowProblem, at_window, candidate_windows, window_per_head
@@ -147,7 +147,7 @@ class TestProposal:
 
     def test_constraints(self) -> None:
         constraints = Constraints.parse(["windows=64,512", "max-per-layer=1", "local-layers=0"])
-        layout = spkv_nas.proposal.answer.propose_for(
+        layout = spkv_nas.proposal.answers.propose_for(
             table(), Requirements(constraints, kv_bytes="20%", context=2048)
         ).layouts["window-per-head"]
         assert set(layout.legend.values()) <= {64, 512}

@@ -24,7 +24,7 @@ from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET, VERDICT
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
-from spkv_nas.evaluation.verdict.nll import DocumentRounds
+from spkv_nas.evaluation.verdict.criteria import DocumentRounds
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.stages.critical_budget import BudgetResult, critical_budget, document
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions

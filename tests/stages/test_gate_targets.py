@@ -101,5 +101,5 @@ class TestCommands:
         messages = MessageLog()
         options = TrainHybridOptions(probe="mine", workspace=tmp_path / "w", recipe=recipe)
         with pytest.raises(UserError, match="before any training"):
-            train_stage.train_hybrid(options, replace(messages.reporter, cautioned=messages.announced.append))
+            train_stage.run(options, replace(messages.reporter, cautioned=messages.announced.append))
         assert sum(MISSED in line for line in messages.announced) == 1

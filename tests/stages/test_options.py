@@ -32,7 +32,6 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.stages import flags, options
 from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS
-from spkv_nas.stages.evaluate import evaluation as evaluation_options
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
 from spkv_nas.stages.options.plan import PlanOptions
@@ -42,7 +41,7 @@ from spkv_nas.stages.options.verdict import DecisionOptions
 from spkv_nas.training.first_recipe import Draft
 
 FUNCTIONS = [*commands().values(), *LAYOUT_COMMANDS, *REPRODUCE.commands, *(entry.run for entry in EVALUATIONS)]
-MODULES = [options, evaluation_options]
+MODULES = [options]
 MODULES += [sys.modules[next(iter(get_type_hints(function).values())).__module__] for function in FUNCTIONS]
 CLASSES = [
     one
@@ -92,7 +91,7 @@ def test_command_line_and_stages_have_equal_options() -> None:
     option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
     mixins |= {options.SubjectOptions, options.LayerOptions, options.EngineOptions, DecisionOptions}
-    mixins |= {options.Measures, options.ChoosesProbe, options.RetrainsLayouts, evaluation_options.CheckpointOptions}
+    mixins |= {options.Measures, options.ChoosesProbe, options.RetrainsLayouts, options.CheckpointOptions}
     nested = {ShowLayoutsOptions, DiffOptions, ConvertOptions}
     assert option_classes | nested == set(CLASSES) - mixins
 

@@ -10,8 +10,8 @@ import pytest
 from command_cases import parsed
 from helpers import make_comparison, make_domain_table, make_layouts
 
-from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
 from spkv_nas.artifacts.comparison import write_comparison
+from spkv_nas.artifacts.result_tables import TrainedModel, write_checkpoints
 from spkv_nas.report import page as report_page
 from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.report import report

@@ -15,6 +15,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import HeadShape, ModelSize
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import write_manifest
+from spkv_nas.base.progress import SILENT
 from spkv_nas.base.units import format_seconds
 from spkv_nas.cli import main
 from spkv_nas.cost.stage_costs import Site, Stages, Training
@@ -24,7 +25,7 @@ from spkv_nas.stages.dry_run import plan_of
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.train import TrainOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
-from spkv_nas.stages.train import train
+from spkv_nas.stages.train import run as train
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import newest_step
@@ -103,7 +104,7 @@ class TestDryRun:
         assert (dense.name, dense.steps, dense.tokens, dense.state) == ("dense", 6, 6 * 4 * 32, "")
         assert (branch.name, branch.steps, branch.tokens, branch.state) == ("sp-kv", 8, RUN, "")
         assert branch.seconds > 0
-        train(options)
+        train(options, SILENT)
         before = everything(tmp_path)
         main(["train", str(recipe_file), "--workspace", str(workspace), "--dry-run"])
         assert "total: nothing left to do" in capsys.readouterr().out

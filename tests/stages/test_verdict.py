@@ -20,7 +20,7 @@ from spkv_nas.base.records import write_record
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.tokenizer import SeparateDocuments
-from spkv_nas.evaluation.verdict.nll import DocumentRounds
+from spkv_nas.evaluation.verdict.criteria import DocumentRounds
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.proposal.coverage import provenance

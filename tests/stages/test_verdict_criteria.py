@@ -21,9 +21,13 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.agreement.stage import Agreement, compare
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.continuations import write_continuations
-from spkv_nas.evaluation.verdict.continuations import ContinuationRounds, one_per_document
-from spkv_nas.evaluation.verdict.margins import criteria_help, options_help
-from spkv_nas.evaluation.verdict.registry import CRITERIA
+from spkv_nas.evaluation.verdict.criteria import (
+    CRITERIA,
+    ContinuationRounds,
+    criteria_help,
+    one_per_document,
+    options_help,
+)
 from spkv_nas.model.windows import layout_applied
 from spkv_nas.report.verdict_cards import card_title
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.distributed import blocks_per_process
-from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.nll import evaluate
 from spkv_nas.model.checkpoint import load
 from spkv_nas.training.branches import read_branch
 from spkv_nas.training.corpus import load_corpus

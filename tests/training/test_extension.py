@@ -22,8 +22,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_SEED
 from spkv_nas.base.schema import merged
+from spkv_nas.data.batches import BlockOrder, Mixture, library_order, mixed_order
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.order import BlockOrder, Mixture, library_order, mixed_order
 from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.export.export import export

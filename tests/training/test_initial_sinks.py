@@ -19,7 +19,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.nll import evaluate
 from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.checkpoint import load, read_size
 from spkv_nas.model.learned_sinks import layer_learned_sinks, learned_sinks

@@ -23,7 +23,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
 from spkv_nas.cost.stage_costs import Site, Stages
-from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.nll import evaluate
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import watch_logits
 from spkv_nas.model.checkpoint import load, read_size, save

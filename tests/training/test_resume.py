@@ -47,7 +47,7 @@ class TestKilled:
         """A run killed in its evaluation does not train another step."""
         whole = train("whole")
         with monkeypatch.context() as patch:
-            patch.setattr("spkv_nas.evaluation.sweep.evaluate", lambda *_, **__: kill())
+            patch.setattr("spkv_nas.evaluation.nll.evaluate", lambda *_, **__: kill())
             with pytest.raises(Killed):
                 train("torn")
         newest = newest_checkpoint(tmp_path / "torn")

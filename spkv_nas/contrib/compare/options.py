@@ -37,4 +37,4 @@ class CompareOptions(options.InWorkspace):
     name: flags.Name = default(None, "the first probe's")
 
 
-COMPARE = commands.AddedCommand("compare", commands.runner(CompareOptions))
+COMPARE = commands.Command("compare", commands.runner(CompareOptions))

@@ -11,14 +11,12 @@ import pandas as pd
 import scipy  # submodules load lazily on use
 
 from spkv_nas.artifacts import grid, head_scores, proposal
-from spkv_nas.artifacts.result_tables import AGREEMENT_COLUMNS
-from spkv_nas.base import console, errors, files, locks, records, version
+from spkv_nas.artifacts.result_tables import PROBE_PAIRS
+from spkv_nas.base import console, errors, locks
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.replace import replacing
-from spkv_nas.base.tables import read_table, write_csv
 from spkv_nas.contrib.compare.options import CompareOptions
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 from spkv_nas.stages.commands import Result
 from spkv_nas.stages.lookup import find_table
 
@@ -178,30 +176,11 @@ def short_labels(rows: pd.DataFrame) -> dict[str, str]:
 def write_agreement(
     folder: Path, rows: pd.DataFrame, windows: Mapping[str, int | None] | None = None, *, reporter: Reporter = SILENT
 ) -> None:
-    """Write ``agreement.csv`` and ``.yaml`` (probes, ``windows``, versions), in a locked folder, over a former one."""
-    probes = list(dict.fromkeys([*rows["first"], *rows["second"]]))
-    with locks.locked(folder, "writes agreement.csv", reporter.announce), replacing(folder) as new:
-        if (earlier_comparison := _compared_before(folder / "agreement.csv")) not in (None, _compared(rows)):
-            reporter.caution(f"replaced an earlier comparison in {folder}: {earlier_comparison}")
-        write_csv(new / "agreement.csv", rows)
-        records.write_record(
-            new / "agreement.yaml",
-            {"probes": probes, "windows": dict(windows or {}), "environment": version.environment()},
-        )
-
-
-def _compared(rows: pd.DataFrame) -> str:
-    """Describe what a table compares."""
-    labels = dict.fromkeys([*rows["first"], *rows["second"]])
-    return f"{', '.join(map(str, labels))} at {rows['budget'].iloc[0]} global heads"
-
-
-def _compared_before(path: Path) -> str | None:
-    """Describe what the table in a file compares; None without a readable table."""
-    try:
-        return _compared(read_table(path, "agreement", AGREEMENT_COLUMNS)) if files.is_file(path) else None
-    except errors.UserError:
-        return None
+    """Write ``agreement.csv`` and ``.yaml`` (probes, ``windows``, versions); keep one of other probes."""
+    probes, budget = list(dict.fromkeys([*rows["first"], *rows["second"]])), int(rows["budget"].iloc[0])
+    origin = {"probes": probes, "budget": budget, "windows": dict(windows or {})}
+    with locks.locked(folder, "writes agreement.csv", reporter.announce):
+        PROBE_PAIRS.write(folder, rows, origin, reporter)
 
 
 def _domains(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:

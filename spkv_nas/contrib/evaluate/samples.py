@@ -17,10 +17,10 @@ import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base import console, device, distributed, errors, files, progress, statistics
-from spkv_nas.data.block_cache import fingerprint
+from spkv_nas.data.block_files import fingerprint
 from spkv_nas.model import checkpoint, config_section, modes
-from spkv_nas.stages.checkpoints import load
 from spkv_nas.stages.options import InDtype
+from spkv_nas.stages.subject import load
 
 _MAX_BYTES = 1 << 34
 

@@ -3,10 +3,10 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 import optuna
@@ -17,13 +17,12 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, Retraining
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.contrib.search.sampler import SAMPLERS, Effort, StudySampler
-from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, best_start, ranked
+from spkv_nas.contrib.search.options import SearchSpecification
+from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
+from spkv_nas.contrib.search.sampler import SAMPLERS, StudySampler
+from spkv_nas.contrib.search.space import LayoutCost, Trial, best_start, ranked
 from spkv_nas.contrib.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
 from spkv_nas.evaluation.paired import PairedDifference
-
-if TYPE_CHECKING:  # tests search without training
-    from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
 
 _SCORE = "score"  # user attribute of a scored trial: rows of the layout, standard error, hash
 
@@ -34,10 +33,8 @@ class Search:
     Args:
         evaluator: measures layouts. Scores without training are relative to the dense model, those of retrained layouts
             to the control, on documents that nothing was selected on.
-        starts: layouts of the space to start from, by name.
-        others: layouts to compare with, by name; retrained with the best.
+        specification: space, effort, and layouts to start from and to compare with, which are retrained with the best.
         folder: folder of the study, shared by the workers; unused with a database server.
-        name: name prefix of the studies in the storage.
         storage: storage URL; SQLite in ``folder`` by default.
 
     Raises ``UserError``: the space is for another model than the evaluator's, or there is too little held-out text.
@@ -45,22 +42,18 @@ class Search:
 
     def __init__(
         self,
-        evaluator: "RecipeEvaluator",
-        space: Space,
-        starts: Mapping[str, Layout],
-        others: Mapping[str, Layout],
-        effort: Effort,
+        evaluator: RecipeEvaluator,
+        specification: SearchSpecification,
         folder: Path,
         *,
-        name: str,
         cost: LayoutCost | None = None,
         storage: str | None = None,
         reporter: Reporter = SILENT,
     ) -> None:
         """Check that space and evaluator match, and open the storage."""
-        self.evaluator, self.space, self.effort, self.cost = evaluator, space, effort, cost
-        self.starts, self.others = dict(starts), dict(others)
-        self._name, self._reporter = name, reporter
+        self.evaluator, self.cost, self._name, self._reporter = evaluator, cost, specification.name, reporter
+        self.starts, self.others = specification.starts, specification.given
+        self.space, self.effort = space, effort = specification.space, specification.effort
         self._sampler = StudySampler(space, SAMPLERS[effort.sampler], effort.seed, list(self.starts.values()))
         # Check that space and evaluator match
         density, remedy = f"the density table '{space.table.name}'", "give the recipe of that model"

@@ -174,4 +174,4 @@ def check(options: SearchOptions) -> None:
     check_files(specification.recipe, specification.file.parent)
 
 
-SEARCH = commands.AddedCommand("search", commands.runner(SearchOptions))
+SEARCH = commands.Command("search", commands.runner(SearchOptions))

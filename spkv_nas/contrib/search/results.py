@@ -17,11 +17,11 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM, ResultTable, inputs_of
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
 from spkv_nas.artifacts.selection import SELECTION, digest
-from spkv_nas.base import progress, statistics, version
+from spkv_nas.base import progress, statistics
 from spkv_nas.base.replace import replacing
 from spkv_nas.contrib.search.space import Trial, best_start, first_front
 from spkv_nas.evaluation import paired, ranking
-from spkv_nas.evaluation.trust import MIN_DOCUMENTS
+from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage, provenance
 
 if TYPE_CHECKING:  # importing it at run time requires Optuna
@@ -122,7 +122,6 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "sampler": effort.sampler,
         "rank_correlation": ranking.correlations(rows),
         "recipe": dict(evaluator.settings),
-        "environment": version.environment(),
     }
 
 

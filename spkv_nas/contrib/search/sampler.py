@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from spkv_nas.base import entry, registry
+from spkv_nas.base import registry
 from spkv_nas.base.arrays import Float
 
 if TYPE_CHECKING:  # pandas and scipy take too long for --help
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # pandas and scipy take too long for --help
 TRIALS_PER_ROUND = 10  # layouts sampled together from the scores of all earlier ones
 
 
-class Sampler(entry.Entry, ABC):
+class Sampler(registry.Entry, ABC):
     """Choose the layouts of one round of trials after another.
 
     A sampler has no state: its layouts depend on the arguments alone, so that any number of workers, however

@@ -15,8 +15,7 @@ from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import CONSTRAINED, Constraints, solve
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import layout_by
-from spkv_nas.proposal.strategies import STRATEGIES
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import STRATEGIES, densest
 
 _GAP = 1e-6  # relative MIP gap for the best untried layout: gains are estimates, and do not tie
 

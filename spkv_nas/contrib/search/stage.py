@@ -13,8 +13,7 @@ from spkv_nas.base import console, progress, statistics
 from spkv_nas.base.workspace import SEARCH
 from spkv_nas.contrib.search import driver, recipe_evaluator, results, space
 from spkv_nas.contrib.search.options import SearchOptions, SearchSpecification, specify
-from spkv_nas.evaluation import ranking, trust
-from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.evaluation import ranking
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.stages import commands, dry_run, printing
@@ -41,12 +40,10 @@ class SearchResult:
 
 def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Search for layouts as one of possibly many workers; write the results to ``reports/<name>/``."""
-    quiet_transformers(reporter)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # Check options and read their files
     specification, workspace = specify(options, reporter), options.folders
     name = specification.name
-    workspace.check_writable()
     folder, layouts = workspace.report_dir(name), workspace.layout_dir(name) / SEARCH
     # Prepare the dense model
     evaluator = recipe_evaluator.RecipeEvaluator(
@@ -60,12 +57,8 @@ def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -
     # Run trials and retrainings
     work = driver.Search(
         evaluator,
-        specification.space,
-        specification.starts,
-        specification.given,
-        specification.effort,
+        specification,
         workspace.run_dir(name) / "search",
-        name=name,
         cost=cache_bytes(specification, evaluator.shape),
         storage=options.storage,
         reporter=reporter,
@@ -105,7 +98,7 @@ def show(result: SearchResult) -> None:
     printing.show_alarm(result.alarm)
     rows, cost, evaluator = result.rows, result.work.cost, result.work.evaluator
     number, tokens = evaluator.num_selection_documents, evaluator.evaluation_tokens
-    is_ranked = number >= trust.MIN_DOCUMENTS
+    is_ranked = number >= ranking.MIN_DOCUMENTS
     # Table of the best layouts
     shown = ranking.best_layouts(rows) if is_ranked else rows.drop_duplicates("hash").head(12)
     columns = ["layout", "global heads", "coverage %", *([cost.name] if cost else [])]
@@ -168,7 +161,7 @@ def plan(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) 
     num_documents = min(num_tokens // data.block_size, round(text.documents * heldout / text.tokens / 2))
     reporter.announce(
         f"selects on {num_tokens:,} of {heldout:,} held-out tokens of about {num_documents} documents, with one "
-        f"standard error per layout, paired by document; below {trust.MIN_DOCUMENTS} documents it ranks nothing"
+        f"standard error per layout, paired by document; below {ranking.MIN_DOCUMENTS} documents it ranks nothing"
     )
     # Score the known layouts and those yet to be found
     full_attention = variants.Variant.full_attention()

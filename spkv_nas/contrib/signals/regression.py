@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.kinds import GAIN, NATS
 from spkv_nas.base.flag import default
-from spkv_nas.probing.signal import Budget, Seed, Signal, Work
+from spkv_nas.probing.signals import Budget, Seed, Signal, Work
 from spkv_nas.proposal.budget import PAPER_BUDGET
 
 if TYPE_CHECKING:

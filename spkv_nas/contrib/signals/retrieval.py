@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.kinds import ATTENTION_UNIT
-from spkv_nas.probing.signal import Seed, Signal
+from spkv_nas.probing.signals import Seed, Signal
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores

@@ -1,16 +1,70 @@
 """User-supplied material for RULER: essays to hide needles in, and questions on documents; neither is shipped."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from spkv_nas.base import errors, files
-from spkv_nas.data.ruler.haystacks import Essays
+from spkv_nas.data.sources import documents
 
 SQUAD, HOTPOT = "qa_1", "qa_2"  # task for each form of file
 _MAX_BYTES = 1 << 30
+Haystack = Callable[[int], list[str]]  # parts of a text, such as lines or sentences, by number of units
+_MAX_DOCUMENTS, _MAX_WORDS = 1000, 500_000
+_LONGEST = 60  # maximum words per sentence; text without full stops is cut
+_MIN_SENTENCES = 20  # minimum number of sentences of essays
+
+
+@dataclass(frozen=True)
+class Essays:
+    """Sentences of the user's own text, each as its words; reading continues at the first after the last."""
+
+    sentences: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def read(cls, sources: Sequence[str], asked_by: str = "--haystack") -> "Essays":
+        """Read half a million words from files and folders, which the option ``asked_by`` names."""
+        all_sentences: list[tuple[str, ...]] = []
+        num_words = 0
+        for document in islice(documents([*sources], Path()), _MAX_DOCUMENTS):
+            sentences = list(_sentences(document.text))
+            all_sentences += sentences
+            num_words += sum(map(len, sentences))
+            if num_words >= _MAX_WORDS:
+                break
+        if len(all_sentences) < _MIN_SENTENCES:
+            raise errors.UserError(
+                f"{asked_by} {', '.join(sources)}: {len(all_sentences)} sentences; at least {_MIN_SENTENCES} are "
+                "needed to hide needles"
+            )
+        return cls(tuple(all_sentences))
+
+    def start(self, rng: Random) -> Haystack:
+        """Return the haystack that begins at a random sentence; a unit is a word, and the last sentence may be cut."""
+        first = rng.randrange(len(self.sentences))
+
+        def haystack(number: int) -> list[str]:
+            parts: list[str] = []
+            while number > 0:
+                words = self.sentences[(first + len(parts)) % len(self.sentences)]
+                parts.append(" ".join(words[:number]))
+                number -= len(words)
+            return parts
+
+        return haystack
+
+
+def _sentences(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield the sentences of a text, cut after full stops, question and exclamation marks."""
+    for sentence in re.split(r"(?<=[.!?])\s+", text.strip()):
+        words = sentence.split()
+        for start in range(0, len(words), _LONGEST):
+            yield tuple(words[start : start + _LONGEST])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.files import write_npz
-from spkv_nas.evaluation.verdict.rounds import Rounds
+from spkv_nas.evaluation.verdict.criterion import Rounds
 from spkv_nas.model import config_section, modes, windows
 from spkv_nas.model.checkpoint import checkpoint_hash
 

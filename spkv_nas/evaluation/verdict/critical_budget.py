@@ -25,7 +25,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.progress import SILENT, Reporter, part_of
 from spkv_nas.evaluation.verdict.contenders import Contender
-from spkv_nas.evaluation.verdict.margins import Margins
+from spkv_nas.evaluation.verdict.criteria import Margins
 from spkv_nas.evaluation.verdict.trial import Answer, Levels, Outcome, Pairs, Trial, nll_alarm
 
 Test = Callable[[int, float], Answer]  # position, level -> answer

@@ -1,4 +1,4 @@
-"""Measure candidates and the dense model, sample by sample, until the answer about every candidate is known.
+"""Decide whether candidates may replace the dense model: measure them sample by sample until the answer is known.
 
 The risk of a wrong answer holds for all candidates and criteria together. A candidate passes if its loss is below the
 margin in every criterion. If it is not in one, that criterion alone stops it, so several criteria need no correction.
@@ -6,32 +6,29 @@ Several candidates share the risk by Holm's test, whatever their dependence. A c
 margin in any criterion; there the risk is shared by the criteria too.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.result_tables import VERDICT
-from spkv_nas.base import errors, sequential, statistics
-from spkv_nas.base.progress import SILENT, Bar, Reporter, part_of
+from spkv_nas.artifacts import head_scores, result_tables
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import arrays, errors, statistics
+from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, part_of
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation import alarms, paired
+from spkv_nas.evaluation import alarms, micro_batch, paired, separators, zero_shot
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
-from spkv_nas.evaluation.verdict.criterion import Setting
-from spkv_nas.evaluation.verdict.loss_tests import Evidence, loss_interval, more_samples
-from spkv_nas.evaluation.verdict.margins import Margins
-from spkv_nas.evaluation.verdict.rounds import Rounds
+from spkv_nas.evaluation.verdict.criteria import Margins, parse_margins, parse_risk
+from spkv_nas.evaluation.verdict.criterion import Evidence, Rounds, Setting, loss_interval, more_samples
 
 # Text to compare on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
 
-Pairs = dict[str, NDArray[np.float64]]  # scores [n, 2] of a candidate and the dense model, by criterion
+Pairs = dict[str, arrays.Float]  # scores [n, 2] of a candidate and the dense model, by criterion
 Answer = Literal["passes", "fails", "open"]
 
 
@@ -43,7 +40,7 @@ class Levels:
     fails: float
 
     @classmethod
-    def of(cls, risk: float, answers: Sequence[Answer], *, num_candidates: int, num_criteria: int) -> Levels:
+    def of(cls, risk: float, answers: Sequence[Answer], *, num_candidates: int, num_criteria: int) -> "Levels":
         """Return the levels of a candidate, given the answers about others: the steps of Holm's test."""
         num_open = [num_candidates - sum(other == answer for other in answers) for answer in ("passes", "fails")]
         return cls(risk / num_open[0], risk / (num_open[1] * num_criteria))
@@ -72,7 +69,7 @@ def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[st
     # Correct for the number of candidates (Holm)
     answers: dict[str, Answer] = {}
     for name, has_passed, has_failed in zip(
-        evidence, sequential.holm(passes, risk), sequential.holm(fails, risk), strict=True
+        evidence, statistics.holm(passes, risk), statistics.holm(fails, risk), strict=True
     ):
         answers[name] = "fails" if has_failed else "passes" if has_passed else "open"
     return answers
@@ -140,7 +137,7 @@ class Trial:
     @classmethod
     def of(
         cls, margins: Margins, setting: Setting, store: ScoreStore, circumstances: alarms.Circumstances | None = None
-    ) -> Trial:
+    ) -> "Trial":
         """Prepare the samples of every criterion. Raises ``UserError`` if one has none."""
         samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
         return cls(margins, samples, store, circumstances)
@@ -246,7 +243,7 @@ def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, repor
         others = [answer for other, answer in decided.items() if other != name]
         levels = Levels.of(risk, others, num_candidates=len(candidates), num_criteria=len(trial.margins))
         rows += [{"candidate": name, **row} for row in trial.rows(scores, levels, (share, share))]
-    table = pd.DataFrame(rows, columns=VERDICT.header).astype({"more_samples": "Int64"})
+    table = pd.DataFrame(rows, columns=result_tables.VERDICT.header).astype({"more_samples": "Int64"})
     return Verdict(risk, table, trial.nouns, trial.num_samples, decided, nll_alarm(trial, candidates, pairs))
 
 
@@ -258,3 +255,69 @@ def nll_alarm(trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str,
     ratios = [statistics.jackknife_ratio(scores[:, 0], scores[:, 1]) for scores in untrained if len(scores) > 1]
     changes = [paired.PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error)) for ratio, error in ratios]
     return alarms.changes_alarm(trial.circumstances, changes)
+
+
+def verdict(
+    model: PreTrainedModel,
+    layouts: Layout | Sequence[Layout] | Mapping[str, Layout],
+    blocks: TokenBlocks | Iterable[str],
+    *,
+    margin: str = "nll=1%",
+    risk: float | str = 0.05,
+    scores: head_scores.HeadScores | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Decide whether layouts lose less than a margin on the weights of ``model``, without retraining.
+
+    Both are measured document by document, in random order, until the answer is known. That any layout passes wrongly,
+    and that any fails wrongly, has a probability of at most ``risk`` each, however early it stops::
+
+        result = spkv_nas.verdict(model, layouts, heldout, margin="nll=1%", scores=scores)
+        result.answers  # {"densest": "passes", "uniform": "fails", "random-0": "open"}
+        result.rows[["candidate", "loss", "low", "high", "num_samples"]]
+
+    Args:
+        model: any supported decoder; it is left unchanged.
+        layouts: one layout, several, or several by name; without names each is called by its strategy.
+        blocks: text on which no layout was selected, as token blocks or as strings.
+        margin: largest loss allowed by criterion, with their options, as ``spkv-nas verdict --margin`` takes it.
+        risk: largest probability of a wrong pass, and of a wrong failure: 0.05 or "5%".
+        scores: head scores that the layouts were proposed from, whose documents are left out of the text.
+        tokenizer: the model's tokenizer, for strings, and for criteria that generate text.
+        max_tokens: tokens to use, spread over the documents; None: one block per document, at least 128 blocks.
+        seed: random seed of the samples and their order.
+        progress: called with what is done and the total.
+
+    Raises ``UserError``: a layout does not fit the model, the margin or the risk is invalid, or no document is left.
+    """
+    trial = trial_in_memory(model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed)
+    candidates = [Contender(name, layout=layout) for name, layout in zero_shot.by_name(layouts).items()]
+    return decide_all(trial, candidates, parse_risk(risk), Reporter.of(progress))
+
+
+def trial_in_memory(
+    model: PreTrainedModel,
+    blocks: TokenBlocks | Iterable[str],
+    margin: str,
+    *,
+    scores: head_scores.HeadScores | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_tokens: int | None,
+    seed: int,
+) -> Trial:
+    """Prepare the samples of every criterion for a model in memory; arguments as in ``verdict``."""
+    # Parse the margins, and check what their criteria need
+    margins = parse_margins(margin)
+    for criterion, _ in margins:
+        criterion.check()
+    # Shuffle the text, without the documents that selected heads
+    text = None
+    if any(criterion.reads_text for criterion, _ in margins):
+        whole = blocks if isinstance(blocks, TokenBlocks) else separators.text_blocks(model, blocks, tokenizer)
+        micro_batch.check_blocks(model, whole)
+        selected = frozenset() if scores is None or scores.selected_on is None else scores.selected_on
+        text = text_in_random_order(whole, seed=seed, selected=selected, max_tokens=max_tokens)
+    return Trial.of(margins, Setting(model, tokenizer, text, seed), ScoreStore(model))

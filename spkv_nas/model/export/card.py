@@ -10,15 +10,11 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 from yaml import YAMLError
 
-from spkv_nas.artifacts.checkpoints import RUN_RECORD
-from spkv_nas.artifacts.local_layers import cache_facts, candidate_layers, config_layers
-from spkv_nas.base import errors, files, units, version
-from spkv_nas.base.assets import EMBEDDED_PREFIX
-from spkv_nas.base.device import dtype_name
+from spkv_nas.artifacts import local_layers, result_tables
+from spkv_nas.base import assets, device, errors, files, units, version
 from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.engines.registry import serve_command
-from spkv_nas.model import model_shape, source
-from spkv_nas.model.custom_model_type import CUSTOM_MODEL_TYPE
+from spkv_nas.model import custom_model_type, model_shape, source
 from spkv_nas.model.export.target import Hybrid
 
 FILE = "README.md"
@@ -99,7 +95,7 @@ def write_card(
     ``form`` says what it is and what loads it, ``verified`` what was compared, if anything, and ``engines`` what each
     does with it, by name and version.
     """
-    layout, dtype = hybrid.layout, dtype_name(hybrid.model.dtype)
+    layout, dtype = hybrid.layout, device.dtype_name(hybrid.model.dtype)
     dtype = dtype if dtype in units.ITEM_BYTES else "float32"
     metadata, name = _base_model(facts.checkpoint)
     sinks = {0: "", 1: ", and the first token"}.get(layout.sinks, f", and the first {layout.sinks:,} tokens")
@@ -132,7 +128,7 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
     path = source.resolve(checkpoint)
     folder = source.model_folder(str(path))
     # Go on from a run's checkpoint to the model that it was trained from
-    if files.is_file(record := folder / RUN_RECORD):
+    if files.is_file(record := folder / result_tables.RUN_RECORD):
         trained_from = files.read_json(record, "run record").get("recipe", {}).get("model", {}).get("path")
         with suppress(OSError, errors.UserError):  # it may be on another machine
             metadata, name = _base_model(str(trained_from))
@@ -149,7 +145,7 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
     else:
         base = source.split_revision(str(checkpoint))[0]
     # Name the checkpoint without the folders of this machine
-    name = f"`{checkpoint if str(checkpoint).startswith(EMBEDDED_PREFIX) else path.absolute().name}`"
+    name = f"`{checkpoint if str(checkpoint).startswith(assets.EMBEDDED_PREFIX) else path.absolute().name}`"
     if base is None:
         return metadata, name
     link = f"[{base}](https://huggingface.co/{base})"
@@ -159,13 +155,13 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
 def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
     """Yield the rows on the KV cache at several numbers of tokens, and which are beyond the model's positions."""
     layout, size = hybrid.layout, model_shape.model_size(hybrid.model)
-    layers = config_layers(size.native_windows or [None] * layout.num_layers)
-    facts = cache_facts(layers, size.heads.heads_per_layer, size.heads.head_dims)
+    layers = local_layers.config_layers(size.native_windows or [None] * layout.num_layers)
+    facts = local_layers.cache_facts(layers, size.heads.heads_per_layer, size.heads.head_dims)
     # List the model's own context, too, if it is shorter than all of them
     most = size.positions or _CONTEXTS[-1]
     for context in (*([most] if most < _CONTEXTS[0] else []), *_CONTEXTS):
         cost = CacheCost(context, 1, layout.window, dtype=dtype, sinks=layout.sinks, **facts)
-        used, full = cost.layout_bytes(layout, candidate_layers(layers)), cost.full(layout.num_heads)
+        used, full = cost.layout_bytes(layout, local_layers.candidate_layers(layers)), cost.full(layout.num_heads)
         sizes = f"{units.format_bytes(full)} | {units.format_bytes(used)} | {100 * used / full:.1f} %"
         yield f"| {context:,}{' *' if context > most else ''} | {sizes} |"
     if most < _CONTEXTS[-1]:
@@ -176,7 +172,7 @@ def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> It
     """Yield how to load and serve a folder of the custom model type, or one that plain transformers was verified on."""
     file = folder / "config.json"
     config = files.read_json(file, "config") if file.is_file() else {}
-    is_custom, has_code = config.get("model_type") == CUSTOM_MODEL_TYPE, "auto_map" in config
+    is_custom, has_code = config.get("model_type") == custom_model_type.CUSTOM_MODEL_TYPE, "auto_map" in config
     if not is_custom and not (is_verified and config):
         return
     yield "\n```python"

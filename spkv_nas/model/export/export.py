@@ -17,11 +17,10 @@ from spkv_nas.engines.engine import REFUSED
 from spkv_nas.engines.registry import ENGINES, objection, outcomes
 from spkv_nas.model import config_section, source, windows
 from spkv_nas.model.checkpoint import load, weight_files
-from spkv_nas.model.export.card import CardFacts, write_card
-from spkv_nas.model.export.registry import AUTO, chosen_targets
+from spkv_nas.model.export import card, registry
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError
 
-_REMEDY = f"export to '{AUTO}', which takes a form that can express every layout"
+_REMEDY = f"export to '{registry.AUTO}', which takes a form that can express every layout"
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def export(
     checkpoint: files.StrPath,
     out: files.StrPath,
     *,
-    to: str | ExportTarget = AUTO,
+    to: str | ExportTarget = registry.AUTO,
     engine: str | None = None,
     link: bool = False,
     evidence: Sequence[str] | None = (),
@@ -59,7 +58,7 @@ def export(
     """Write a checkpoint with ``layout`` to the folder ``out``.
 
     By default a layer-wise layout becomes a native architecture where one computes the same (``native.py``, or
-    ``granite_swa.py`` with learned sinks), which a subprocess with plain ``transformers`` verifies. Any other hybrid
+    with learned sinks a GraniteSWA), which a subprocess with plain ``transformers`` verifies. Any other hybrid
     gets the model type ``spkv``, which ``spkv_nas.load`` loads, and plain ``transformers`` with
     ``trust_remote_code=True`` (``spkv.py``). The checkpoint's gates are dropped.
 
@@ -86,14 +85,14 @@ def export(
     """
     # Choose the targets to try
     _ = engine is None or ENGINES[engine]  # raises
-    candidates = chosen_targets(to, options, engine)
+    candidates = registry.chosen_targets(to, options, engine)
     # Load the model and apply the layout
     new = replace.check_new(Path(out))
     model, tokenizer = load(checkpoint, mapped=True)
     layout = _chosen(layout, config_section.checkpoint_layout(model), checkpoint)
     windows.apply_layout(model, layout)  # also checks the shape
     hybrid = Hybrid(model, tokenizer, layout, weight_files(checkpoint), link)
-    facts = None if evidence is None else CardFacts(new.name, checkpoint, evidence)
+    facts = None if evidence is None else card.CardFacts(new.name, checkpoint, evidence)
     # Write it as the first target that can express it
     rejected: dict[str, str] = {}
     for target in candidates:
@@ -128,7 +127,7 @@ def _write(
     folder: Path,
     engines: Mapping[str, str],
     engine: str | None,
-    facts: CardFacts | None,
+    facts: card.CardFacts | None,
 ) -> tuple[str, dict[str, str]]:
     """Write and verify a hybrid in the form of a target; return what was written, and what engines do with it.
 
@@ -147,7 +146,7 @@ def _write(
         manifest.write_manifest(unfinished, written.weights.hashes)
         # Write the card last: the manifest does not list it, so it may be edited
         if facts is not None:
-            write_card(unfinished, hybrid, facts, form=written.form, verified=verified, engines=engines)
+            card.write_card(unfinished, hybrid, facts, form=written.form, verified=verified, engines=engines)
     return "; ".join(clause for clause in (written.form, verified, written.weights.done) if clause), engines
 
 

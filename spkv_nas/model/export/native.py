@@ -1,15 +1,21 @@
-"""Export target ``native``: architectures of transformers, which plain ``transformers`` and serving engines load.
+"""Export targets ``native``, ``granite_swa`` and ``mlx``: architectures that ``transformers`` and engines load.
 
 A layout of all-global and all-local layers is expressed by ``layer_types`` and ``sliding_window``, which counts the
 query's own key, as here. Classes that ignore ``layer_types`` have a successor that is the same model otherwise: Llama
 and Mistral weights load as Ministral, OLMo 2 as OLMo 3. Families whose ``layer_types`` also select the position
 encoding are refused here if known; ``verify_export.py`` detects the others.
+
+GraniteSWA of transformers 5.23 is a Llama with four multipliers, a window and a RoPE base per layer, and a learned sink
+per query head in every layer, so it also takes learned sinks, of Llama-shaped weights. Heads without one get the logit
+``NO_SINK``; transformers would make it 0, which changes the model. mlx-lm reads ``layer_types`` in few of its classes;
+a SmolLM3 with RoPE in all of its layers is a Llama with ``layer_types``, so Llama-shaped weights take this form there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.artifacts.local_layers import ConfigLayer, config_layers, layout_window, takes_sinks
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.engines import engine, registry
+from spkv_nas.model.export import target
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
@@ -31,6 +38,10 @@ _NATIVE = (
 _SUCCESSOR = {"llama": "ministral", "mistral": "ministral", "olmo2": "olmo3"}
 _ROTARY_IF_LOCAL = ("cohere2", "exaone4")  # their global layers have no position encoding
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+NO_SINK = -1e4  # its exponential is 0 next to any score, and bfloat16 and float16 hold it
+_GRANITE_SWA = "granite_swa"
+_LLAMA_SHAPED = ("llama", "mistral", "ministral", "smollm3", "granite", "qwen2")
+_MLX, _SMOLLM3, _SMOLLM3_SHAPED = "mlx", "smollm3", ("llama", "mistral", "ministral", "qwen2")
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,6 @@ class NativeTarget(ExportTarget):
         from spkv_nas.model.export import verify_export
 
         return verify_export.agreement(hybrid, folder)
-
-
-NATIVE = NativeTarget()
 
 
 def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
@@ -249,3 +257,142 @@ def _numbers(layers: list[int]) -> str:
     """Format the first 12 layer numbers."""
     shown = ", ".join(map(str, layers[:12]))
     return shown if len(layers) <= 12 else f"{shown}, ..."
+
+
+@dataclass(frozen=True)
+class GraniteSwaTarget(NativeTarget):
+    """Write a layer-wise layout, with learned sinks if the hybrid has them, as GraniteSWA, checked in a subprocess."""
+
+    name = "granite_swa"
+    help = "the architecture GraniteSWA, for Llama-shaped weights, layouts of whole layers and learned sinks"
+
+    def form(self, config: PreTrainedConfig, layout: Layout) -> str:
+        """Return the model type, whose layers have no pattern of a family."""
+        return _GRANITE_SWA
+
+    def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+        """Return the config. Raises ``TargetError`` if GraniteSWA cannot express the layout."""
+        return granite_swa_config(config, layout)
+
+    def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return a sink per query head, rounded to the dtype of the weights, and the biases that a Qwen2 lacks."""
+        return _sinks(model) | output_biases(model)
+
+    def verify(self, hybrid: Hybrid, folder: Path) -> str:
+        """Compare logits with those of plain ``transformers`` in a subprocess."""
+        with _rounded_sinks(hybrid.model):
+            return super().verify(hybrid, folder)
+
+
+def granite_swa_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+    """Build the config of a GraniteSWA with the layers of ``layout`` and the weights of ``config``'s model.
+
+    Raises ``TargetError``: it cannot express the layout or the model, or transformers does not have it.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    # Check that the layout and the weights fit
+    kind = config.model_type
+    if kind not in _LLAMA_SHAPED:
+        raise TargetError(f"weights of model type '{kind}' do not fit a granite_swa, which is shaped like a Llama")
+    layer_window(config, layout)
+    if _GRANITE_SWA not in CONFIG_MAPPING:
+        raise TargetError("the installed transformers has no granite_swa; version 5.23 has it")
+    # Set what other families compute without keys: the scale of the scores, and a RoPE base per layer
+    rotary = dict(config.rope_parameters)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    scale = {} if kind == "granite" else {"attention_multiplier": head_dim**-0.5}
+    uses_rope = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers  # 1: the layer has RoPE
+    bases = [rotary["rope_theta"] if has_rope else 0 for has_rope in uses_rope]
+    return llama_shaped_config(
+        _GRANITE_SWA,
+        config,
+        layout,
+        rope_parameters=rotary,
+        layer_rope_theta=bases,
+        architectures=["GraniteSWAForCausalLM"],
+        **scale,
+    )
+
+
+def _sinks(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the sinks [Hq] of all layers by name, in the dtype of the weights."""
+    import torch
+
+    from spkv_nas.model.attention import attention_layers
+    from spkv_nas.model.learned_sinks import layer_learned_sinks
+
+    num_heads = model.config.num_attention_heads
+    sinks = {}
+    for name, layer in attention_layers(model).items():
+        learned = layer_learned_sinks(layer)
+        # Give layers without learned sinks logits without effect
+        logits = torch.full((num_heads,), NO_SINK) if learned is None else learned().detach().cpu().clamp(min=NO_SINK)
+        sinks[f"{name}.sinks"] = logits.to(model.dtype)
+    return sinks
+
+
+@contextmanager
+def _rounded_sinks(model: PreTrainedModel) -> Iterator[None]:
+    """Round the model's learned sinks to the dtype of its weights, as the file has them, inside the ``with`` block."""
+    from spkv_nas.model.learned_sinks import learned_sinks
+
+    modules = learned_sinks(model)
+    before = [learned.logits.data for learned in modules]
+    for learned in modules:
+        learned.logits.data = learned.logits.data.to(model.dtype).float()
+    try:
+        yield
+    finally:
+        for learned, logits in zip(modules, before, strict=True):
+            learned.logits.data = logits
+
+
+@dataclass(frozen=True)
+class MlxTarget(NativeTarget):
+    """Write a layer-wise layout in an architecture whose windows both mlx-lm and plain ``transformers`` read."""
+
+    name = _MLX
+    help = "an architecture whose windows mlx-lm reads, SmolLM3 for Llama-shaped weights"
+    engine = _MLX
+
+    def form(self, config: PreTrainedConfig, layout: Layout) -> str:
+        """Return the model type of the architecture, and whether its layers are not those of its family."""
+        return _SMOLLM3 if config.model_type in _SMOLLM3_SHAPED else super().form(config, layout)
+
+    def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+        """Return the config. Raises ``TargetError`` if mlx-lm runs no architecture that can express the layout."""
+        is_llama = config.model_type in _SMOLLM3_SHAPED
+        architecture = _smollm3_config(config, layout) if is_llama else native_config(config, layout)
+        if (reason := registry.objection(self.form(config, layout), architecture, _MLX)) is not None:
+            raise target.TargetError(reason)
+        return architecture
+
+    def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return a bias of 0 for the output of every attention layer of a Qwen2."""
+        return output_biases(model)
+
+
+def _smollm3_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+    """Build the config of a SmolLM3 with RoPE in all layers, the layers of ``layout`` and a Llama's weights.
+
+    Raises ``TargetError``: SmolLM3 cannot express the layout or the model.
+    """
+    from spkv_nas.model.config_section import has_learned_sinks
+
+    # Check that the layout and the weights fit
+    layer_window(config, layout)
+    if "full_attention" not in layer_kinds(config, layout):
+        raise target.TargetError("mlx-lm needs a layer of global heads")
+    if has_learned_sinks(config):
+        raise target.TargetError("its local heads have learned sinks, for which it has no parameters")
+    # Build the config
+    return llama_shaped_config(
+        _SMOLLM3,
+        config,
+        layout,
+        use_sliding_window=True,
+        no_rope_layers=[1] * config.num_hidden_layers,  # 1: the layer has RoPE
+        mlp_bias=bool(config.to_dict().get("mlp_bias", False)),
+        architectures=["SmolLM3ForCausalLM"],
+    )

@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from spkv_nas.base import errors, registry
-from spkv_nas.model.export import granite_swa, mlx, native, spkv
+from spkv_nas.model.export import native, spkv
 from spkv_nas.model.export.target import ExportTarget
 
 AUTO = "auto"  # choose the first target that can express the layout
@@ -14,7 +14,7 @@ TARGETS: registry.Registry[ExportTarget] = registry.Registry(
     "spkv_nas.export_targets",
     "export target",
     ExportTarget,  # type: ignore[type-abstract]
-    (native.NATIVE, granite_swa.GRANITE_SWA, spkv.SPKV, mlx.MLX),
+    (native.NativeTarget(), native.GraniteSwaTarget(), spkv.SpkvTarget(), native.MlxTarget()),
 )
 
 

@@ -4,8 +4,6 @@ The folder carries ``modeling_spkv.py``, by which plain transformers loads it wi
 package, and in it vLLM's plug-in, load the folder with classes of their own.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class SpkvTarget(ExportTarget):
     name = "spkv"
     help = "a custom model type, which spkv_nas loads, and plain transformers with trust_remote_code"
 
-    def form(self, config: PreTrainedConfig, layout: Layout) -> str:
+    def form(self, config: "PreTrainedConfig", layout: "Layout") -> str:
         """Return the name, and what local heads have that vLLM may refuse: sinks, and more than three windows."""
         from spkv_nas.engines.vllm import VLLM
         from spkv_nas.model.config_section import has_learned_sinks
@@ -52,9 +50,6 @@ class SpkvTarget(ExportTarget):
         code = _add_code(hybrid, folder)
         refused_by = () if (folder / _CODE.name).is_file() else ("transformers",)
         return Written(f"{form}; {code}", weights, refused_by)
-
-
-SPKV = SpkvTarget()
 
 
 def _add_code(hybrid: Hybrid, folder: Path) -> str:

@@ -1,7 +1,7 @@
 """Base class of export targets: the forms in which a checkpoint with a layout can be written.
 
-A target is a frozen dataclass in one file, whose fields are its options (``base.entry``). Its module imports no torch,
-so that the command line can list targets. A package adds its own by the entry point ``spkv_nas.export_targets``.
+A target is an entry of a registry (``base.registry``), whose fields are its options. Its module imports no torch, so
+that the command line can list targets. A package adds its own by the entry point ``spkv_nas.export_targets``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from spkv_nas.base.entry import Entry
+from spkv_nas.base.registry import Entry
 
 if TYPE_CHECKING:
     from torch import Tensor

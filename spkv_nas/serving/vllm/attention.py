@@ -1,7 +1,5 @@
 """Attention layer whose KV heads have different windows: one ``Attention`` of vLLM for each part of its heads."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -12,8 +10,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.engines.engine import ServedCache
-from spkv_nas.engines.vllm import choose_unit
+from spkv_nas.engines import engine, vllm
 from spkv_nas.serving.vllm import config, sink_tokens
 
 _CACHE_DTYPES = ("auto", "float16", "bfloat16")  # those that are not quantized
@@ -144,7 +141,7 @@ def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
         for layer in layers.values()
         for start in _starts(layer, ranks)
     ]
-    unit = choose_unit(_served_cache(layers, vllm_config), shards)
+    unit = vllm.choose_unit(_served_cache(layers, vllm_config), shards)
     # Replace each by the parts of its heads on this rank
     for index, (module, name, stock) in stock_layers.items():
         layer = layers[index]
@@ -158,9 +155,9 @@ def _starts(layer: config.ServedLayer, ranks: int) -> range:
     return range(0, len(layer.windows), len(layer.windows) // ranks)
 
 
-def _served_cache(layers: dict[int, config.ServedLayer], vllm_config: Any) -> ServedCache:
+def _served_cache(layers: dict[int, config.ServedLayer], vllm_config: Any) -> engine.ServedCache:
     """Return the sizes of the engine's cache; grid, window and head size do not matter to the choice."""
-    return ServedCache(
+    return engine.ServedCache(
         grid=(1, 1),
         head_dim=1,
         dtype="bfloat16",

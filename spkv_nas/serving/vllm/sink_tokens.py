@@ -16,8 +16,6 @@ k_0 and v_0 are those of the request. ``SinkTokenCache`` keeps them in a cache o
 vLLM pages and shares between requests as any other (``SinkTokenSpec``, ``SinkTokenManager``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,7 +141,7 @@ class SinkTokenImpl:
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: SinkTokenMetadata | None,
+        metadata: "SinkTokenMetadata | None",
         output: torch.Tensor,
         **_: Any,
     ) -> None:

@@ -7,17 +7,16 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts import checkpoints, diagnosis, result_tables
+from spkv_nas.artifacts import diagnosis, result_tables
 from spkv_nas.base import assets, console, distributed, locks
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import micro_batch, paired, thresholds
+from spkv_nas.evaluation.nll import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
 from spkv_nas.evaluation.selected import Selected, find_selected
-from spkv_nas.evaluation.sweep import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
-from spkv_nas.model import config_section, transformers_logging
+from spkv_nas.model import config_section
 from spkv_nas.stages import checks, commands, printing
-from spkv_nas.stages.checkpoints import check_pair, evaluated, load
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
-from spkv_nas.stages.subject import Measured, Subject, measured_on
+from spkv_nas.stages.subject import Measured, Subject, check_pair, load, measured_on
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,8 @@ class NLLResult:
 
 def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
     """Measure the held-out NLL of a checkpoint; with ``against`` that of two, written to ``reports/<name>/``."""
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
-    subject = evaluated(options)
+    subject = Subject.evaluated(options)
     check_pair(subject.source, options.against)  # before loading
     # Measure
     measured = subject.load(reporter)
@@ -87,7 +85,7 @@ def _pair(options: NLLOptions, subject: Subject, measured: Measured, first: Eval
 
 def _variant(source: str) -> str:
     """Return what the run of a checkpoint trained, such as the name of a layout; "" if no run record says it."""
-    origin = None if source.startswith(assets.EMBEDDED_PREFIX) else checkpoints.run_origin(Path(source))
+    origin = None if source.startswith(assets.EMBEDDED_PREFIX) else result_tables.run_origin(Path(source))
     return "" if origin is None else origin.variant
 
 
@@ -150,9 +148,8 @@ class SweepResult:
 
 def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
     """Measure NLL and density with open gates and at every threshold; must be called on all ranks."""
-    transformers_logging.quiet_transformers(reporter)
     checks.check(options)
-    subject = evaluated(options)
+    subject = Subject.evaluated(options)
     folder = options.folders.report_dir(subject.name)
     taus = thresholds.parse_taus(str(options.taus))
     # Measure

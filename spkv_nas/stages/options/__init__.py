@@ -20,7 +20,7 @@ from spkv_nas.stages import flags
 DEFAULT_PROBE = assets.EMBEDDED.name  # name of the embedded reference's probe
 REFERENCE, DENSE = f"{assets.EMBEDDED_PREFIX}reference", f"{assets.EMBEDDED_PREFIX}dense"
 ONLY_PROBE, EMBEDDED_RECIPE = "the only one in the workspace", "the embedded models' recipe"
-LONGEST = "128k, or the model's maximum if shorter"
+LONGEST, CHECKPOINT_TAU = "128k, or the model's maximum if shorter", "the checkpoint's"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,16 @@ class RetrainsLayouts(ChoosesProbe, Trains):
 @dataclass(frozen=True, kw_only=True)
 class Measures(InWorkspace, InDtype):
     """Options of a command that measures a model, which it can spread over all GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(Measures):
+    """Options that name a checkpoint, its threshold, and a baseline."""
+
+    model: flags.Model = REFERENCE
+    tau: flags.Tau = flag.default(None, CHECKPOINT_TAU)
+    against: flags.Against = None
+    name: flags.Name = flag.default(None, "the checkpoint's recipe")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from spkv_nas.base import errors, units
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.replace import check_new
 from spkv_nas.engines.registry import ENGINES
-from spkv_nas.evaluation.verdict.margins import parse_risk
+from spkv_nas.evaluation.verdict.criteria import parse_risk
 from spkv_nas.proposal.budget import MEMORIES, MEMORY, parse_memories
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import Trains, critical_budget

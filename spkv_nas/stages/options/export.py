@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import entry, hub, replace
+from spkv_nas.base import hub, replace
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.engines.registry import ENGINES
 from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets
@@ -67,7 +67,7 @@ class ExportOptions(InWorkspace):
     @property
     def target_options(self) -> dict[str, Any]:
         """Return the options of targets that the user set, by name."""
-        values = {name: getattr(self, name) for name in entry.shared_options(TARGETS)}
+        values = {name: getattr(self, name) for name in TARGETS.shared_options()}
         return {name: value for name, value in values.items() if value is not None}
 
 

@@ -4,16 +4,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from spkv_nas.artifacts import defaults
+from spkv_nas.base import flag, units
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.flag import Flag, default
-from spkv_nas.base.units import parse_context
 from spkv_nas.model.source import check_config
 from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, EngineOptions, InDtype, InWorkspace
 
 Devices = Annotated[
-    int, Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=1024)
+    int, flag.Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=1024)
 ]
 
 
@@ -29,19 +28,19 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
     """
 
     recipe: flags.OptionalRecipeFile = None
-    model: flags.OptionalModel = default(None, note="A config file is enough.")
+    model: flags.OptionalModel = flag.default(None, note="A config file is enough.")
     data: flags.Data = None
-    block_size: flags.BlockSize = default(
+    block_size: flags.BlockSize = flag.default(
         None, f"the recipe's, or the model's context, up to {defaults.CONTEXT:,}", note="Also used without --data."
     )
-    steps: flags.Steps = default(
+    steps: flags.Steps = flag.default(
         None, f"the recipe's, else {defaults.PRICED_STEPS} for gates and {defaults.FIRST_STEPS} per model"
     )
-    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
-    context: flags.OptionalContext = default(None, LONGEST, note="Applies to generation.")
-    hardware: flags.Hardware = default(None, "this machine, no times", note="It sets memory and speed.")
+    budget: flags.OptionalBudget = flag.default(None, PAPER_BUDGET)
+    context: flags.OptionalContext = flag.default(None, LONGEST, note="Applies to generation.")
+    hardware: flags.Hardware = flag.default(None, "this machine, no times", note="It sets memory and speed.")
     devices: Devices = 1
-    kv_bytes: flags.KvBytes = default(None, note="Applies to --engine.")
+    kv_bytes: flags.KvBytes = flag.default(None, note="Applies to --engine.")
 
 
 def check(options: PlanOptions) -> None:
@@ -54,7 +53,7 @@ def check(options: PlanOptions) -> None:
     if options.hardware is not None:
         find_hardware(options.hardware)
     if options.context is not None:
-        parse_context(options.context)
+        units.parse_context(options.context)
     engines.check_engine_options(options, options.kv_bytes)
     if options.recipe is None:
         check_config(str(options.model))

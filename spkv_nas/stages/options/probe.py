@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from spkv_nas.artifacts import defaults
-from spkv_nas.base import entry, errors, flag, units
+from spkv_nas.artifacts import defaults, kinds
+from spkv_nas.base import errors, flag, units
 from spkv_nas.evaluation.thresholds import check_tau
-from spkv_nas.probing.signal import LAYER, Signal, parse_sinks
-from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS
+from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS, Signal, parse_sinks
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
 
@@ -81,7 +80,7 @@ def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
         raise errors.UserError("give --memory or --budget, not both: the memory says how many heads are global")
     if options.signal is not None and SIGNALS[options.signal].needs_gates:
         raise errors.UserError(f"signal {options.signal} has the window of its gates: give --memory to propose instead")
-    if options.granularity == LAYER:
+    if options.granularity == kinds.LAYER:
         raise errors.UserError("--memory counts single heads: leave out --memory, or --granularity layer")
     return memory, units.parse_context(context) if setting else None
 
@@ -100,6 +99,6 @@ def chosen_signal(options: ProbeOptions) -> Signal:
 
 def _with_options(options: ProbeOptions, name: str) -> Signal:
     """Return the signal of a name with the options that are given."""
-    signal, given = SIGNALS[name], {option: getattr(options, option) for option in entry.shared_options(SIGNALS)}
-    entry.check_options(SIGNALS, signal, given)
+    signal, given = SIGNALS[name], {option: getattr(options, option) for option in SIGNALS.shared_options()}
+    SIGNALS.check_options(signal, given)
     return signal.with_options({option: value for option, value in given.items() if value is not None})

@@ -6,7 +6,7 @@ from typing import Annotated
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import assets, errors, hub
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.evaluation.verdict.margins import Margins, criteria_help, options_help, parse_margins, parse_risk
+from spkv_nas.evaluation.verdict.criteria import Margins, criteria_help, options_help, parse_margins, parse_risk
 from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import DENSE, SubjectOptions

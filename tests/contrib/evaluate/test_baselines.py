@@ -26,8 +26,7 @@ from spkv_nas.contrib.evaluate.baselines.options import EXACT, KVPRESS, METHODS
 from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, chunked_attention, heavy_hitters
 from spkv_nas.contrib.evaluate.baselines.stage import measure_sp_kv, pruned_nll
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.nll import document_nll
-from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.nll import document_nll, evaluate
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe

@@ -246,7 +246,7 @@ class TestTable:
             Reading(90.0, 50, 16.0, 40, 1.0),
             Reading(200.0, 100, 60.0, 60, 1.0),
         ]
-        rows, withheld = longppl_table(texts(0, 0, 1), readings, other)
+        rows, withheld = longppl_table(texts(0, 0, 1), pd.DataFrame(readings), pd.DataFrame(other))
         assert list(rows.columns) == LONGPPL.header
         assert not withheld
         (row,) = rows.itertuples()
@@ -265,7 +265,7 @@ class TestTable:
 
     def test_few_keys_give_no_value(self) -> None:
         """Each domain is judged separately; plain perplexity is always reported."""
-        readings = [Reading(300.0, 150, 60.0, 99, 0.5), Reading(100.0, 50, 20.0, 1, 0.1)]
+        readings = pd.DataFrame([Reading(300.0, 150, 60.0, 99, 0.5), Reading(100.0, 50, 20.0, 1, 0.1)])
         rows, withheld = longppl_table(texts(0, 1, domains="ab"), readings, readings)
         assert list(rows["domain"]) == ["all", "a", "b"]
         assert withheld == {
@@ -277,7 +277,7 @@ class TestTable:
         assert rows.loc[1:, values].isna().all(axis=None)
         assert list(rows["num_keys"]) == [100, 99, 1]
         assert rows[["ppl", "against_ppl"]].notna().all(axis=None)
-        none, _ = longppl_table(texts(0), [Reading(3.0, 2, 0.0, 0, 0.5)])
+        none, _ = longppl_table(texts(0), pd.DataFrame([Reading(3.0, 2, 0.0, 0, 0.5)]))
         assert none["longppl"].isna().all()
 
 

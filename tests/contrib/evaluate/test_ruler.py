@@ -22,8 +22,7 @@ from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base.statistics import unseen_share
 from spkv_nas.cli import main
 from spkv_nas.contrib.evaluate.ruler import stage as ruler
-from spkv_nas.contrib.evaluate.ruler.criterion import QuestionRounds
-from spkv_nas.contrib.evaluate.ruler.stage import Answers, Cell, answer, ruler_table, score
+from spkv_nas.contrib.evaluate.ruler.stage import QuestionRounds, answer, ruler_table, score
 from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.data.ruler.tasks import generate as make_sample
 from spkv_nas.data.tokenizer import train_bpe
@@ -72,15 +71,15 @@ class TestScore:
             assert 0.1 < np.mean(scores) < 0.9
 
     def test_rows_are_means_of_samples_with_their_errors(self) -> None:
-        def answers(*scores: float, density: float = 0.25) -> Answers:
-            return Answers(np.array(scores), np.full(len(scores), density))
+        def answers(length: int, density: float = 0.25, **scores: list[float]) -> pd.DataFrame:
+            frames = [pd.DataFrame({"task": task, "index": range(4), "score": each}) for task, each in scores.items()]
+            return pd.concat(frames).assign(length=length, density=density)
 
-        cells = [
-            Cell("vt", 512, answers(1, 0.5, 0, 1), answers(0, 0, 0, 0), answers(0, 0.5, 0, 0, density=0.5)),
-            Cell("fwe", 512, answers(0, 1, 0, 1), answers(1, 0, 0, 0), answers(0, 1, 0, 1, density=0.5)),
-            Cell("vt", 1024, answers(1, 1, 1, 1), answers(0, 0, 0, 0)),
-        ]
-        rows = ruler_table(cells)
+        checkpoint = answers(512, vt=[1, 0.5, 0, 1], fwe=[0, 1, 0, 1])
+        floor = answers(512, vt=[0] * 4, fwe=[1, 0, 0, 0])
+        against = answers(512, 0.5, vt=[0, 0.5, 0, 0], fwe=[0, 1, 0, 1])
+        single = ruler_table(answers(1024, vt=[1] * 4), answers(1024, vt=[0] * 4))
+        rows = pd.concat([ruler_table(checkpoint, floor, against), single])
         assert list(rows.columns) == RULER.header
         assert list(rows["task"]) == ["vt", "fwe", "average of 2", "vt", "average of 1"]
         error = np.std([1, 0.5, 0, 1], ddof=1) / 2
@@ -173,9 +172,8 @@ def test_answers_match_the_samples_asked(
     monkeypatch.setattr(ruler.generation, "continue_greedily", answering)
     monkeypatch.setattr(ruler, "_TOGETHER", 2000)
     updates: list[tuple[int, int]] = []
-    result = Answers.of(answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: updates.append(step)), 7)
-    assert list(result.scores) == [0, 1, 0, 1, 0, 1, 0]
-    assert list(result.densities) == [0.5] * 7
+    lines = answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: updates.append(step))
+    assert [(line["index"], line["score"], line["density"]) for line in lines] == [(n, n % 2, 0.5) for n in range(7)]
     assert updates[-1] == (7, 7)
     assert len(updates) > 2
 
@@ -191,10 +189,9 @@ def test_a_sample_that_does_not_fit_is_left_out(
     monkeypatch.setattr(ruler, "_TOGETHER", 1000)
     lines = answer(gated_hard(), tiny_tokenizer, make, 6)
     assert [line["index"] for line in lines] == [0, 1, 4]
-    result = Answers.of(lines, 6)
-    assert list(np.isnan(result.scores)) == [False, False, True, True, False, True]
-    assert not np.isnan(result.densities[[0, 1, 4]]).any()
-    rows = ruler_table([Cell("niah_single_1", 600, result, result, result)])
+    result = pd.DataFrame(lines)[["index", "score", "density"]].assign(task="niah_single_1", length=600)
+    assert result.notna().all(axis=None)
+    rows = ruler_table(result, result, result)
     assert list(rows["num_samples"]) == [3, 3]
     assert rows.drop(columns=["difference", "difference_standard_error"]).notna().all(axis=None)
     assert list(rows["difference"]) == [0, 0]

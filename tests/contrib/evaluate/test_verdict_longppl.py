@@ -12,8 +12,7 @@ from verdict_cases import check_resumes, decisive_model, run, write_folder
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.longppl import reading
-from spkv_nas.contrib.evaluate.longppl.criterion import KeyTokenRounds
-from spkv_nas.contrib.evaluate.longppl.reading import Criterion, key_mask, sequence_nll
+from spkv_nas.contrib.evaluate.longppl.reading import Criterion, KeyTokenRounds, key_mask, sequence_nll
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.windows import layout_applied
 

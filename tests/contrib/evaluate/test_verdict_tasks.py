@@ -16,9 +16,8 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (spkv-nas[tasks]
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.contrib.evaluate.tasks.criterion import TaskRounds
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
-from spkv_nas.contrib.evaluate.tasks.stage import run_task, score_documents
+from spkv_nas.contrib.evaluate.tasks.stage import TaskRounds, run_task, score_documents
 from spkv_nas.contrib.evaluate.tasks.suite import SelectedTasks, load_suite
 from spkv_nas.model.windows import layout_applied
 

@@ -23,13 +23,13 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_record
 from spkv_nas.contrib.search.driver import Search
-from spkv_nas.contrib.search.options import _budgets
+from spkv_nas.contrib.search.options import SearchSpecification, _budgets
 from spkv_nas.contrib.search.results import front, write_results
 from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Effort, Sampler, StudySampler
 from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, ranked
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.strategy import densest
+from spkv_nas.proposal.strategies import densest
 
 
 @pytest.fixture
@@ -225,9 +225,9 @@ class TestSearch:
         **options: Any,
     ) -> tuple[Search, TableEvaluator]:
         evaluator, starts = TableEvaluator(table, documents, error), {"start": self.start}
-        others = options.pop("others", {})
-        space = Space(table, (6, 6), 8)
-        return Search(evaluator, space, starts, others, effort, folder, name="x", **options), evaluator
+        space, others = Space(table, (6, 6), 8), options.pop("others", {})
+        specification = SearchSpecification(effort, None, space, Path(), None, "x", starts, others)
+        return Search(evaluator, specification, folder, **options), evaluator
 
     def test_the_best_are_retrained_and_a_finished_search_is_idle(self, table: HeadScores, tmp_path: Path) -> None:
         effort = Effort(trials=20, num_retrained=3)

@@ -201,16 +201,16 @@ def test_mlx_is_a_smollm3_for_weights_like_llama(tmp_path: Path, tiny_tokenizer:
     ],
 )
 def test_what_mlx_cannot_express(family: str, options: dict[str, object], layout: Layout, message: str) -> None:
-    from spkv_nas.model.export.mlx import MLX
+    from spkv_nas.model.export.native import MlxTarget
 
-    assert message in (MLX.can_express(tiny_model(family, **options).config, layout) or "")
+    assert message in (MlxTarget().can_express(tiny_model(family, **options).config, layout) or "")
 
 
 def test_mlx_takes_native_forms_that_mlx_lm_runs() -> None:
-    from spkv_nas.model.export.mlx import MLX
+    from spkv_nas.model.export.native import MlxTarget
 
     config = tiny_model("olmo2").config
-    assert MLX.architecture(config, LAYERWISE).to_dict() == native_config(config, LAYERWISE).to_dict()
+    assert MlxTarget().architecture(config, LAYERWISE).to_dict() == native_config(config, LAYERWISE).to_dict()
 
 
 def rope(kind: str, **parameters: object) -> dict[str, object]:
@@ -246,7 +246,7 @@ def test_settings_that_an_engine_was_not_run_with(
     family: str, options: dict[str, object], form: str, unchecked: str
 ) -> None:
     """The table went by model type: "exact" for a Gemma 3 with scaled RoPE, which mlx-lm computed otherwise."""
-    from spkv_nas.model.export.mlx import MLX, _smollm3_config
+    from spkv_nas.model.export.native import MlxTarget, _smollm3_config
 
     config = tiny_model(family, **options).config
     architecture = _smollm3_config(config, LAYERWISE) if form == "smollm3" else config
@@ -256,7 +256,7 @@ def test_settings_that_an_engine_was_not_run_with(
         assert reason is not None
         assert re.fullmatch(f"mlx-lm 0.32.2 was not checked with {unchecked}.* in the form {form}", reason)
         assert outcome.startswith("not checked (with ")
-        assert form == "gemma3_text" or reason in (MLX.can_express(config, LAYERWISE) or "")
+        assert form == "gemma3_text" or reason in (MlxTarget().can_express(config, LAYERWISE) or "")
     else:
         assert reason is None
         assert outcome.startswith("exact")

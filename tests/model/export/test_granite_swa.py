@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas import Layout, UserError, apply_layout
-from spkv_nas.model.export import granite_swa, verify_export
+from spkv_nas.model.export import native, verify_export
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import add_learned_sinks
 
@@ -136,5 +136,5 @@ def test_a_transformers_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     config = tiny_model().config
     monkeypatch.setattr(configuration_auto, "CONFIG_MAPPING", {})
-    reason = granite_swa.GRANITE_SWA.can_express(config, LAYERWISE)
+    reason = native.GraniteSwaTarget().can_express(config, LAYERWISE)
     assert reason == "the installed transformers has no granite_swa; version 5.23 has it"

@@ -13,7 +13,6 @@ from helpers import tiny_model
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.entry import shared_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
 from spkv_nas.cli import main
@@ -135,12 +134,12 @@ class MoreBits(Bits):
 
 def test_two_targets_cannot_declare_an_option_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TARGETS.entries, "bits", Bits())
-    assert [*shared_options(TARGETS)["bits"].defaults] == ["bits"]
+    assert [*TARGETS.shared_options()["bits"].defaults] == ["bits"]
     monkeypatch.setitem(TARGETS.entries, "other", OtherBits())
     with pytest.raises(UserError, match="export targets bits and other declare --bits with different flags"):
-        shared_options(TARGETS)
+        TARGETS.shared_options()
     monkeypatch.setitem(TARGETS.entries, "other", MoreBits())
-    assert shared_options(TARGETS)["bits"].default_text == "bits: 8; more-bits: 16"
+    assert TARGETS.shared_options()["bits"].default_text == "bits: 8; more-bits: 16"
 
 
 def test_a_target_for_one_engine_is_taken_for_it_alone() -> None:

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from spkv_nas.base import assets, errors, flag
-from spkv_nas.evaluation.verdict.continuations import NewTokens
+from spkv_nas.evaluation.verdict.criteria import NewTokens
 from spkv_nas.stages import commands, flags
-from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
-from spkv_nas.stages.options import DENSE, SubjectOptions
+from spkv_nas.stages.options import DENSE, CheckpointOptions, SubjectOptions
 
 TOKENS = 16_384  # of prompts and continuations by default
 
@@ -37,14 +36,12 @@ class AgreementOptions(CheckpointOptions, SubjectOptions):
 
 
 def check(options: AgreementOptions) -> None:
-    """Check the numbers of tokens, the threshold, the checkpoints and the text."""
+    """Check the dense model and the text."""
     from spkv_nas.model.source import check_checkpoint
-    from spkv_nas.stages.checkpoints import evaluated
+    from spkv_nas.stages.subject import Subject
 
     check_checkpoint(options.dense)
-    subject = evaluated(options)
-    check_checkpoints(options)
-    subject.check()
+    Subject.evaluated(options).check()
 
 
-AGREEMENT = Evaluation("agreement", commands.runner(AgreementOptions), distributed=True)
+AGREEMENT = commands.Command("agreement", commands.runner(AgreementOptions), distributed=True)

@@ -27,13 +27,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.result_tables import AGREEMENT
-from spkv_nas.base import arrays, console, distributed, errors, progress, statistics, version
+from spkv_nas.base import arrays, console, distributed, errors, progress, statistics
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.agreement.options import TOKENS, AgreementOptions
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import continuations, micro_batch
-from spkv_nas.model import model_shape, transformers_logging
-from spkv_nas.stages import checkpoints, checks, commands
+from spkv_nas.model import model_shape
+from spkv_nas.stages import commands
+from spkv_nas.stages.subject import Subject, check_pair
 
 GREEDY, SAMPLED = "greedy", "sampled"
 DRAFT_TOKENS = (1, 2, 4, 8)  # tokens that a model drafts for each pass of the dense model
@@ -167,10 +168,8 @@ class AgreementResult(samples.SampledTable):
 
 def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Measure agreement and acceptance: ``reports/<name>/token-agreement.csv``, with tokens in ``runs/``."""
-    transformers_logging.quiet_transformers(reporter)
-    checks.check(options)
-    subject = checkpoints.evaluated(options)
-    checkpoints.check_pair(subject.source, options.dense)
+    subject = Subject.evaluated(options)
+    check_pair(subject.source, options.dense)
     # Load both models and the prompts
     measured = subject.load(reporter, with_logits=False, tokens=TOKENS)
     length = measured.blocks.block_size
@@ -199,7 +198,6 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
         "block_size": length,
         "new_tokens": new_tokens,
         "seed": options.seed,
-        "environment": version.environment(),
     }
     folder = options.folders.report_dir(subject.name)
     distributed.on_main(lambda: AGREEMENT.write(folder, rows, record, reporter))

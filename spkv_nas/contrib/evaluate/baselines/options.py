@@ -7,8 +7,7 @@ from typing import Annotated, TypeVar
 
 from spkv_nas.base import errors, flag
 from spkv_nas.stages import commands, flags
-from spkv_nas.stages.evaluate.evaluation import CHECKPOINT_TAU, Evaluation
-from spkv_nas.stages.options import DENSE, SubjectOptions
+from spkv_nas.stages.options import CHECKPOINT_TAU, DENSE, SubjectOptions
 
 STREAMING, RANDOM, KVZAP, H2O, EXPECTED = "streaming", "random", "kvzap", "h2o", "expected-attention"
 METHODS = (STREAMING, RANDOM, KVZAP, H2O, EXPECTED)
@@ -120,4 +119,4 @@ def _sinks(text: str) -> int:
     return int(text)
 
 
-BASELINES = Evaluation("baselines", commands.runner(BaselinesOptions))
+BASELINES = commands.Command("baselines", commands.runner(BaselinesOptions))

@@ -30,9 +30,8 @@ from transformers import PreTrainedModel
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.baselines.options import EXACT, PROTOCOLS
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model import learned_sinks, windows
 from spkv_nas.model.attention import LayerState, attention_layers, layer_state
-from spkv_nas.model.learned_sinks import refuse_learned_sinks
-from spkv_nas.model.windows import full_attention
 
 
 class Chunk(NamedTuple):
@@ -180,7 +179,7 @@ class Reading:
         self, layer: int, state: LayerState, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None
     ) -> Tensor | None:
         """Apply the rule to a layer in place of its attention."""
-        refuse_learned_sinks(sink_logits)
+        learned_sinks.refuse_learned_sinks(sink_logits)
         if state.softcap is not None:
             raise UserError("this model caps its attention scores ('softcap'), which these rules do not compute")
         native = state.checkpoint_window
@@ -199,7 +198,7 @@ class Reading:
 @contextmanager
 def reading(model: PreTrainedModel) -> Iterator[Reading]:
     """Make the model read by the rule set on the yielded object; ``UserError`` if it cannot be hooked."""
-    with full_attention(model) as states, ExitStack() as hooks:
+    with windows.full_attention(model) as states, ExitStack() as hooks:
         if any(state.num_readers or state.expanded_dim for state in states):
             raise UserError("layers of this model share keys, or heads a latent, which no rule computes: use a layout")
         layers = [layer for layer in attention_layers(model).values() if not layer_state(layer).is_always_local]

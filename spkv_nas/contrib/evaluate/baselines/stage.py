@@ -28,12 +28,12 @@ from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, thresholds
 from spkv_nas.evaluation.nll import DocumentSums, document_nll
-from spkv_nas.model import attention, checkpoint, config_section, loss, modes, transformers_logging
+from spkv_nas.model import attention, checkpoint, config_section, loss, modes
 from spkv_nas.model.gates import keeps
 from spkv_nas.report import plot, result_charts
-from spkv_nas.stages import checkpoints, checks, commands, printing
+from spkv_nas.stages import commands, printing
 from spkv_nas.stages.options import DENSE
-from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
+from spkv_nas.stages.subject import Measured, NLLTable, Subject, check_pair, measured_on
 
 _CHUNK = 16  # tokens between two evictions, as in the paper
 SEED = 0  # of random keys and of kvzap's networks
@@ -56,11 +56,9 @@ class Measurement:
 
 def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure the NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
-    checks.check(options)
-    transformers_logging.quiet_transformers(reporter)
     # Load the models and the text
     subject = Subject.of(options, DENSE, "prune on")
-    checkpoints.check_pair(subject.source, options.against)
+    check_pair(subject.source, options.against)
     measured = subject.load(reporter, tokens=choices.TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks, options.max_tokens)
     gated, gates = _load_gated(options, measured)

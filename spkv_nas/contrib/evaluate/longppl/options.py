@@ -6,8 +6,7 @@ from typing import Annotated
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_BLOCK_SIZE
 from spkv_nas.stages import commands, flags
-from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
-from spkv_nas.stages.options import SubjectOptions
+from spkv_nas.stages.options import CheckpointOptions, SubjectOptions
 
 SHORT_CONTEXT = 4096  # tokens, as of the LongPPL authors
 MAX_LENGTH = 1 << 15  # tokens per text by default
@@ -34,15 +33,14 @@ class LongPPLOptions(CheckpointOptions, SubjectOptions):
 
 
 def check(options: LongPPLOptions) -> None:
-    """Check the threshold, the checkpoints and the text."""
+    """Check the evaluator and the text."""
     from spkv_nas.model.source import check_checkpoint
-    from spkv_nas.stages.checkpoints import evaluated
+    from spkv_nas.stages.subject import Subject
 
-    subject = evaluated(options)
-    check_checkpoints(options)
+    subject = Subject.evaluated(options)
     if options.evaluator is not None:
         check_checkpoint(options.evaluator)
     subject.check(in_blocks=False)
 
 
-LONGPPL = Evaluation("longppl", commands.runner(LongPPLOptions), distributed=True)
+LONGPPL = commands.Command("longppl", commands.runner(LongPPLOptions), distributed=True)

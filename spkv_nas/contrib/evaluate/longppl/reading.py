@@ -12,19 +12,23 @@ changes the LongPPL of bfloat16 models by 0.4 to 5 %.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base import errors, memory, special_tokens
-from spkv_nas.base.arrays import Float, Int, Mask
+from spkv_nas.base.arrays import Array, Float, Int, Mask
 from spkv_nas.contrib.evaluate.longppl.options import SHORT_CONTEXT
+from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.sources import Document
-from spkv_nas.model import config_section, density_tracker, loss, model_shape
+from spkv_nas.evaluation.verdict import criterion
+from spkv_nas.model import config_section, density_tracker, loss, model_shape, modes
 
 LONGPPL_ALPHA, LONGPPL_BETA = 2.0, -2.0  # nats, as of the LongPPL authors
 _TOGETHER = 1 << 12  # tokens of short contexts per batch
@@ -236,3 +240,55 @@ def sequence_nll(model: PreTrainedModel, ids: Int, opening: tuple[int, ...]) -> 
             "the model's weights are damaged, or its activations overflow in its dtype: give --dtype float32"
         )
     return np.asarray(losses)
+
+
+class KeyTokenRounds(criterion.Rounds):
+    """NLL sums of the key tokens of documents, in rounds of documents; those without key tokens are left out."""
+
+    # 1 for key tokens, else 0, over all parts of the documents of a round
+    prepared = (Array("is_key", "whole", "T", high=1),)
+
+    def __init__(self, blocks: TokenBlocks, key: Criterion, identity: str) -> None:
+        """Collect the parts of each document that are longer than the short context; ``UserError`` without any."""
+        self.identity, self._key, self._opening = identity, key, blocks.opening
+        parts: dict[int, list[Int]] = {}
+        for document, ids in _parts(blocks):
+            if len(ids) > key.short:
+                parts.setdefault(document, []).append(ids)
+        if not parts:
+            raise errors.UserError(
+                f"no document has more than the short context of {key.short} tokens in a block\n"
+                "use longer text, a larger --block-size, or a smaller short-context"
+            )
+        self._documents = [parts[document] for document in sorted(parts)]
+        self.num_samples = len(self._documents)  # including those that turn out to have no key tokens
+
+    def prepare(self, index: int, dense: PreTrainedModel) -> dict[str, NDArray[Any]]:
+        """Select the key tokens of a round with the dense model."""
+        documents = self._documents[self.part(index)]
+        with modes.evaluation_mode(dense):
+            masks = [key_mask(dense, ids, self._key, self._opening) for parts in documents for ids in parts]
+        return {"is_key": np.concatenate(masks).astype(np.int64)}
+
+    def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
+        """Return the NLL sum of each document's key tokens; ``NO_SCORE`` without any."""
+        is_key, position, sums = prepared["is_key"] > 0, 0, []
+        with modes.evaluation_mode(model):
+            for parts in self._documents[self.part(index)]:
+                total, num_keys = 0.0, 0
+                for ids in parts:
+                    part = is_key[position : position + len(ids)]
+                    position, num_keys = position + len(ids), num_keys + int(part.sum())
+                    if part.any():  # the first token has no NLL, and is no key token
+                        total += float(sequence_nll(model, ids[None], self._opening)[0][part[1:]].sum())
+                sums.append(total if num_keys else criterion.NO_SCORE)
+        return np.array(sums, dtype=np.float64)
+
+
+def _parts(blocks: TokenBlocks) -> Iterator[tuple[int, Int]]:
+    """Yield (document, its tokens) of each stretch of a document in a block, without opening tokens."""
+    first = len(blocks.opening)
+    for tokens, document in zip(blocks.tokens[:, first:], blocks.document[:, first:], strict=True):
+        starts = np.flatnonzero(np.diff(document)) + 1
+        for ids, owner in zip(np.split(tokens, starts), np.split(document, starts), strict=True):
+            yield int(owner[0]), ids.astype(np.int64)

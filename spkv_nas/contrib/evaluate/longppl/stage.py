@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -14,18 +14,19 @@ import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import LONGPPL
-from spkv_nas.base import arrays, assets, console, distributed, errors, special_tokens, statistics, version
+from spkv_nas.base import arrays, assets, console, distributed, errors, special_tokens, statistics
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.longppl.options import MAX_LENGTH, LongPPLOptions
-from spkv_nas.contrib.evaluate.longppl.reading import Criterion, LongText, Reading, Spans, key_spans, read, stretches
+from spkv_nas.contrib.evaluate.longppl.reading import Criterion, LongText, Spans, key_spans, read, stretches
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import heldout_share
 from spkv_nas.data.tokenizer import piece_size
 from spkv_nas.evaluation import continuations, micro_batch
-from spkv_nas.model import config_section, modes, transformers_logging
+from spkv_nas.model import config_section, modes
 from spkv_nas.model.checkpoint import read_size
-from spkv_nas.stages import checkpoints, checks, commands, printing, sized_model
+from spkv_nas.stages import commands, printing, sized_model
+from spkv_nas.stages.subject import check_pair
 from spkv_nas.training.recipe import Recipe
 
 ALL = "all"
@@ -41,11 +42,9 @@ class LongPPLResult(samples.SampledTable):
 
 def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure LongPPL of a checkpoint: ``reports/<name>/longppl.csv``, with details by text in ``runs/``."""
-    transformers_logging.quiet_transformers(reporter)
-    checks.check(options)
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
-    checkpoints.check_pair(options.model, options.against)
+    check_pair(options.model, options.against)
     # Find the key tokens in texts of at most the length that every model was made for
     evaluator = options.evaluator or options.against or options.model
     sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
@@ -67,7 +66,6 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
         "block_size": length,
         "data": options.data or "held-out text of the embedded models",
         "withheld": withheld,
-        "environment": version.environment(),
     }
     distributed.on_main(lambda: LONGPPL.write(folder, rows, record, reporter))
     return commands.Result(LongPPLResult(name, rows, folder, sample_folder, withheld), show)
@@ -113,8 +111,8 @@ def _readings(
     length: int,
     sample_folder: Path,
     reporter: Reporter,
-) -> tuple[list[Reading], dict[str, Any]]:
-    """Return (a checkpoint's readings of the texts, its origin); finished readings are reused."""
+) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Return (a checkpoint's readings of the texts, a row each; its origin); finished readings are reused."""
     checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
     model, tokenizer, origin = checkpoint.model, checkpoint.tokenizer, checkpoint.origin
     micro_batch.check_positions(model, length, "--block-size")
@@ -133,7 +131,7 @@ def _readings(
         lines = samples.kept_samples(
             sample_folder, "nll", identity, partial(continuations.in_batches, score, len(texts), 1, progress)
         )
-    return [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines], origin
+    return pd.DataFrame(lines), origin
 
 
 def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
@@ -195,57 +193,53 @@ def show(result: LongPPLResult) -> None:
 
 
 def longppl_table(
-    texts: Sequence[LongText], readings: Sequence[Reading], against: Sequence[Reading] | None = None
+    texts: Sequence[LongText], readings: pd.DataFrame, against: pd.DataFrame | None = None
 ) -> tuple[pd.DataFrame, dict[str, str]]:
     """Tabulate readings of one checkpoint, or of two on the same key tokens, over all texts and by domain.
 
-    Standard errors have documents as clusters. ``difference_percent`` is the relative difference of LongPPL to that of
-    the other checkpoint, with the error of the difference by document. Also returns the reasons why values are
-    withheld, by domain.
+    Readings have a row per text, with the fields of ``Reading``. Standard errors have documents as clusters.
+    ``difference_percent`` is the relative difference of LongPPL to that of the other checkpoint, with the error of the
+    difference by document. Also returns the reasons why values are withheld, by domain.
     """
-    domains = sorted({text.domain for text in texts})
+    document, domain_of = np.array([text.document for text in texts]), np.array([text.domain for text in texts])
+    domains = sorted(set(domain_of.tolist()))
     rows, withheld = [], {}
     for domain in [ALL, *(domains if len(domains) > 1 else [])]:
-        indices = [index for index, text in enumerate(texts) if domain in (ALL, text.domain)]
-        _, documents = np.unique([texts[index].document for index in indices], return_inverse=True)
-        selected = [readings[index] for index in indices]
-        others = None if against is None else [against[index] for index in indices]
-        rows.append((domain, documents.max() + 1, *_cells(documents, selected, others)))
+        chosen = (domain_of == domain) | (domain == ALL)
+        rows.append((domain, *_cells(document[chosen], readings[chosen], None if against is None else against[chosen])))
         # Withhold numbers from too few key tokens
-        if (num_keys := sum(reading.num_keys for reading in selected)) < MIN_KEYS:
+        if (num_keys := readings["num_keys"][chosen].sum()) < MIN_KEYS:
             withheld[domain] = (
                 f"LongPPL is not reported: found {num_keys} key tokens, but at least {MIN_KEYS} are needed"
             )
     return pd.DataFrame(rows, columns=LONGPPL.header), withheld
 
 
-def _cells(
-    documents: arrays.Int, readings: Sequence[Reading], against: Sequence[Reading] | None
-) -> tuple[int | float, ...]:
-    """Return the columns of ``LONGPPL`` from "num_tokens" on; ``documents`` [texts] are those of the readings."""
-    _, tokens, key_total, keys, _ = np.array([astuple(reading) for reading in readings]).T
-    keys_by_document = np.bincount(documents, keys)
-    num_keys, has_keys = int(keys.sum()), keys_by_document > 0
+def _cells(documents: arrays.Int, readings: pd.DataFrame, against: pd.DataFrame | None) -> tuple[int | float, ...]:
+    """Return the columns of ``LONGPPL`` after "domain"; ``documents`` [texts] are those of the readings."""
+    keys_by_document = readings["num_keys"].groupby(documents).sum()
+    num_keys, has_keys = int(keys_by_document.sum()), keys_by_document > 0
 
-    def key_mean(totals: arrays.Float) -> tuple[float, float]:
+    def key_mean(totals: pd.Series) -> tuple[float, float]:
         """Return the mean over key tokens of sums [texts], and its standard error; NaN for too few."""
         if num_keys < MIN_KEYS:
             return math.nan, math.nan
-        by_document, mean = np.bincount(documents, totals)[has_keys], float(totals.sum() / num_keys)
-        squares = ((by_document - mean * keys_by_document[has_keys]) ** 2).sum()
+        mean = float(totals.sum() / num_keys)
+        squares = ((totals.groupby(documents).sum() - mean * keys_by_document)[has_keys] ** 2).sum()
         return mean, float(statistics.clustered_error(squares, int(has_keys.sum()), num_keys))
 
-    def ppl_and_density(part: Sequence[Reading]) -> tuple[float, float]:
+    def ppl_and_density(part: pd.DataFrame) -> tuple[float, float]:
         """Return the perplexity of all tokens, and the density."""
-        total, numbers, _, _, density = np.array([astuple(reading) for reading in part]).T
-        return math.exp(total.sum() / numbers.sum()), float((density * numbers).sum() / numbers.sum())
+        numbers = part["num_tokens"]
+        density = (part["density"] * numbers).sum(skipna=False) / numbers.sum()
+        return math.exp(part["total"].sum() / numbers.sum()), float(density)
 
-    mean, error = key_mean(key_total)
-    cells = (int(tokens.sum()), num_keys, math.exp(mean), math.exp(mean) * error, *ppl_and_density(readings))
+    mean, error = key_mean(readings["key_total"])
+    counts = (len(keys_by_document), int(readings["num_tokens"].sum()), num_keys)
+    cells = (*counts, math.exp(mean), math.exp(mean) * error, *ppl_and_density(readings))
     if against is None:
         return *cells, *(math.nan,) * 5
     # Add the other checkpoint and the difference
-    other_total = np.array([reading.key_total for reading in against])
-    log_ratio, error = key_mean(key_total - other_total)
-    ratio, (against_mean, _) = 100.0 * math.exp(log_ratio), key_mean(other_total)
+    log_ratio, error = key_mean(readings["key_total"] - against["key_total"])
+    ratio, (against_mean, _) = 100.0 * math.exp(log_ratio), key_mean(against["key_total"])
     return *cells, math.exp(against_mean), *ppl_and_density(against), ratio - 100.0, ratio * error

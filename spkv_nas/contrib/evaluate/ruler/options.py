@@ -6,7 +6,7 @@ from typing import Annotated
 
 from spkv_nas.base import flag, limits
 from spkv_nas.stages import commands, flags
-from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
+from spkv_nas.stages.options import CheckpointOptions
 
 SAMPLES = 100  # per task and length by default
 _LENGTHS = flag.Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")
@@ -39,8 +39,7 @@ class RulerOptions(CheckpointOptions):
 
 
 def check(options: RulerOptions) -> None:
-    """Check the threshold, the checkpoints, lengths, tasks and material."""
-    check_checkpoints(options)
+    """Check the lengths, tasks and material."""
     check_questions(options.lengths, options.tasks, options.haystack, options.qa)
 
 
@@ -62,4 +61,4 @@ def check_questions(lengths: str, tasks: str | None, haystack: Sequence[str] | N
     check_exist(qa or (), "questions")
 
 
-RULER = Evaluation("ruler", commands.runner(RulerOptions), distributed=True)
+RULER = commands.Command("ruler", commands.runner(RulerOptions), distributed=True)

@@ -4,7 +4,7 @@ A score is the share of correct answers. The table is written to ``reports/<name
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -16,9 +16,8 @@ import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import RULER
-from spkv_nas.base import arrays, console, distributed, statistics, units
+from spkv_nas.base import console, distributed, statistics, units
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, part_of
-from spkv_nas.base.version import environment
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.ruler.options import SAMPLES, RulerOptions
 from spkv_nas.data.ruler.material import Material
@@ -26,14 +25,17 @@ from spkv_nas.data.ruler.sample import VERSION, NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import accepts_any, available, generate
 from spkv_nas.evaluation.continuations import in_batches
 from spkv_nas.evaluation.micro_batch import check_positions
-from spkv_nas.model import generation, transformers_logging
+from spkv_nas.evaluation.verdict import criterion
+from spkv_nas.model import generation
 from spkv_nas.model.windows import default_window, every_head_local, local_sinks
-from spkv_nas.stages import checkpoints, checks, commands, printing, sized_model
+from spkv_nas.stages import commands, printing, sized_model
+from spkv_nas.stages.subject import check_pair
 
 _TOGETHER = 1 << 15  # prompt tokens per batch
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 _QUESTION = 400  # characters kept from the end of a prompt
+_STREAM = 35  # separates the order of a verdict's questions from other uses of the seed
 
 Make = Callable[[int], Sample | None]  # of an index
 MakeSample = Callable[[str, int, int], Sample | None]  # of task, length, index
@@ -82,33 +84,6 @@ class Questions:
         return make
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Scores and densities, both [samples], of one task at one length; NaN for samples that do not fit in it."""
-
-    scores: arrays.Float
-    densities: arrays.Float
-
-    @classmethod
-    def of(cls, lines: Sequence[Mapping[str, Any]], number: int) -> "Answers":
-        """Collect the records that ``answer`` returns for samples 0 to ``number`` - 1."""
-        columns = np.full((2, number), np.nan)
-        for line in lines:
-            columns[:, line["index"]] = line["score"], line["density"]
-        return cls(*columns)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Answers to one task at one length: of a model, of it with every head local, and of another checkpoint."""
-
-    task: str
-    length: int
-    checkpoint: Answers
-    floor: Answers
-    against: Answers | None = None
-
-
 def score(output: str, answers: Sequence[str], *, any_will_do: bool) -> float:
     """Return RULER's score of an output: the share of answers it contains, or 1 if any one suffices and occurs."""
     text = _CONTROL.sub("\n", output.strip()).strip().lower()
@@ -154,28 +129,34 @@ def answer(
     return in_batches(run, number, _TOGETHER // first.num_tokens if first else 1, progress)
 
 
-def ruler_table(cells: Sequence[Cell]) -> pd.DataFrame:
-    """Return one row per cell, columns of ``RULER``, and after each length the average of its tasks; scores in [0, 1].
+def ruler_table(checkpoint: pd.DataFrame, floor: pd.DataFrame, against: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return one row per task and length, columns of ``RULER``, and after each length the average of its tasks.
 
-    ``difference`` is the model's score minus that of the other checkpoint, with the error of the difference by sample.
+    The answers of the checkpoint, of it with every head local, and of another one have columns length, task, index,
+    score in [0, 1] and density, and a row per sample that fits in the length. ``difference`` is the checkpoint's score
+    minus that of the other one, with the error of the difference by sample.
     """
+    keys = ["length", "task", "index"]
+    answers = checkpoint.merge(floor, on=keys, suffixes=(None, "_floor"))
+    if against is not None:
+        answers = answers.merge(against, on=keys, suffixes=(None, "_against"))
     frames = []
-    for length in dict.fromkeys(cell.length for cell in cells):
-        rows = pd.DataFrame([_row(cell) for cell in cells if cell.length == length], columns=RULER.header)
+    for _, of_length in answers.groupby("length", sort=False):
+        cells = [_row(length, task, part) for (length, task), part in of_length.groupby(keys[:2], sort=False)]
+        rows = pd.DataFrame(cells, columns=RULER.header)
         frames += [rows, _average(rows)]
     return pd.concat(frames, ignore_index=True)
 
 
-def _row(cell: Cell) -> tuple[Any, ...]:
-    """Return the row of a cell, over the samples that fit in the length."""
-    fits = ~np.isnan(cell.checkpoint.scores)
-    scores = cell.checkpoint.scores[fits]
-    row = (cell.length, cell.task, len(scores), *statistics.mean_and_error(scores), cell.floor.scores[fits].mean())
-    if cell.against is None:
-        return *row, cell.checkpoint.densities[fits].mean(), *(np.nan,) * 4
-    other_scores = cell.against.scores[fits]
-    density, other_density = (answers.densities[fits].mean() for answers in (cell.checkpoint, cell.against))
-    return *row, density, other_scores.mean(), other_density, *statistics.mean_and_error(scores - other_scores)
+def _row(length: int, task: str, answers: pd.DataFrame) -> tuple[Any, ...]:
+    """Return the row of one task at one length."""
+    means = answers.mean(numeric_only=True, skipna=False)
+    score = statistics.mean_and_error(answers["score"].to_numpy())
+    row = (length, task, len(answers), *score, means["score_floor"], means["density"])
+    if "score_against" not in answers:
+        return *row, *(np.nan,) * 4
+    difference = statistics.mean_and_error((answers["score"] - answers["score_against"]).to_numpy())
+    return *row, means["score_against"], means["density_against"], *difference
 
 
 def _average(rows: pd.DataFrame) -> pd.DataFrame:
@@ -190,14 +171,12 @@ def _average(rows: pd.DataFrame) -> pd.DataFrame:
 
 def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Score a checkpoint on RULER at several lengths: ``reports/<name>/ruler.csv``, with answers in ``runs/``."""
-    transformers_logging.quiet_transformers(reporter)
-    checks.check(options)
     questions = Questions.read(options.lengths, options.tasks, options.haystack, options.qa)
     lengths, number = questions.lengths, options.samples or SAMPLES
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "ruler"
     # Load the checkpoint, and check that each task's first sample fits
-    checkpoints.check_pair(options.model, options.against)
+    check_pair(options.model, options.against)
     checkpoint = samples.Checkpoint.load(options, options.model, options.tau, reporter)
     model = checkpoint.model
     check_positions(model, lengths[-1], "--lengths")
@@ -215,11 +194,11 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
         "floor_window": window,
         **({"floor_sinks": sinks} if sinks else {}),
         "against": None,
-        "environment": {**environment(), "wonderwords": version("wonderwords")},
+        "environment": {"wonderwords": version("wonderwords")},
     }
     # Answer: the checkpoint, itself with all heads local, the baseline
     samples_identity = f"{options.seed} {number} {VERSION} {version('wonderwords')} {questions.material.identity}"
-    baseline_answers: Sequence[Answers | None] = [None] * len(questions.cells)
+    baseline_answers = None
     with reporter.bar("answering") as bar:
         num_passes = 2 if options.against is None else 3
         exam = _Exam(questions.cells, make, number, num_passes, bar, sample_folder, samples_identity)
@@ -234,12 +213,11 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
                 baseline_answers = exam.take(2, baseline, baseline.origin["tau"])
             origin["against"] = baseline.origin
     # Caution the user about samples that did not fit in their length
-    for (task, length), answers in zip(questions.cells, checkpoint_answers, strict=True):
-        if missing := int(np.isnan(answers.scores).sum()):
-            reporter.caution(f"{missing} of {len(answers.scores)} samples of {task} do not fit in {length} tokens")
+    for (task, length), num_fitting in checkpoint_answers.groupby(["task", "length"], sort=False).size().items():
+        if num_fitting < number:
+            reporter.caution(f"{number - num_fitting} of {number} samples of {task} do not fit in {length} tokens")
     # Write the table
-    columns = zip(questions.cells, checkpoint_answers, floor_answers, baseline_answers, strict=True)
-    rows = ruler_table([Cell(*cell, one, local, baseline) for cell, one, local, baseline in columns])
+    rows = ruler_table(checkpoint_answers, floor_answers, baseline_answers)
     distributed.on_main(lambda: RULER.write(folder, rows, origin, reporter))
     return commands.Result(samples.SampledTable(name, rows, folder, sample_folder), show)
 
@@ -256,17 +234,56 @@ class _Exam:
     folder: Path
     samples_identity: str
 
-    def take(self, pass_index: int, checkpoint: samples.Checkpoint, mode: object) -> list[Answers]:
+    def take(self, pass_index: int, checkpoint: samples.Checkpoint, mode: object) -> pd.DataFrame:
         """Answer all questions with a checkpoint in its current gate mode, in a pass; finished answers are reused."""
-        answers = []
+        frames = []
         identity = f"{checkpoint.identity(mode)} {self.samples_identity}"
         for index, (task, length) in enumerate(self.cells, pass_index * len(self.cells)):
             progress = part_of(self.bar, index, self.passes * len(self.cells), task)
             make = partial(self.make, task, length)
             compute = partial(answer, checkpoint.model, checkpoint.tokenizer, make, self.number, progress)
             lines = samples.kept_samples(self.folder, f"{task}-{length}", identity, compute)
-            answers.append(Answers.of(lines, self.number))
-        return answers
+            frames.append(pd.DataFrame(lines)[["index", "score", "density"]].assign(task=task, length=length))
+        return pd.concat(frames, ignore_index=True)
+
+
+class QuestionRounds(criterion.Rounds):
+    """Scores of generated answers to RULER's questions. Each question is of a random task and length.
+
+    All rounds are full, the last too, so that they do not depend on the number of questions.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[tuple[str, int]],
+        make: MakeSample,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        number: int,
+        seed: int,
+        identity: str,
+    ) -> None:
+        """Draw the (task, length) of all questions, with equal probability, and number the questions of each."""
+        self._make, self._tokenizer, self.num_samples = make, tokenizer, number
+        self.identity = f"{identity} {seed} {list(cells)}"
+        counts = dict.fromkeys(cells, 0)
+        drawn_cells = np.random.default_rng((seed, _STREAM)).integers(len(cells), size=self.num_rounds * self.size)
+        self._questions: list[tuple[str, int, int]] = []
+        for drawn in drawn_cells.tolist():
+            cell = cells[drawn]
+            self._questions.append((*cell, counts[cell]))
+            counts[cell] += 1
+
+    def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
+        """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""
+        questions = self._questions[self.part(index)]
+        # The longest question comes first, because the batch size is chosen by it
+        order = sorted(range(len(questions)), key=lambda number: (-questions[number][1], questions[number]))
+        lines = answer(model, self._tokenizer, lambda number: self._make(*questions[order[number]]), len(order))
+        scores = np.full(len(questions), criterion.NO_SCORE)
+        for line in lines:
+            scores[order[line["index"]]] = line["score"]
+        return scores
 
 
 def show(result: samples.SampledTable) -> None:

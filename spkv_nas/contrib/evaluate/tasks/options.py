@@ -5,8 +5,8 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MAX_WHOLE
-from spkv_nas.stages.commands import runner
-from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, Evaluation, check_checkpoints
+from spkv_nas.stages.commands import Command, runner
+from spkv_nas.stages.options import CheckpointOptions
 
 Names = Annotated[
     list[str],
@@ -44,11 +44,10 @@ class TasksOptions(CheckpointOptions):
 
 
 def check(options: TasksOptions) -> None:
-    """Check the threshold, the checkpoints and the folders."""
+    """Check the folders."""
     from spkv_nas.stages.checks import check_exist
 
-    check_checkpoints(options)
     check_exist(options.include or (), "folder of tasks")
 
 
-TASKS = Evaluation("tasks", runner(TasksOptions), distributed=True)
+TASKS = Command("tasks", runner(TasksOptions), distributed=True)

@@ -4,6 +4,7 @@ A finished task is a file (``evaluate.samples``): a header with the density, the
 the checkpoint and its gates, on the requests, and on the task's config, so that the next run reuses the answers.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,22 +22,23 @@ from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.utils import handle_non_serializable
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base import console, distributed, errors, files, progress, statistics
-from spkv_nas.base.version import environment
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.tasks import suite
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
-from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages import checks, commands, printing, sized_model
+from spkv_nas.evaluation.verdict import criterion
+from spkv_nas.stages import commands, printing, sized_model
 
 # Config keys left out of the hash, as the requests contain their effect
 _OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")
 _KEPT = ("doc_id", "filter", "target", "resps", "filtered_resps")  # keys kept of lm-eval's samples
 
 Cell = tuple[float, ...]  # columns of ``TASKS`` from "num_samples" on
+_STREAM = 36  # separates the order of a verdict's samples from other uses of the seed
 _RESAMPLES = 200  # bootstrap resamples for the error of metrics that are not means over samples
 
 
@@ -261,8 +263,6 @@ def _mean(cells: Sequence[Cell], *, by_size: bool) -> Cell:
 
 def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Evaluate a checkpoint on downstream tasks: ``reports/<name>/tasks.csv``, with every sample in ``runs/``."""
-    checks.check(options)
-    quiet_transformers(reporter)
     if not reporter.verbose:
         suite.quiet_libraries()
     name = options.name or sized_model.result_name(options.model, options.folders)
@@ -282,7 +282,7 @@ def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) ->
         "against": origins[1] if options.against else None,
         "tasks": [group.name for group in groups],
         "limit": options.limit,
-        "environment": {**environment(), "lm-eval": version("lm-eval")},
+        "environment": {"lm-eval": version("lm-eval")},
     }
     distributed.on_main(lambda: TASKS.write(folder, rows, record, reporter))
     return commands.Result(samples.SampledTable(name, rows, folder, sample_folder), show)
@@ -313,6 +313,52 @@ def _run_tasks(
     num_reused = sum(result.was_kept for group_results in results for result in group_results)
     reporter.reused(num_reused, num_tasks, "tasks")
     return results, checkpoint.origin
+
+
+class TaskRounds(criterion.Rounds):
+    """Scores of samples of tasks, whose mean is that over the tasks.
+
+    Each sample is the next one of a random task, whose own samples are in random order; a group counts as one task. A
+    verdict ends with the first task that has none left, so that every task keeps its share.
+    """
+
+    def __init__(
+        self, groups: Sequence[suite.SelectedTasks], tokenizer: PreTrainedTokenizerBase, *, seed: int, allow_code: bool
+    ) -> None:
+        """Draw the order of all samples; ``seed`` is that of the order and of few-shot examples."""
+        self._tokenizer, self._seed, self._allow_code = tokenizer, seed, allow_code
+        self._samples = _in_random_order(groups, seed)
+        self.num_samples = len(self._samples)
+        tasks = [task_identity(task) for group in groups for task in group.tasks]
+        key = "\0".join([version("lm-eval"), str(seed), *(group.name for group in groups), *tasks])
+        self.identity = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
+        """Return the score in [0, 1] of each sample of a round."""
+        chosen = self._samples[self.part(index)]
+        lm, scores = CheckpointLM(model, self._tokenizer), np.empty(len(chosen))
+        with suite.code_allowed(self._allow_code):
+            for task in {id(task): task for task, _ in chosen}.values():
+                places = [place for place, (other, _) in enumerate(chosen) if other is task]
+                documents = [chosen[place][1] for place in places]
+                # Few-shot examples must not depend on the rounds before, which may come from files
+                seed = self._seed + index
+                scores[places] = score_documents(lm, task, documents, seed=seed, allow_code=self._allow_code)
+        return scores
+
+
+def _in_random_order(groups: Sequence[suite.SelectedTasks], seed: int) -> list[tuple[Any, int]]:
+    """Return (task, index of its document), each of a random name of the suite, until one of them has no more."""
+    random = np.random.default_rng((seed, _STREAM))
+    by_name = [[(task, number) for task in group.tasks for number in range(len(task.eval_docs))] for group in groups]
+    orders = [iter(random.permutation(len(of_name)).tolist()) for of_name in by_name]
+    chosen: list[tuple[Any, int]] = []
+    while True:
+        name = int(random.integers(len(orders)))
+        sample = next(orders[name], None)
+        if sample is None:
+            return chosen
+        chosen.append(by_name[name][sample])
 
 
 def show(result: samples.SampledTable) -> None:

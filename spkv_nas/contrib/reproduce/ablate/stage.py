@@ -19,7 +19,6 @@ from spkv_nas.base import console, distributed, progress, records, replace, tabl
 from spkv_nas.contrib.reproduce.ablate.ablation_plan import AblationPlan
 from spkv_nas.contrib.reproduce.ablate.options import EMBEDDED_FILE, AblateOptions
 from spkv_nas.evaluation.paired import paired_difference
-from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages import commands, dry_run, printing
 from spkv_nas.training import branches, corpus, hybrids, run_plan
 from spkv_nas.training.recipe import Recipe
@@ -46,20 +45,13 @@ class AblationResult:
 
 
 def run(options: AblateOptions, reporter: progress.Reporter) -> commands.Result:
-    """Run the command."""
-    return commands.Result(ablate(options, reporter), show)
-
-
-def ablate(options: AblateOptions, reporter: progress.Reporter = progress.SILENT) -> AblationResult:
     """Train every row of an ablations file, and write ``reports/<name>/ablations.csv`` after each.
 
     All rows are validated before the first is trained. Finished rows are reused. Rows with ``trained: false`` are
     measured on the dense checkpoint as it is.
     """
-    quiet_transformers(reporter)
     # Validate all rows
     workspace, device = options.folders, options.device
-    workspace.check_writable()
     plan = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
     recipes, variants = plan.recipes, plan.variants
     for recipe in recipes.values():
@@ -87,7 +79,7 @@ def ablate(options: AblateOptions, reporter: progress.Reporter = progress.SILENT
         rows = _table(finished, variants)
         distributed.on_main(partial(_write, folder, rows, recipes))
     reporter.reused(num_reused, len(recipes) - len(plan.untrained), "runs")
-    return AblationResult(plan.name, rows, folder)
+    return commands.Result(AblationResult(plan.name, rows, folder), show)
 
 
 def _table(finished: Mapping[str, branches.Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.stages import flags
-from spkv_nas.stages.options import InWorkspace, OnDevice
+from spkv_nas.stages import flags, options
 
 BatchSize = Annotated[int | None, Flag("Sequences per training step.", low=1, high=2**20)]
 STEPS, BATCH_SIZE = 500, 32  # by default
@@ -13,7 +12,7 @@ NAME = "palindrome"  # default name of the results
 
 
 @dataclass(frozen=True, kw_only=True)
-class PalindromeOptions(InWorkspace, OnDevice):
+class PalindromeOptions(options.InWorkspace, options.OnDevice):
     """Train the paper's toy task, reversing a list that lies beyond the window, with three kinds of attention.
 
     Trains three small models from scratch: full attention, a sliding window of 32, SP-KV with window 32. Writes

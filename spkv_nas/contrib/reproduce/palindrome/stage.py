@@ -26,7 +26,7 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.reproduce.palindrome.options import BATCH_SIZE, NAME, STEPS, PalindromeOptions
 from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, GateWatch, Measures, Palindromes, take_measures
-from spkv_nas.model import attach, checkpoint, transformers_logging, windows
+from spkv_nas.model import attach, checkpoint, windows
 from spkv_nas.report import chart, plot
 from spkv_nas.stages.commands import Result
 from spkv_nas.training.branch_config import GateSchedule, GatesConfig, LearningRateSchedule
@@ -109,7 +109,6 @@ class PalindromeResult:
 
 def run(options: PalindromeOptions, reporter: Reporter = SILENT) -> Result:
     """Train every variant on the same sequences in the same order, reusing finished ones, to ``reports/<name>/``."""
-    transformers_logging.quiet_transformers(reporter)
     options.folders.check_writable()
     overrides = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
     settings = PalindromeSettings(**{key: value for key, value in overrides.items() if value is not None})

@@ -19,8 +19,7 @@ import pandas as pd
 import scipy  # imports its subpackages on first use
 from numpy.typing import ArrayLike
 
-from spkv_nas.base import assets, console, limits, records, replace, tables, version
-from spkv_nas.base.arrays import Float
+from spkv_nas.base import arrays, assets, console, limits, records, replace, tables, version
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.report import chart, figures
@@ -54,14 +53,14 @@ class ScalingLaw:
     standard deviation of runs about the law. It and ``covariance`` [3, 3] are NaN without degrees of freedom.
     """
 
-    parameters: Float
-    covariance: Float
+    parameters: arrays.Float
+    covariance: arrays.Float
     reference: float
     residual: float
     r_squared: float
     num_runs: int
 
-    def __call__(self, compute: ArrayLike) -> Float:
+    def __call__(self, compute: ArrayLike) -> arrays.Float:
         """Return the NLL at ``compute`` FLOPs."""
         return _law(self.parameters, self._x(compute))
 
@@ -89,7 +88,7 @@ class ScalingLaw:
         value, half_width = float(self(compute)), self._quantile() * float(spread)
         return Interval(value, value - half_width, value + half_width)
 
-    def _interval(self, weights: Float) -> Interval:
+    def _interval(self, weights: arrays.Float) -> Interval:
         """Return the interval of a linear combination of the parameters."""
         value = float(weights @ self.parameters)
         half_width = self._quantile() * float(np.sqrt(weights @ self.covariance @ weights))
@@ -99,7 +98,7 @@ class ScalingLaw:
         """Return the quantile of Student's t; NaN without degrees of freedom."""
         return float(scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, self.num_runs - 3)) if self.num_runs > 3 else np.nan
 
-    def _x(self, compute: ArrayLike) -> Float:
+    def _x(self, compute: ArrayLike) -> arrays.Float:
         """Return log(compute / reference)."""
         return np.asarray(np.log(np.asarray(compute, dtype=np.float64) / self.reference))
 
@@ -209,22 +208,22 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
     return described
 
 
-def _law(parameters: Float, x: Float) -> Float:
+def _law(parameters: arrays.Float, x: arrays.Float) -> arrays.Float:
     """Evaluate the law at ``x`` = log(compute / reference), [n]."""
     irreducible, log_amplitude, exponent = parameters
     return np.asarray(irreducible + np.exp(log_amplitude - exponent * x))
 
 
-def _jacobian(parameters: Float, x: Float) -> Float:
+def _jacobian(parameters: arrays.Float, x: arrays.Float) -> arrays.Float:
     """Return the derivatives of ``_law`` by its parameters, [n, 3]."""
     reducible = np.exp(parameters[1] - parameters[2] * x)
     return np.column_stack([np.ones_like(x), reducible, -x * reducible])
 
 
-def _start(x: Float, loss: Float) -> Float:
+def _start(x: arrays.Float, loss: arrays.Float) -> arrays.Float:
     """Return initial parameters of the fit, by a search of the exponent, as the other two are linear given it."""
 
-    def solve(exponent: float) -> tuple[float, Float]:
+    def solve(exponent: float) -> tuple[float, arrays.Float]:
         basis = np.column_stack([np.ones_like(x), np.exp(-exponent * x)])
         linear = np.linalg.lstsq(basis, loss, rcond=None)[0]
         return float(((basis @ linear - loss) ** 2).sum()), linear

@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts import head_scores, kinds
 from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.base.progress import Progress
-from spkv_nas.data.batches import run_own_batches
+from spkv_nas.data import batches, tokenizer
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.tokenizer import SeparateDocuments
 from spkv_nas.model import attention, model_shape, windows
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
@@ -73,7 +72,7 @@ def retrieval(
             collected.add(start, result[0], queries)
             num_correct[0] += result[1]
 
-        run_own_batches(run, add, blocks, batch_size, model.device, progress)
+        batches.run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
 
     # Build the table
@@ -137,7 +136,7 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
     length, rng = blocks.block_size, np.random.default_rng(seed)
     deepest = length - needle_length - max(needle_length, window + 1)
     first: int | arrays.Int = max(sinks, len(blocks.opening))
-    if isinstance(blocks.boundaries, SeparateDocuments):
+    if isinstance(blocks.boundaries, tokenizer.SeparateDocuments):
         blocks, start = _longest_last(blocks)
         fits = start + first <= deepest
         blocks, first = blocks.part(np.flatnonzero(fits)), (start + first)[fits]

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from spkv_nas.base import errors, flag
 from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.stages import flags
-from spkv_nas.stages.evaluate.evaluation import CheckpointOptions, check_checkpoints
-from spkv_nas.stages.options import SubjectOptions
+from spkv_nas.stages.options import CheckpointOptions, SubjectOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +22,10 @@ class NLLOptions(CheckpointOptions, SubjectOptions):
 
 
 def check(options: NLLOptions) -> None:
-    """Check the thresholds, the checkpoints and the text."""
-    from spkv_nas.stages.checkpoints import evaluated
+    """Check the thresholds and the text."""
+    from spkv_nas.stages.subject import Subject
 
-    subject = evaluated(options)
-    check_checkpoints(options)
+    subject = Subject.evaluated(options)
     if options.taus is not None:
         parse_taus(options.taus)
         if options.tau is not None or options.against is not None:

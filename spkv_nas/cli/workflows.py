@@ -1,4 +1,4 @@
-"""Run the whole way from a model and a text to an exported hybrid: the command ``auto``."""
+"""Run several commands as one: ``auto``, from a model and a text to an exported hybrid, and ``demo``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.base import console, errors, units
 from spkv_nas.base.progress import Reporter, Stages
 from spkv_nas.engines.registry import serve_command
+from spkv_nas.stages import flags
 from spkv_nas.stages.commands import Result, command_line, next_line
+from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice
 from spkv_nas.stages.options.auto import AutoOptions
 from spkv_nas.stages.options.init import InitOptions
 
@@ -139,7 +142,7 @@ def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, repo
     that is not larger passes without. Raises ``UserError``: as ``retraining.retrain``.
     """
     from spkv_nas.evaluation.verdict.critical_budget import first_by_costs
-    from spkv_nas.probing.window_choice import half_of
+    from spkv_nas.probing.measure import half_of
     from spkv_nas.stages.subject import Subject
     from spkv_nas.training import retraining
 
@@ -237,3 +240,52 @@ def _show(result: AutoResult) -> None:
     """Print the lines."""
     for line in result.lines:
         console.out.print(Text(line), soft_wrap=True)
+
+
+DEMO_ABLATION_TOKENS = 2048  # half of the default: 4 to 5 seconds
+DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
+DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last", "random-0")
+DEMO_TOKENS = 65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(InWorkspace, OnDevice):
+    """Options of the ``demo`` command."""
+
+    command = "demo"
+
+    workspace: flags.Root = Path("demo")
+
+
+def check(options: DemoOptions) -> None:
+    """Check the folder to write to."""
+    options.folders.check_writable()
+
+
+def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
+    """Run the whole workflow on the embedded reference: probe, propose, train-hybrid, report.
+
+    Takes a few minutes on two cores and writes to a separate workspace, the folder demo/.
+    """
+    from spkv_nas.stages import probe, propose, report, train_hybrid
+    from spkv_nas.stages.options.probe import ProbeOptions
+    from spkv_nas.stages.options.propose import ProposeOptions
+    from spkv_nas.stages.options.report import ReportOptions
+    from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
+
+    start = time.perf_counter()
+    workspace: dict[str, Any] = {"workspace": options.workspace}
+    device_options: dict[str, Any] = {**workspace, "device": options.device}
+    # Measure the heads twice: by the default signal, and by the recommended one
+    default = ProbeOptions(max_tokens=DEMO_TOKENS, ablation_tokens=DEMO_ABLATION_TOKENS, **device_options)
+    yield probe.run(default, reporter)
+    yield probe.run(ProbeOptions(signal=RECOMMENDED, steps=DEMO_STEPS, **device_options), reporter)
+    # Propose layouts by the default signal
+    yield propose.run(ProposeOptions(probe=DEFAULT_PROBE, num_random=1, **workspace), reporter)
+    # Retrain some of them, and write the report
+    folder = options.folders.layout_dir(DEFAULT_PROBE)
+    layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]
+    retraining = TrainHybridOptions(layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options)
+    yield train_hybrid.run(retraining, reporter)
+    yield report.run(ReportOptions(probe=DEFAULT_PROBE, **workspace), reporter)
+    reporter.announce(f"{time.perf_counter() - start:.0f} s in total")

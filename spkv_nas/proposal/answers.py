@@ -1,25 +1,27 @@
-"""Answer ``propose`` for one budget: layouts, their density coverage with confidence intervals, and their files."""
+"""Answer ``propose``: layouts for one budget, or the curve over several, with their coverage and their files."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import locks, replace, tables
+from spkv_nas.base import locks, tables
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter
+from spkv_nas.base.replace import replacing
 from spkv_nas.cost.cache_cost import EngineCost
-from spkv_nas.proposal import earlier, stability, strategies, windows
+from spkv_nas.proposal import earlier, strategies, windows
+from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST, Constraints
-from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
+from spkv_nas.proposal.coverage import Bootstrap, Certainty, bootstrap, coverage, coverage_curve, domain_coverage, knee
 from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
-from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, find_solutions
-from spkv_nas.proposal.strategy import NUM_RANDOM
 
 _COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
 
@@ -32,9 +34,9 @@ class Answer:
     layouts: dict[str, Layout]  # layouts by strategy name
     # the table of ``coverage_table``; with an engine also kv_bytes, missing where it does not run a layout
     rows: pd.DataFrame
-    # stability of the choice of heads under resampling; None where it cannot be estimated (``stability.caution`` says
+    # stability of the choice of heads under resampling; None where it cannot be estimated (``coverage.caution`` says
     # why)
-    certainty: stability.Certainty | None
+    certainty: Certainty | None
     # further layouts that differ from the best in many heads; None where they were not requested
     solutions: Solutions | None = None
 
@@ -55,7 +57,7 @@ def propose_for(
     tau: str | None = None,
     window: int | None = None,
     seed: int = 0,
-    num_random: int = NUM_RANDOM,
+    num_random: int = strategies.NUM_RANDOM,
     others: Sequence[head_scores.HeadScores] = (),
     solutions: SeveralSolutions | None = None,
     progress: Progress | None = None,
@@ -93,11 +95,11 @@ def propose_for(
     layouts |= {each.signal: densest_layout(each, heads, name=each.signal, window=window) for each in others} | solved
     layouts |= requirements.window_per_head(table, limit, window)
     # Bootstrap confidence intervals over the probe's documents
-    resampled = stability.bootstrap(table)
+    resampled = bootstrap(table)
     certainty = None
     if resampled is not None:
         certain = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
-        certainty = stability.Certainty.of(resampled, layouts, heads, certain)
+        certainty = Certainty.of(resampled, layouts, heads, certain)
     rows = coverage_table(table, layouts, heads, resampled, requirements.constraints)
     if isinstance(cost, EngineCost):
         plans = [cost.layout_plan(layouts[name]) for name in rows["strategy"]]
@@ -113,7 +115,7 @@ def coverage_table(
     table: head_scores.HeadScores,
     layouts: Mapping[str, Layout],
     heads: int,
-    resampled: stability.Bootstrap | None = None,
+    resampled: Bootstrap | None = None,
     constraints: Constraints | None = None,
 ) -> pd.DataFrame:
     """Tabulate layouts by strategy, best coverage first and those above the budget of ``heads`` last.
@@ -192,7 +194,7 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
         ):
             reporter.caution(f"replaced earlier layouts for {budget} global heads in {folder}: {', '.join(replaced)}")
         # Write layouts and tables
-        with replace.replacing(folder, stale=stale) as new:
+        with replacing(folder, stale=stale) as new:
             for name, layout in zip(names, answer.layouts.values(), strict=True):
                 layout.write(new / name)
             tables.write_csv(new / _COVERAGE, answer.rows, digits=None)
@@ -229,3 +231,124 @@ def _budget_note(layout: Layout, heads: int) -> str:
         f"{heads} global heads are not a whole number of layers; the nearest is {layout.num_global} "
         f"({len(layout.global_layers)} of {layout.num_layers} layers)"
     )
+
+
+@dataclass(frozen=True)
+class Knee:
+    """The knee of a budget curve: a budget in global heads, and the reason in words."""
+
+    budget: int
+    meaning: str
+
+
+@dataclass(frozen=True, eq=False)
+class BudgetCurve:
+    """The best layout at each of several budgets."""
+
+    table: head_scores.HeadScores  # densities at the threshold used to choose the layouts
+    # one row per budget with columns budget, num_global, coverage, worst_domain (lowest per-domain coverage),
+    # coverage_low and coverage_high (95 % interval), random (expected coverage of as many random heads), kv_bytes; NaN
+    # where unknown. With an engine also max_heads_same_memory, the largest number of global heads that takes no more
+    # memory
+    rows: pd.DataFrame
+    layouts: dict[str, Layout]  # layouts by name, such as "densest-18"
+    knee: Knee  # knee of the curve
+
+
+def curve_for(
+    table: head_scores.HeadScores,
+    requirements: Requirements | None,
+    budget: str,
+    *,
+    tau: str | None = None,
+    window: int | None = None,
+    progress: Progress | None = None,
+) -> BudgetCurve:
+    """Compute the curve over budgets given as text, such as "6..40" or "12,18,24".
+
+    Arguments are those of ``propose_for``. Raises ``UserError``: as ``parse_budgets``, ``resolve_tau``,
+    ``budget_curve``.
+    """
+    budgets = parse_budgets(budget, table.num_candidates)
+    table = resolve_tau(table, tau, budgets[0])
+    return budget_curve(
+        table, requirements or Requirements(), budgets, resampled=bootstrap(table), window=window, progress=progress
+    )
+
+
+def budget_curve(
+    table: head_scores.HeadScores,
+    requirements: Requirements,
+    budgets: Sequence[int],
+    *,
+    resampled: Bootstrap | None = None,
+    window: int | None = None,
+    progress: Progress | None = None,
+) -> BudgetCurve:
+    """Compute the curve over ascending budgets in global heads; ``resampled`` gives intervals.
+
+    Arguments are those of ``propose_for``. Raises ``UserError``: a budget is not feasible under the requirements.
+    """
+    cost = requirements.cache_cost(table, window)
+    rows, layouts = [], {}
+    # Solve for one layout per budget and measure its coverage
+    for number, budget in enumerate(budgets, 1):
+        if requirements.is_solved:
+            layout = requirements.solve(table, Limit(budget), window)
+        else:
+            layout = densest_layout(table, budget, window=window)
+        low, high = (np.nan, np.nan) if resampled is None else resampled.coverage(layout.global_mask)
+        rows.append(
+            {
+                "budget": budget,
+                "num_global": layout.num_global,
+                "coverage": coverage(table, layout),
+                "worst_domain": min(domain_coverage(table, layout).values()),
+                "coverage_low": low,
+                "coverage_high": high,
+                "random": layout.num_global / table.num_heads,
+                "kv_bytes": np.nan if cost is None else cost.total(layout.num_global, table.num_heads),
+            }
+        )
+        if requirements.serving is not None:
+            rows[-1]["max_heads_same_memory"] = requirements.max_heads_same_memory(table, layout.num_global, window)
+        name = f"{layout.strategy}-{budget}"
+        layouts[name] = replace(layout, strategy=name)
+        if progress is not None:
+            progress(number, len(budgets))
+    # Locate the knee
+    curve = pd.DataFrame(rows)
+    return BudgetCurve(table, curve, layouts, find_knee(table, requirements, curve))
+
+
+def find_knee(table: head_scores.HeadScores, requirements: Requirements, rows: pd.DataFrame) -> Knee:
+    """Locate the knee of ``BudgetCurve.rows``.
+
+    For the densest heads this is ``coverage.knee``, inside the range or not. For solved layouts it is the budget of
+    the range whose coverage exceeds that of as many random heads by the most.
+    """
+    if not requirements.is_solved:
+        return Knee(knee(table), "beyond it each further head adds less than average")
+    best = rows.iloc[int((rows["coverage"] - rows["random"]).to_numpy().argmax())]
+    caveat = (
+        "; this is an end of the range, so the true knee may lie outside it" if best.name in (0, len(rows) - 1) else ""
+    )
+    return Knee(int(best["budget"]), f"at this budget coverage exceeds that of random heads by the most{caveat}")
+
+
+def coverage_by_budget(table: head_scores.HeadScores) -> pd.DataFrame | None:
+    """Return coverage in [0, 1] by budget: columns budget, densest, random, and each pattern of whole layers.
+
+    The patterns spend whole layers, so they are NaN at other budgets. None if no head keeps anything.
+    """
+    if table.mean == 0.0:
+        return None
+    curve = coverage_curve(table)
+    total = table.density.sum()
+    # Add the patterns of whole layers, at the budgets that they can have
+    for pattern in (strategy for strategy in strategies.STRATEGIES if strategy.whole_layers):
+        curve[pattern.name] = np.nan
+        for layers in range(1, table.num_layers + 1):
+            mask = pattern.choose(table, round(layers * table.num_heads / table.num_layers))
+            curve.loc[int(mask.sum()) - 1, pattern.name] = table.density[mask].sum() / total
+    return curve

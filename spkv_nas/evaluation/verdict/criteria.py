@@ -1,0 +1,244 @@
+"""Define the built-in criteria of a verdict, and read margins with the options of their criteria, and the risk."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spkv_nas.base import arrays, limits, registry
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.evaluation.verdict.criterion import Criterion, MeanShortfall, Prepared, RelativeRise, Rounds, Setting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from spkv_nas.data.blocks import TokenBlocks
+
+Margins = list[tuple[Criterion, float]]  # criteria with the largest loss allowed in each
+_CRITERION, _OPTION = re.compile(r",(?=\s*[\w-]+=)"), re.compile(r":(?=[\w-]+=)")  # what stands before one
+NewTokens = Annotated[
+    int | None,
+    Flag("Maximum length of a continuation; the rest of a block is its prompt.", low=1, high=limits.MAX_BLOCK_SIZE),
+]
+
+
+@dataclass(frozen=True)
+class DocumentNLLs(Criterion):
+    """Rise of the NLL of documents."""
+
+    name, help, title = "nll", "rise of the NLL in percent", "NLL by document"
+    test = RelativeRise()
+
+    def prepare(self, setting: Setting) -> Rounds:
+        """Return the documents of the text, in rounds of blocks."""
+        from spkv_nas.evaluation.micro_batch import fitting_batch
+
+        return DocumentRounds(setting.blocks, setting.text_hash, fitting_batch(setting.dense, setting.blocks))
+
+
+class DocumentRounds(Rounds):
+    """NLL sums of documents, in rounds of blocks; a document is a sample once its last block is measured."""
+
+    def __init__(self, blocks: "TokenBlocks", identity: str, batch_size: int) -> None:
+        """Find the last block of each document of a text, whose documents are in random order (``in_random_order``)."""
+        self.blocks, self.identity, self.batch_size = blocks, identity, batch_size
+        # Documents with predicted tokens, and the last block of each, in the order of these blocks
+        document = blocks.document[:, 1:]
+        present, first = np.unique(document[::-1], return_index=True)
+        last = blocks.num_blocks - 1 - first // document.shape[1]
+        order = np.argsort(last, kind="stable")
+        self._present, self._last = present[order].astype(np.intp), last[order]
+        self.num_samples = len(present)
+
+    @property
+    def num_rounds(self) -> int:
+        """Return the number of rounds of blocks."""
+        return -(-self.blocks.num_blocks // self.size)
+
+    def _documents(self, index: int) -> NDArray[np.intp]:
+        """Return the documents of a round."""
+        return np.unique(self.blocks.document[self.part(index)]).astype(np.intp)
+
+    def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> arrays.Float:
+        """Return the NLL sums of the documents of a round's blocks."""
+        from spkv_nas.evaluation.nll import document_nll
+
+        blocks = self.blocks.part(self.part(index))
+        return document_nll(model, blocks, batch_size=self.batch_size).total[self._documents(index)]
+
+    def scores(self, measured: Sequence[arrays.Float]) -> arrays.Float:
+        """Return the NLL of every document whose last block has been measured."""
+        totals = np.zeros(len(self.blocks.documents))
+        for index, sums in enumerate(measured):
+            totals[self._documents(index)] += sums
+        is_complete = self._last < len(measured) * self.size
+        return np.asarray(totals[self._present[is_complete]])
+
+
+@dataclass(frozen=True)
+class Agreement(Criterion):
+    """Share of tokens of the dense model's greedy continuations that a candidate does not predict."""
+
+    name, title = "agreement", "Disagreement of greedy tokens"
+    help = "greedy tokens that differ from the dense model's, in percentage points"
+    test = MeanShortfall()
+    temperature: ClassVar[float] = 0.0
+
+    new_tokens: NewTokens = default(None, "half a block")
+
+    def prepare(self, setting: Setting) -> Rounds:
+        """Return one continuation per document, which the dense model writes; by default half a block."""
+        length, temperature = setting.blocks.block_size, self.temperature
+        new_tokens = self.new_tokens or length // 2
+        if new_tokens >= length:
+            raise UserError(f"new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
+        seed = f" seed {setting.seed}" if temperature else ""
+        identity = f"{setting.text_hash} {setting.identity} {new_tokens} temperature {temperature}{seed}"
+        blocks = one_per_document(setting.blocks, new_tokens)
+        return ContinuationRounds(setting.tokenizer, blocks, new_tokens, temperature, setting.seed, identity)
+
+
+@dataclass(frozen=True)
+class Acceptance(Agreement):
+    """Share of tokens that the dense model samples and that speculative sampling rejects of a candidate's draft."""
+
+    name, title = "acceptance", "Rejection by speculative sampling"
+    help = "sampled tokens that speculative sampling rejects, in percentage points"
+    temperature = 1.0
+
+
+def one_per_document(blocks: "TokenBlocks", new_tokens: int) -> "TokenBlocks":
+    """Return the first block of each document, as continuations of the same document are not independent."""
+    _, first = np.unique(blocks.document[:, blocks.block_size - new_tokens - 1], return_index=True)
+    return blocks.part(first)
+
+
+class ContinuationRounds(Rounds):
+    """Scores in [0, 1] of continuations that the dense model writes; its own scores are 1.
+
+    Greedy continuations: the share of tokens that equal the model's most probable ones. Sampled ones: the mean of
+    min(1, q(x) / p(x)) over the tokens x, drawn from the dense model's distribution p, with the model's q. Its expected
+    value is that of sum_x min(p, q), the share of tokens that speculative sampling accepts.
+    """
+
+    # Continuations, padded with 0, and the dense model's predictions of them
+    prepared = (
+        arrays.Array("tokens", "whole", "N T"),
+        arrays.Array("predicted", "number", "N T", low=-math.inf),
+        arrays.Array("length", "whole", "N", low=1),
+    )
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        blocks: "TokenBlocks",
+        new_tokens: int,
+        temperature: float,
+        seed: int,
+        identity: str,
+    ) -> None:
+        """Continue the beginning of each block, of which there is one per document, in random order."""
+        self._tokenizer, self._blocks, self._new_tokens = tokenizer, blocks, new_tokens
+        self._temperature, self._seed, self.identity = temperature, seed, identity
+        self.num_samples = blocks.num_blocks
+
+    def prepare(self, index: int, dense: "PreTrainedModel") -> dict[str, NDArray[Any]]:
+        """Continue the prompts of a round with the dense model, and predict the continuations with it."""
+        from spkv_nas.evaluation.continuations import predict, write_continuations
+
+        sampling: dict[str, Any] = {"temperature": self._temperature, "seed": self._seed, "first": index * self.size}
+        blocks = self._blocks.part(self.part(index))
+        lines = write_continuations(dense, self._tokenizer, blocks, self._new_tokens, **sampling)
+        predicted = predict(dense, blocks, lines, self._new_tokens, temperature=self._temperature)
+        # Pad the records to arrays, and keep their lengths
+        return {
+            "tokens": _padded([line["tokens"] for line in lines]).astype(np.int64),
+            "predicted": _padded([line["predicted"] for line in predicted]),
+            "length": np.array([len(line["tokens"]) for line in lines], dtype=np.int64),
+        }
+
+    def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> arrays.Float:
+        """Return the score of each continuation of a round."""
+        from spkv_nas.evaluation.continuations import predict
+
+        rows = zip(prepared["tokens"].tolist(), prepared["length"].tolist(), strict=True)
+        lines = [{"block": block, "tokens": tokens[:length]} for block, (tokens, length) in enumerate(rows)]
+        blocks = self._blocks.part(self.part(index))
+        predicted = predict(model, blocks, lines, self._new_tokens, temperature=self._temperature)
+        scores = []
+        for line, dense in zip(predicted, prepared["predicted"], strict=True):
+            values = np.array(line["predicted"])
+            difference = values - dense[: len(values)]
+            score = difference == 0 if self._temperature == 0 else np.exp(np.minimum(difference, 0.0))
+            scores.append(score.mean())
+        return np.array(scores, dtype=np.float64)
+
+
+def _padded(rows: Sequence[Sequence[float]]) -> arrays.Float:
+    """Return rows of unequal length as an array [N, T], padded with 0."""
+    padded = np.zeros((len(rows), max(map(len, rows))))
+    for row, values in zip(padded, rows, strict=True):
+        row[: len(values)] = values
+    return padded
+
+
+CRITERIA: registry.Registry[Criterion] = registry.Registry(
+    "spkv_nas.criteria",
+    "criterion",
+    Criterion,  # type: ignore[type-abstract]
+    (DocumentNLLs(), Agreement(), Acceptance()),
+)
+
+
+def parse_margins(text: str) -> Margins:
+    """Return the criteria with their margins, in the order of "nll=1%,ruler=2:lengths=512,4k:tasks=vt".
+
+    Raises ``UserError`` if a criterion is unknown or named twice, a margin is no positive number below 100, or an
+    option is wrong.
+    """
+    margins: dict[str, tuple[Criterion, float]] = {}
+    for part in _CRITERION.split(text):
+        # Split the margin and the options from the name
+        loss, *options = _OPTION.split(part.strip())
+        name, _, amount = (word.strip() for word in loss.partition("="))
+        criterion = CRITERIA[name]
+        number = _number(amount.removesuffix("%"))
+        if not 0.0 < number < 100.0:
+            raise UserError(f"--margin {loss}: expected NAME=LOSS with a loss above 0 and below 100")
+        if name in margins:
+            raise UserError(f"--margin {text}: {name} has two margins")
+        margins[name] = criterion.with_words(options), number
+    return list(margins.values())
+
+
+def parse_risk(text: str | float) -> float:
+    """Return a risk as a share: 0.05 for "5%" and for 0.05; ``UserError`` unless it is above 0 and up to 50 %."""
+    text = str(text)
+    risk = _number(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    if not 0.0 < risk <= 0.5:
+        raise UserError(f"--risk {text}: expected a probability above 0 and up to 50%, such as 5%")
+    return risk
+
+
+def criteria_help() -> str:
+    """Return the criteria with what their loss is, for the help of ``--margin``."""
+    return "; ".join(f"{criterion.name}: {criterion.help}" for criterion in CRITERIA)
+
+
+def options_help() -> str:
+    """Return the options of all criteria with their help, a paragraph for each criterion that has some."""
+    helps = {criterion.name: criterion.options_help() for criterion in CRITERIA}
+    return "\n\n".join(f"Options of {name}: {text}" for name, text in helps.items() if text)
+
+
+def _number(text: str) -> float:
+    """Return a number; NaN for other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
