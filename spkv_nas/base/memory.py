@@ -14,11 +14,27 @@ from spkv_nas.base.units import format_bytes
 
 Result = TypeVar("Result")
 CHUNK_BYTES = 1 << 28  # of the logits of a chunk of tokens, in float32
+_CPU_BYTES = 1 << 25  # the same with gradients on a CPU, where a chunk of 256 MiB takes up to a sixth longer
+_GPU_PART = 64  # a chunk with gradients takes at most this part of a GPU's memory
 
 
-def chunk_tokens(vocabulary: int) -> int:
-    """Return the number of tokens, at least one, in a chunk of logits for a vocabulary of this size."""
-    return max(1, CHUNK_BYTES // (4 * vocabulary))
+def chunk_tokens(vocabulary: int, learns_on: str | None = None) -> int:
+    """Return the number of tokens, at least one, in a chunk of logits for a vocabulary of this size.
+
+    ``learns_on`` is the device of chunks with gradients. On a GPU they are as large as a power of two within 1/64 of
+    all its memory, 1 GiB on an H100, as each costs the host some time; forecasts count ``CHUNK_BYTES``. Free memory
+    would depend on other programs, so that a repeated or resumed run would round otherwise; a pass that it does not
+    suffice for is halved.
+    """
+    num_bytes = CHUNK_BYTES
+    if learns_on == "cpu":
+        num_bytes = min(CHUNK_BYTES, _CPU_BYTES)
+    elif learns_on is not None and learns_on.startswith("cuda"):
+        import torch
+
+        share = torch.cuda.get_device_properties(learns_on).total_memory // _GPU_PART
+        num_bytes = max(CHUNK_BYTES, 1 << (share.bit_length() - 1))
+    return max(1, num_bytes // (4 * vocabulary))
 
 
 def available_bytes(device: str = "cpu") -> int:

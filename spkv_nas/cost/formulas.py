@@ -203,9 +203,9 @@ def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | 
     return int(counts[candidates].sum()) / sum(layout.heads_per_layer[layer] for layer in candidates)
 
 
-def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, learns: bool = False) -> int:
-    """Return the peak bytes of logits, of ``item`` bytes each, and of their loss, with the gradient if ``learns``."""
-    copies = (8 if learns else 4) + (4 if item < FLOAT32 else 0)  # log-softmax, its gradient, the logits in float32
+def logit_bytes(vocabulary: int, num_tokens: int, *, item: int) -> int:
+    """Return the peak bytes of logits, of ``item`` bytes each, and of their loss and its gradient."""
+    copies = 4 + (4 if item < FLOAT32 else 0)  # log-softmax, which becomes the gradient, and the logits in float32
     return min(num_tokens, chunk_tokens(vocabulary)) * vocabulary * (item + copies)
 
 
@@ -270,12 +270,12 @@ class PassMemory:
         """Return the bytes of a forward and a backward pass.
 
         With ``recomputes`` activations are recomputed, one layer at a time. With ``taught`` the loss compares with a
-        teacher's predictions, which doubles the logits; the teacher's last hidden states are kept too.
+        teacher's predictions, whose logits count too; the teacher's last hidden states are kept.
         """
         kept = self.kept(num_tokens, learns=learns, recomputes=recomputes)
-        logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item, learns=True)
-        if taught:
-            kept, logits = kept + num_tokens * self.item * self.size.hidden_size, 2 * logits
+        logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item)
+        if taught:  # also the teacher's logits, its log-softmax and probabilities
+            kept, logits = kept + num_tokens * self.item * self.size.hidden_size, 5 * logits // 2
         if not recomputes:
             return kept + max(self._backward(num_tokens), logits)
         layer = num_tokens * (self._layer(learns) + self._predictor)  # recomputed after the logits are freed

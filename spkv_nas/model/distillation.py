@@ -4,9 +4,6 @@ The loss of a token mixes its NLL with the KL divergence from the teacher's pred
 arXiv 1503.02531)::
 
     (1 - weight) NLL + weight t^2 KL(softmax(teacher / t) || softmax(student / t))
-
-Its gradient ``(1 - weight) (p - onehot) + weight t (p_t - q_t)`` is written out: the second term is exactly 0 where
-student and teacher agree, where autograd would leave rounding errors, which AdamW scales up to steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from spkv_nas.base.distributed import sum_over_processes
-from spkv_nas.model import attach, attention, modes, windows
+from spkv_nas.model import attach, attention, loss, modes, windows
 from spkv_nas.model.loss import NO_TARGET, DecoderPass, forward_inside, logits_of, replaced
 
 
@@ -124,58 +121,19 @@ class _DistilledPass(DecoderPass):
             teacher.reshard()
         return total
 
-    def _loss(self, hidden: Tensor, targets: Any, forward: Callable[..., Any]) -> Tensor:
-        """Compute the losses of a chunk, float32 [n], and add their parts to the sums."""
-        ids, taught = targets
-        distillation = self._distillation
-        # Compute the student's logits
-        logits = self._logits(hidden[None], forward)[0]
+    def _losses(
+        self, logits: Tensor, targets: Tensor, taught: Tensor | None, forward: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute a chunk's losses, float32 [n], and the gradient for its logits [n, V]; add the parts to the sums."""
+        distillation, teacher = self._distillation, self._distillation.teacher
+        assert taught is not None  # the teacher's last hidden states [n, C], of a pass of its own
         # Compute the teacher's logits, which need no gradient
-        teacher = distillation.teacher
         with torch.no_grad(), teacher.dense_head():
             forward = forward_inside(teacher.model)
             reference = logits_of(self._teacher_decoder, type(self.taught), taught[None], forward)[0]
-        # Compute the losses and add up their parts
-        loss: Tensor
-        loss, nll, divergence = _Distilled.apply(  # type: ignore[no-untyped-call]
-            logits, reference, ids, distillation.weight, distillation.temperature
-        )
-        parts = torch.stack([x.sum().double() for x in (nll, divergence, ids != NO_TARGET)])
+        # Compute the parts of the losses, add them up, and mix them
+        weight, temperature = distillation.weight, distillation.temperature
+        nll, divergence, gradient = loss.token_losses(logits, reference, targets, weight, temperature)
+        parts = torch.stack([x.sum().double() for x in (nll, divergence, targets != NO_TARGET)])
         distillation.sums = distillation.sums.to(parts.device) + parts
-        return loss
-
-
-class _Distilled(torch.autograd.Function):
-    """Loss of tokens with the gradient in closed form, and its parts without: NLL and divergence, in nats."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, reference: Tensor, targets: Tensor, weight: float, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute loss, NLL, divergence, float32 [n], from logits [n, V]; ``targets`` int64 [n] or ``NO_TARGET``."""
-        scores, is_target = logits.float(), targets != NO_TARGET
-        ids = targets.where(is_target, 0)[:, None]
-        # Divergence
-        log_p = (scores / temperature).log_softmax(-1)
-        log_q = (reference.float() / temperature).log_softmax(-1)
-        q = log_q.exp()
-        divergence = (q * (log_q - log_p)).sum(-1) * is_target
-        gradient = log_p.exp().sub_(q).mul_(weight * temperature)
-        # NLL
-        if temperature != 1.0:
-            log_p = scores.log_softmax(-1)
-        nll = -log_p.gather(1, ids)[:, 0] * is_target
-        if weight < 1.0:
-            onehot = torch.full_like(ids, -1, dtype=gradient.dtype)
-            gradient.add_(log_p.exp_().scatter_add_(1, ids, onehot), alpha=1.0 - weight)
-        # Both
-        ctx.save_for_backward(gradient.mul_(is_target[:, None]))
-        ctx.dtype = logits.dtype
-        ctx.mark_non_differentiable(nll, divergence)
-        return (1.0 - weight) * nll + weight * temperature**2 * divergence, nll, divergence
-
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> Any:
-        """Scale the saved gradient."""
-        (gradient,) = ctx.saved_tensors
-        return (grad[0][:, None] * gradient).to(ctx.dtype), None, None, None, None
+        return (1.0 - weight) * nll + weight * temperature**2 * divergence, gradient

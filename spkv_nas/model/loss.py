@@ -1,16 +1,21 @@
 """Compute next-token losses in chunks of tokens, so that the logits of all tokens are never in memory at once.
 
 The logits of a chunk are computed by the model's forward pass, in which the decoder returns last hidden states that it
-computed before: the model's soft caps, scales and biases apply, whatever they are (PyTorch's ``linear_cross_entropy``
-and liger-kernel take only a weight and a bias). The logits of a pass's last positions are compared with those of a
-chunk. If they differ, all logits are computed at once, with a warning.
+computed before: the model's soft caps, scales and biases apply, whatever they are (PyTorch's ``linear_cross_entropy``,
+new in 2.12, and liger-kernel take only a weight and a bias, and no teacher). The logits of a pass's last positions are
+compared with those of a chunk. If they differ, all logits are computed at once, with a warning.
+
+The gradient for the logits of a chunk is written out (``token_losses``): autograd would read and write them a dozen
+times, and leave rounding errors where a student and its teacher agree, which AdamW scales up to steps.
 """
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +24,8 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from spkv_nas.base import errors, memory
-from spkv_nas.model.model_shape import vocabulary_size
 
 NO_TARGET = -100  # label to ignore
-Pass = TypeVar("Pass", bound="DecoderPass")
 
 
 def token_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
@@ -30,7 +33,7 @@ def token_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) ->
 
     ``positions`` are empty, or ``position_ids`` [B, T] (``Boundaries.inputs``).
     """
-    if (decoder_pass := _large_pass(model, input_ids, DecoderPass, **positions)) is not None:
+    if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
         return decoder_pass.losses(input_ids[:, 1:], model)
     logits = model(input_ids=input_ids, use_cache=False, **positions).logits
     return torch.stack(  # block by block, so that the float32 copy stays in the CPU cache
@@ -50,11 +53,11 @@ def target_tokens(input_ids: Tensor, position_ids: Tensor | None = None) -> Tens
 def mean_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
     """Compute the mean of ``token_nll`` over ``target_tokens``, with gradients; 0 without any. Warns as it does."""
     targets = target_tokens(input_ids, **positions)
-    if (decoder_pass := _large_pass(model, input_ids, DecoderPass, **positions)) is not None:
+    if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
         total = decoder_pass.total(targets, model)
     else:
         logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
-        total = F.cross_entropy(logits.float(), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
+        total = _whole_total(logits, None, targets.flatten())
     return total / (targets != NO_TARGET).sum().clamp_min(1)
 
 
@@ -70,39 +73,91 @@ def mean_divergence(
     which the model's passes are the reference's. Other arguments and warnings are those of ``token_nll``.
     """
     targets = target_tokens(input_ids, **positions)
-    if (decoder_pass := _large_pass(model, input_ids, _DivergencePass, **positions)) is not None:
+    if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
         with torch.no_grad(), reference():
             decoder_pass.taught = model.get_decoder()(input_ids=input_ids, use_cache=False, **positions)
         total = decoder_pass.total(targets, model)
     else:
-        logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1]
+        logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
         with torch.no_grad(), reference():
-            reference_logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1]
-        total = _divergence(logits, reference_logits, targets).sum()
+            reference_logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
+        total = _whole_total(logits, reference_logits, targets.flatten())
     return total / (targets != NO_TARGET).sum().clamp_min(1)
 
 
-def _divergence(logits: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
-    """Compute the KL divergence of softmax(``logits``) from softmax(``reference``), both [..., V]: float32 [...].
+@torch.no_grad()
+def token_losses(
+    logits: Tensor, reference: Tensor | None, targets: Tensor, weight: float = 0.0, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute NLL and divergence of tokens, float32 [n] in nats, and the gradient of their mixture for the logits.
 
-    It is 0 where ``targets`` [...] are ``NO_TARGET``.
+    The mixture of a token, and its gradient, exactly 0 for ``weight`` 1 where both predictions agree, are::
+
+        (1 - weight) NLL + weight t^2 KL(softmax(reference / t) || softmax(logits / t))
+        (1 - weight) (p - onehot) + weight t (p_t - q_t)
+
+    Args:
+        logits: [n, V], in any dtype; without gradients, the gradient is None, otherwise of their shape and dtype.
+        reference: a teacher's logits [n, V]; None for a ``weight`` of 0, where divergences are 0.
+        targets: int64 [n]; losses and gradients are 0 where they are ``NO_TARGET``.
+        weight: weight of the divergence, in [0, 1].
+        temperature: temperature t of the divergence.
     """
-    taught = reference.float().log_softmax(-1)
-    divergence = F.kl_div(logits.float().log_softmax(-1), taught, reduction="none", log_target=True).sum(-1)
-    return divergence * (targets != NO_TARGET)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    is_target = targets != NO_TARGET
+    ids = targets.where(is_target, 0)[:, None]
+    # NLL, and its slope for the target's logit, as a gather from the gradient would keep that in float32
+    log_p = logits.to(dtype).log_softmax(-1)
+    target_log_p = log_p.gather(1, ids)
+    nll, slope = (-target_log_p[:, 0]).where(is_target, 0.0), (1.0 - weight) * target_log_p.expm1()
+    # Divergence, and its slope
+    divergence, log_p_t, q = torch.zeros_like(nll), log_p, log_p
+    if reference is not None:
+        if temperature != 1.0:
+            log_p_t, reference = (logits.to(dtype) / temperature).log_softmax(-1), reference.to(dtype) / temperature
+        log_q = reference.to(dtype).log_softmax(-1)
+        slope += weight * temperature * (log_p_t.gather(1, ids).exp() - log_q.gather(1, ids).exp())
+        q = log_q.exp()
+        divergence = log_q.sub_(log_p_t).mul_(q).sum(-1).where(is_target, 0.0)
+    if not logits.requires_grad:
+        return nll, divergence, None
+    # Gradient, but for the targets
+    if reference is None:
+        gradient = log_p.exp_()
+    elif temperature == 1.0:
+        gradient = log_p.exp_().sub_(q, alpha=weight)
+    else:
+        gradient = log_p_t.exp_().sub_(q).mul_(weight * temperature)
+        if weight < 1.0:
+            gradient.add_(log_p.exp_(), alpha=1.0 - weight)
+    gradient = gradient.mul_(is_target[:, None]).to(logits.dtype)
+    return nll, divergence, gradient.scatter_(1, ids, slope.where(is_target[:, None], 0.0).to(logits.dtype))
+
+
+@contextmanager
+def compiled_losses() -> Iterator[None]:
+    """Compile ``token_losses`` inside the ``with`` block: one kernel reads logits twice, and writes their gradient."""
+    with replaced(sys.modules[__name__], "token_losses", torch.compile(token_losses)):
+        yield
+
+
+def _whole_total(logits: Tensor, reference: Tensor | None, targets: Tensor) -> Tensor:
+    """Sum the NLL of logits [n, V], or the divergence from ``reference`` if it is given, with gradients."""
+    nll, divergence, gradient = token_losses(logits, reference, targets, 0.0 if reference is None else 1.0)
+    total = (nll if reference is None else divergence).sum()
+    return total if gradient is None else _Loss.apply(total, [gradient], logits)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def loss_in_chunks(
     model: PreTrainedModel, begin_pass: "Callable[[PreTrainedModel], DecoderPass] | None" = None
 ) -> Iterator[None]:
-    """Compute the loss of passes with ``labels`` in chunks inside the ``with`` block, where several are needed.
+    """Compute the loss of passes with ``labels`` in chunks inside the ``with`` block, from last hidden states.
 
     The model calls the loss within its forward pass, as DDP and FSDP2 require, and adds its auxiliary losses as usual,
     such as those of mixtures of experts. Logits are compared in the first pass only, because that waits for the device.
-    ``begin_pass`` starts the decoder pass of another loss than the NLL, which is always computed in chunks. Warns as
-    ``token_nll``. Raises ``UserError`` if ``begin_pass`` is given, but the model does not compute logits from last
-    hidden states alone.
+    ``begin_pass`` starts the decoder pass of another loss than the NLL. Warns as ``token_nll``. Raises ``UserError`` if
+    ``begin_pass`` is given, but the model does not compute logits from last hidden states alone.
     """
     # Capture the decoder pass, and the logits of the last position only
     model_loss = model.loss_function
@@ -117,7 +172,8 @@ def loss_in_chunks(
         if labels is None:
             return None
         can_chunk = chunks_agree is not False  # it may not have been tried yet
-        if begin_pass is None and not (can_chunk and _is_large(model, labels) and _keeps_some(model, model_loss)):
+        is_large = labels.numel() > _chunk_tokens(model)
+        if begin_pass is None and not (can_chunk and _keeps_some(model, model_loss, warns=is_large)):
             return None
         pending.append(((begin_pass or DecoderPass)(model), {**kwargs, "labels": None}))
         return args, {**kwargs, "logits_to_keep": 1}
@@ -171,7 +227,7 @@ class DecoderPass:
         self._model = model
         self._decoder = model.get_decoder()
         self._output: Any = None
-        self.taught: Any = None  # output of another pass that a subclass compares the pass with
+        self.taught: Any = None  # output of another pass to compare the pass with
         self._hook = self._decoder.register_forward_hook(self._see)
 
     def _see(self, _decoder: nn.Module, _args: Any, output: Any) -> None:
@@ -185,15 +241,18 @@ class DecoderPass:
         hidden = getattr(self._output, "last_hidden_state", None)
         if hidden is not None:
             with torch.no_grad():
-                recomputed = self._logits(hidden[:, -1:], forward)
+                recomputed = logits_of(self._decoder, type(self._output), hidden[:, -1:], forward)
             if torch.allclose(recomputed.float(), last.float(), rtol=0.0, atol=0.0, equal_nan=True):
                 return True
         _warn(self._model)
         return False
 
+    @torch.no_grad()
     def losses(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """Compute the loss at every position but the last of each block, float32 [B, T - 1], as ``targets``."""
-        return torch.cat([self._loss(*part, forward) for part in self._chunks(targets)]).view(targets.shape[:2])
+        """Compute the loss at every position but the last of each block, float32 [B, T - 1], without gradients."""
+        chunks = self._chunks(targets)
+        losses = [self._losses(self._logits(x, forward), ids, taught, forward)[0] for x, ids, taught in chunks]
+        return torch.cat(losses).view(targets.shape[:2])
 
     def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
         """Compute the sum of ``losses`` with gradients, summed in float32; by chunks, so logits are computed once."""
@@ -204,11 +263,15 @@ class DecoderPass:
         hidden = self._output.last_hidden_state
         hidden_gradients, total = [], torch.zeros((), device=hidden.device)
         # Accumulate losses and gradients over chunks
-        for states, ids in self._chunks(targets):
+        for states, ids, taught in self._chunks(targets):
             chunk = states.detach().requires_grad_()
-            loss = self._loss(chunk, ids, forward).sum()
-            hidden_gradient, *parameter_gradients = torch.autograd.grad(loss, [chunk, *parameters], allow_unused=True)
-            total += loss.detach()
+            logits = self._logits(chunk, forward)
+            losses, gradient = self._losses(logits, ids, taught, forward)
+            hidden_gradient, *parameter_gradients = torch.autograd.grad(
+                logits, [chunk, *parameters], gradient, allow_unused=True
+            )
+            total += losses.sum()
+            del logits, gradient  # before the next chunk's
             hidden_gradients.append(hidden_gradient)
             for number, gradient in enumerate(parameter_gradients):
                 if gradient is not None:
@@ -216,40 +279,40 @@ class DecoderPass:
         # Return them as one autograd node
         inputs = [parameters[number] for number in sums]
         gradients = [gradient.to(parameter.dtype) for parameter, gradient in zip(inputs, sums.values(), strict=True)]
-        all_hidden_gradients = F.pad(
-            torch.cat(hidden_gradients).view(*targets.shape[:2], -1), (0, 0, 0, 1)
-        )  # zeros for the last positions
-        result: Tensor = _Loss.apply(total, [all_hidden_gradients, *gradients], hidden, *inputs)  # type: ignore[no-untyped-call]
+        of_hidden = torch.cat(hidden_gradients).view(*targets.shape[:2], -1)
+        of_hidden = F.pad(of_hidden, (0, 0, 0, 1))  # zeros for the last positions
+        result: Tensor = _Loss.apply(total, [of_hidden, *gradients], hidden, *inputs)  # type: ignore[no-untyped-call]
         return result
 
-    def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Any]]:
-        """Yield chunks of last hidden states [n, C], and of targets [n], with the states of ``taught`` if it is set."""
-        size = memory.chunk_tokens(vocabulary_size(self._model))
-        outputs = [self._output] if self.taught is None else [self._output, self.taught]
-        hidden, *taught = (torch.split(output.last_hidden_state[:, :-1].flatten(0, 1), size) for output in outputs)
-        compared = torch.split(targets.flatten(0, 1), size)
-        return zip(hidden, zip(compared, *taught, strict=True) if taught else compared, strict=True)
+    def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yield chunks of last hidden states [n, C], of targets [n], and of the states of ``taught`` if it is set."""
+        device = str(self._output.last_hidden_state.device)
+        size = _chunk_tokens(self._model, device if torch.is_grad_enabled() else None)
+        hidden, taught = (
+            () if output is None else torch.split(output.last_hidden_state[:, :-1].flatten(0, 1), size)
+            for output in (self._output, self.taught)
+        )
+        return zip_longest(hidden, torch.split(targets.flatten(0, 1), size), taught)
 
-    def _loss(self, hidden: Tensor, targets: Any, forward: Callable[..., Any]) -> Tensor:
-        """Compute the losses of a chunk, float32 [n]."""
-        logits = self._logits(hidden[None], forward)[0]
-        return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=NO_TARGET)
+    def _losses(
+        self, logits: Tensor, targets: Tensor, taught: Tensor | None, forward: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute a chunk's losses, float32 [n], and the gradient for its logits [n, V] if they have one.
+
+        They are NLLs, or with ``taught`` [n, C] divergences from the predictions of that pass.
+        """
+        if taught is None:
+            nll, _, gradient = token_losses(logits, None, targets)
+            return nll, gradient
+        with torch.no_grad():
+            reference = self._logits(taught, forward)
+        _, divergence, gradient = token_losses(logits, reference, targets, 1.0)
+        return divergence, gradient
 
     def _logits(self, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """Compute logits [B, T, V] from last hidden states [B, T, C]."""
-        return logits_of(self._decoder, type(self._output), hidden, forward)
-
-
-class _DivergencePass(DecoderPass):
-    """Decoder pass whose loss is the divergence from the predictions of another pass, ``taught``."""
-
-    def _loss(self, hidden: Tensor, targets: Any, forward: Callable[..., Any]) -> Tensor:
-        """Compute the divergences of a chunk, float32 [n]."""
-        ids, taught = targets
-        logits = self._logits(hidden[None], forward)[0]
-        with torch.no_grad():
-            reference_logits = self._logits(taught[None], forward)[0]
-        return _divergence(logits, reference_logits, ids)
+        """Compute logits [n, V] from last hidden states [n, C]."""
+        # Not an index, whose gradient would be a copy
+        return logits_of(self._decoder, type(self._output), hidden[None], forward).squeeze(0)
 
 
 def logits_of(decoder: nn.Module, output: type, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
@@ -287,20 +350,18 @@ class _Loss(torch.autograd.Function):
         return None, None, *(gradient * grad[0].to(gradient.device) for gradient in ctx.saved_tensors)
 
 
-def _large_pass(
-    model: PreTrainedModel, tokens: Tensor, begin_pass: Callable[[PreTrainedModel], Pass], **positions: Tensor
-) -> Pass | None:
+def _large_pass(model: PreTrainedModel, tokens: Tensor, **positions: Tensor) -> "DecoderPass | None":
     """Run the model over ``tokens`` [B, T] and return the decoder pass; None if chunks are not needed or possible."""
-    if not _is_large(model, tokens) or not _keeps_some(model):
+    if tokens.numel() <= _chunk_tokens(model) or not _keeps_some(model):
         return None
-    decoder_pass = begin_pass(model)
+    decoder_pass = DecoderPass(model)
     last = model(input_ids=tokens, use_cache=False, logits_to_keep=1, **positions).logits
     return decoder_pass if decoder_pass.makes(last, model) else None
 
 
-def _is_large(model: PreTrainedModel, tokens: Tensor) -> bool:
-    """Return whether the logits of a pass exceed one chunk."""
-    return tokens.numel() > memory.chunk_tokens(vocabulary_size(model))
+def _chunk_tokens(model: PreTrainedModel, learns_on: str | None = None) -> int:
+    """Return ``memory.chunk_tokens`` of a model's vocabulary."""
+    return memory.chunk_tokens(model.config.get_text_config().vocab_size, learns_on)
 
 
 def _keeps_some(model: PreTrainedModel, loss: Any = ForCausalLMLoss, *, warns: bool = True) -> bool:

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.model import attention, config_section, gates
+from spkv_nas.model import attention, config_section, gates, loss
 
 
 def gate_settings(model: torch.nn.Module) -> attention.GateSettings:
@@ -120,16 +120,16 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
 def compiled(*models: PreTrainedModel) -> Iterator[None]:
     """Compile the decoder layers of models one by one inside the ``with`` block, so that all share the same graphs.
 
-    Embeddings, logits and the mask of a batch, which depends on data, are not compiled. Layers that are ``recomputed``
-    are compiled inside the checkpoint. Raises ``UserError``: a class has no recognisable decoder layers, or this
-    machine cannot compile them.
+    The loss of a chunk is compiled too; embeddings, logits and the mask of a batch, which depends on data, are not.
+    Layers that are ``recomputed`` are compiled inside the checkpoint. Raises ``UserError``: a class has no recognisable
+    decoder layers, or this machine cannot compile them.
     """
     from torch._dynamo.exc import TorchDynamoException
 
     layers = [layer for model in models for layer in _decoder_layers(model, "compile", "compile")]
     checkpoints = {layer: layer._gradient_checkpointing_func for layer in layers if layer.gradient_checkpointing}
     compile_once = cache(torch.compile)
-    with _outside_graphs(*models):
+    with _outside_graphs(*models), loss.compiled_losses():
         # Compile whole calls of layers, or of recomputed ones what PyTorch's checkpoint calls, forward and again
         for layer in layers:
             if layer in checkpoints:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from helpers import FAMILIES, make_layouts, tiny_model, weights, write_project
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -24,7 +27,8 @@ from spkv_nas.base import memory
 from spkv_nas.cost.formulas import logit_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.model.loss import loss_in_chunks, mean_divergence, mean_nll, token_nll
+from spkv_nas.model import loss
+from spkv_nas.model.loss import NO_TARGET, loss_in_chunks, mean_divergence, mean_nll, token_losses, token_nll
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.dense import train_dense
@@ -145,15 +149,18 @@ class TestHeads:
             assert not model.get_decoder()._forward_hooks
 
 
-def test_one_chunk_is_the_models_own_pass(tokens: Tensor) -> None:
+def test_passes_of_one_chunk(tokens: Tensor) -> None:
+    """Those without gradients are the model's own; a loss with labels is always computed from hidden states."""
     model = tiny_model()
     expected = reference(model, tokens)
     assert torch.equal(token_nll(model, tokens), expected)
     whole = model(input_ids=tokens, labels=tokens)
+    theirs = gradients(model, whole.loss)
     with loss_in_chunks(model):
         actual = model(input_ids=tokens, labels=tokens)
-    assert torch.equal(actual.loss, whole.loss)
-    assert torch.equal(actual.logits, whole.logits)
+        assert torch.equal(model(input_ids=tokens).logits, whole.logits)
+    torch.testing.assert_close(actual.loss, whole.loss, rtol=1e-6, atol=0.0)
+    assert_equal(gradients(model, actual.loss), theirs)
 
 
 def test_bfloat16_weights_have_float32_gradient_sums(tokens: Tensor) -> None:
@@ -273,24 +280,75 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_memory_is_that_of_one_chunk(dtype: torch.dtype, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's weights are frozen; the allowance of 15 % is for the rest of the tiny model."""
-    model = tiny_model(vocab_size=20000, max_position_embeddings=500, hidden_size=8, num_hidden_layers=1).to(dtype)
+    model = tiny_model(vocab_size=32000, max_position_embeddings=500, hidden_size=8, num_hidden_layers=1).to(dtype)
     model.get_input_embeddings().requires_grad_(False)
     model.get_output_embeddings().requires_grad_(False)
     tokens = torch.zeros(1, 500, dtype=torch.long)
     most = []
     for size in (50, 500):
-        monkeypatch.setattr(memory, "CHUNK_BYTES", size * 4 * 20000)
+        monkeypatch.setattr(memory, "CHUNK_BYTES", size * 4 * 32000)
         with Live() as live, torch.set_grad_enabled(learns):
             value = mean_nll(model, tokens) if learns else token_nll(model, tokens)
             if learns:
                 value.backward()  # type: ignore[no-untyped-call]
-        assert live.most == pytest.approx(logit_bytes(20000, 500, item=dtype.itemsize, learns=learns), rel=0.15)
+        assert live.most == pytest.approx(logit_bytes(32000, 500, item=dtype.itemsize), rel=0.15)
         most.append(live.most)
     assert most[1] > 8 * most[0]
 
 
-def test_a_chunk_has_a_token(tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_chunks(tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with gradients depend on the device; every chunk has a token."""
+    for gib, num_bytes in ((8, 1 << 28), (80, 1 << 30), (139, 1 << 31)):
+        properties = SimpleNamespace(total_memory=gib << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
+        assert memory.chunk_tokens(1 << 10, "cuda:0") == num_bytes >> 12
+    assert memory.chunk_tokens(1 << 10, "cpu") == 1 << 13 < memory.chunk_tokens(1 << 10)
     model = tiny_model()
     expected = reference(model, tokens)
     monkeypatch.setattr(memory, "CHUNK_BYTES", 1)
     torch.testing.assert_close(token_nll(model, tokens), expected)
+
+
+def random_chunk(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, a teacher's logits [6, V] and targets [6], of which one is filling."""
+    generator = torch.Generator().manual_seed(2)
+    logits, taught = 3.0 * torch.randn(2, 6, VOCABULARY, generator=generator, dtype=torch.float64)
+    targets = torch.randint(VOCABULARY, (6,), generator=generator).index_fill(0, torch.tensor(2), NO_TARGET)
+    return logits.to(dtype).requires_grad_(), taught.to(dtype), targets
+
+
+WEIGHTS = [(0.0, 1.0), (0.3, 1.0), (1.0, 1.0), (0.6, 2.5)]  # of the divergence, and temperature
+
+
+def test_losses_in_float64() -> None:
+    for weight, temperature in WEIGHTS:
+        logits, taught, targets = random_chunk(torch.float64)
+        expected_nll = F.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="none")
+        p, q = (x.div(temperature).log_softmax(-1) for x in (logits, taught))
+        expected_divergence = F.kl_div(p, q, log_target=True, reduction="none").sum(-1) * (targets != NO_TARGET)
+        mixture = (1 - weight) * expected_nll + weight * temperature**2 * expected_divergence
+        (expected,) = torch.autograd.grad(mixture.sum(), logits)
+        nll, divergence, gradient = token_losses(logits, taught if weight else None, targets, weight, temperature)
+        torch.testing.assert_close(nll, expected_nll.detach())
+        torch.testing.assert_close(divergence, expected_divergence.detach() if weight else torch.zeros_like(nll))
+        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weight", "temperature"), WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_compiled_losses(dtype: torch.dtype, weight: float, temperature: float) -> None:
+    """The gradient is all that is stored of the logits' shape, in their dtype; at a temperature, more is."""
+    logits, taught, targets = random_chunk(dtype)
+    arguments = (logits, taught if weight else None, targets, weight, temperature)
+    expected = token_losses(*arguments)
+    torch.compiler.reset()
+    with loss.compiled_losses():
+        actual, code = run_and_get_code(loss.token_losses, *arguments)
+        same = loss.token_losses(logits, logits, targets, 1.0, temperature)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    stored = re.findall(rf"empty_strided_cpu\(\(\w+, {VOCABULARY}\), .*, (torch.\w+)\)", code[0])
+    assert temperature != 1.0 or stored == [str(dtype)]
+    assert not same[1].any()
+    assert not same[2].any()

@@ -143,7 +143,7 @@ class TestCompiled:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("changes", "most"),
-        [({}, 4), ({"gradient_checkpointing": True}, 4), ({"branch": {"distill": {}}}, 8)],
+        [({}, 5), ({"gradient_checkpointing": True}, 5), ({"branch": {"distill": {}}}, 9)],
         ids=["plain", "recomputed", "distilled"],
     )
     def test_a_run_ends_alike(
@@ -151,7 +151,7 @@ class TestCompiled:
     ) -> None:
         """With a changing price, and soft, annealed and hard gates, no layer is compiled again after the first step.
 
-        All share 4 graphs; a teacher, which has no gradients, has as many of its own.
+        All share 4 graphs, and one for losses; a teacher, which has no gradients, has as many of its own.
         """
         gates = {"target_density": 0.3, "soft_fraction": 0.5, "anneal_steps": 2}
         recipe = changed(recipe, merged({"gates": gates}, changes))
