@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError, not_finite
@@ -78,12 +79,14 @@ class DensityTracker:
         if not self._started:
             return None
         self.close()
-        # Collect counts [3, layers, KV heads]
+        # Collect counts [3, layers, KV heads], with one read from the device, as this may be in every step
         states = attention.layer_states(self._model)
         grid = len(states), max(attention.heads_per_layer(states))
         counts = np.zeros((3, *grid), dtype=np.int64)  # kept tokens, NaN utilities, tokens
-        for layer, seen in self._seen.items():
-            counts[:, layer, : seen.shape[1]] = seen.cpu().numpy()
+        if self._seen:
+            device = next(iter(self._seen.values())).device
+            seen = pad_sequence([layer.T.to(device) for layer in self._seen.values()], batch_first=True)
+            counts[:, list(self._seen), : seen.shape[1]] = seen.cpu().numpy().transpose(2, 0, 1)
         # Sum them over ranks, and check
         self._started = False
         kept, wrong, tokens = counts if alone else sum_over_processes(counts)

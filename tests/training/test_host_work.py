@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import train_branch
 from marks import slow
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.schema import merged
+from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.training.callbacks import TokenProgressCallback
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.recipe import Recipe
@@ -43,8 +45,10 @@ class Reads(TorchDispatchMode):
         ({"branch": {"distill": {}}}, HYBRID),
         slow(({}, Variant.sp_kv())),
         slow(({"gates": {"anneal_steps": 3}, "gradient_checkpointing": True}, Variant.sp_kv())),
+        slow(({"data": {"documents": "separate"}}, HYBRID)),
+        slow(({"gates": {"target_density": 0.3}}, Variant.sp_kv())),
     ],
-    ids=["layout", "distilled", "gates", "annealed and recomputed"],
+    ids=["layout", "distilled", "gates", "annealed and recomputed", "separate documents", "target density"],
 )
 def test_steps_read_nothing_back(
     changes: dict[str, Any],
@@ -55,8 +59,11 @@ def test_steps_read_nothing_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gates become hard in step 7; a checkpoint follows steps 4 and 8, in which weights are checked."""
-    reads, by_step = Reads(), dict[int, int]()
+    """Gates become hard in step 7; a checkpoint follows steps 4 and 8, in which weights are checked.
+
+    A target density needs that of each step, which is read at once from all layers.
+    """
+    reads, by_step, copies = Reads(), dict[int, int](), list[int]()
 
     def train(self: SPKVTrainer, original: Any = SPKVTrainer.train, **options: Any) -> None:
         with reads:
@@ -66,6 +73,13 @@ def test_steps_read_nothing_back(
         by_step[state.global_step] = reads.counts.total()
         reads.counts.clear()
 
+    def stop(self: DensityTracker, original: Any = DensityTracker.stop) -> Any:
+        with monkeypatch.context() as patch:
+            copy = torch.Tensor.cpu
+            patch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor.numel()) or copy(tensor))
+            return original(self)
+
+    monkeypatch.setattr(DensityTracker, "stop", stop)
     monkeypatch.setattr(SPKVTrainer, "train", train)
     monkeypatch.setattr(TokenProgressCallback, "on_step_end", on_step_end)
     recipe = Recipe(**merged(recipe.model_dump(), merged({"checkpoint_every": 4}, changes)))
@@ -74,3 +88,5 @@ def test_steps_read_nothing_back(
     assert [by_step[step] for step in (2, 3, 4, 6, 7, 8)] == [0] * 6
     assert by_step[1] > 0
     assert by_step[5] > 0
+    num_measured = 8 if "target_density" in changes.get("gates", {}) else 0
+    assert len(copies) - num_measured in (0, 1)  # gates are measured after the run, too
