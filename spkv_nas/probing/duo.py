@@ -38,7 +38,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.tokenizer import PLAIN, Boundaries
-from spkv_nas.model import attention, windows
+from spkv_nas.model import attention, modes, windows
 from spkv_nas.probing.frozen import Mixture, check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
 
 
@@ -89,7 +89,9 @@ def duo(
     weight of mean(alpha) in the loss. Other arguments are those of ``probe``. Raises ``UserError``: the model cannot be
     hooked.
     """
-    with windows.full_attention(model) as states, frozen(model):
+    tokens_seen = steps * min(batch_size, blocks.num_blocks) * blocks.block_size
+    compiling = modes.compiled_if_faster(model, tokens_seen // distributed.num_processes())
+    with windows.full_attention(model) as states, frozen(model), compiling:
         # Train alpha
         mixtures = [AlphaMixture(state, window, sinks, model.device) for state in states]
         for state, mixture in zip(states, mixtures, strict=True):
@@ -100,7 +102,6 @@ def duo(
     values = pad_sequence([mixture.share.detach() for mixture in mixtures], batch_first=True).double().cpu().numpy()
     options = {"sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
     table_metadata = {**(metadata or {}), **options, "distillation_loss": float(f"{loss:.4g}")}
-    tokens_seen = steps * min(batch_size, blocks.num_blocks) * blocks.block_size
     facts: dict[str, Any] = {"heads_per_layer": attention.heads_per_layer(states), "metadata": table_metadata}
     return learned_table("duo", ALPHA_UNIT, values, blocks, window, tokens_seen, name=name, **facts)
 

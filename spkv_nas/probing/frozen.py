@@ -56,15 +56,17 @@ def frozen_within_memory(
     gates: GateConfig | None = None,
     *,
     attentions: int = 1,
+    steps: int = 0,
 ) -> Iterator[AdaptiveBatchSize]:
     """Freeze ``model`` as ``frozen``, recompute activations if memory is short, and yield the micro-batch size.
 
     A step has ``num_blocks`` of ``length`` tokens; ``gates`` are being trained, or every layer mixes ``attentions``
-    kinds.
+    kinds. Layers are compiled where that pays for ``steps`` (``modes.compiled_if_faster``).
     """
     with frozen(model, learning):
         pass_size, recomputes = passes(model, length, num_blocks, gates, attentions=attentions)
-        with modes.recomputed(model) if recomputes else nullcontext():
+        num_tokens = steps * num_blocks * length // distributed.num_processes()
+        with modes.recomputed(model) if recomputes else nullcontext(), modes.compiled_if_faster(model, num_tokens):
             yield AdaptiveBatchSize(pass_size)
 
 

@@ -83,7 +83,7 @@ def head_gates(
     size = frozen.blocks_per_step(blocks, step_tokens)
     with (
         windows.full_attention(model) as states,
-        frozen.frozen_within_memory(model, blocks.block_size, size, attentions=2) as micro_batch,
+        frozen.frozen_within_memory(model, blocks.block_size, size, attentions=2, steps=steps) as micro_batch,
     ):
         # One projected gradient step per batch
         learning, divergence = _Learning(states, budget, steps), math.nan

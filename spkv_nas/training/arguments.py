@@ -10,16 +10,12 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import blocks_per_process, num_processes
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.model.modes import decoder_layers
+from spkv_nas.model.modes import gains_by_compiling
 from spkv_nas.training.branch_config import BranchConfig, GatesConfig
 from spkv_nas.training.recipe import OFFLOAD, DenseConfig, Recipe
 
 _BETAS = (0.9, 0.95)  # SP-KV paper, appendix "Scaling analysis details"
 _FSDP = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
-_COMPILING = 40.0  # seconds that it takes to compile the layers of a model for a GPU
-# Seconds that a compiled layer saves per token and channel on an H100: half of the difference between 245 and 822
-# thousand tokens/s (a plain compiled loop, less a teacher's pass) of a model of 12 layers and 512 channels
-_SAVED = 0.23e-9
 
 
 def training_arguments(
@@ -86,16 +82,13 @@ def _micro_batch_size(recipe: Recipe, phase: DenseConfig | BranchConfig, rank_bl
 def compiles(recipe: Recipe, phase: DenseConfig | BranchConfig, model: PreTrainedModel, device: str | None) -> bool:
     """Return whether to compile the decoder layers of a phase: as the recipe says, or where it saves time.
 
-    ``compile: auto`` compiles on a GPU if that saves more than ``_COMPILING`` seconds. It leaves out adapters and
-    shards, of which no compiled run was timed, and models without recognisable layers.
+    ``compile: auto`` does as ``gains_by_compiling`` says, which may warn. It leaves out shards: FSDP2 gathers a layer
+    in hooks inside its compiled call, which needs several GPUs to be tested.
     """
     if recipe.compile != "auto":
         return recipe.compile
-    config = model.config.get_text_config()
     tokens = phase.steps * blocks_per_process(phase.batch_size) * recipe.data.block_size
-    saved = _SAVED * tokens * config.num_hidden_layers * config.hidden_size
-    is_timed = recipe.lora is None and recipe.sharding == "none" and bool(decoder_layers(model))
-    return is_timed and choose_device(device).startswith("cuda") and saved > _COMPILING
+    return recipe.sharding == "none" and gains_by_compiling(model, tokens, choose_device(device))
 
 
 def make_optimizer(model: torch.nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:

@@ -23,12 +23,15 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
 from spkv_nas.cost.stage_costs import Site, Stages
+from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import evaluate
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import watch_logits
 from spkv_nas.model.checkpoint import load, read_size, save
 from spkv_nas.model.density_tracker import DensityTracker
-from spkv_nas.model.modes import compiled, recomputed
+from spkv_nas.model.modes import _can_compile, compiled, recomputed
+from spkv_nas.probing.duo import duo
+from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.training import arguments
 from spkv_nas.training.branch_setup import set_up
 from spkv_nas.training.branches import Branch, branch_key
@@ -143,15 +146,21 @@ class TestCompiled:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("changes", "most"),
-        [({}, 5), ({"gradient_checkpointing": True}, 5), ({"branch": {"distill": {}}}, 9)],
-        ids=["plain", "recomputed", "distilled"],
+        [
+            ({}, 5),
+            ({"gradient_checkpointing": True}, 5),
+            ({"branch": {"distill": {}}}, 9),
+            ({"branch": {"distill": {}, "learning_rate": 1e-3}, "lora": {"rank": 2}}, 12),
+        ],
+        ids=["plain", "recomputed", "distilled", "distilled adapters"],
     )
     def test_a_run_ends_alike(
         self, changes: dict[str, Any], most: int, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
         """With a changing price, and soft, annealed and hard gates, no layer is compiled again after the first step.
 
-        All share 4 graphs, and one for losses; a teacher, which has no gradients, has as many of its own.
+        All share 4 graphs, and one for losses; a teacher, which has no gradients, has as many of its own,
+        and a first layer whose inputs have none 3.
         """
         gates = {"target_density": 0.3, "soft_fraction": 0.5, "anneal_steps": 2}
         recipe = changed(recipe, merged({"gates": gates}, changes))
@@ -168,9 +177,24 @@ class TestCompiled:
     def test_long_runs_on_a_gpu_are_compiled(self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
         for device, steps, expected in (("cuda", 10, False), ("cuda", 10**7, True), ("cpu", 10**7, False)):
             monkeypatch.setattr("spkv_nas.training.arguments.choose_device", lambda _, device=device: device)
+            monkeypatch.setattr("spkv_nas.model.modes._can_compile", lambda _: True)
             for key in ("auto", True, False):
                 one = changed(recipe, {"compile": key, "branch": {"steps": steps, "batch_size": 1024}})
                 assert arguments.compiles(one, one.branch, tiny_model(), None) is (expected if key == "auto" else key)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("learn", "most"), [(head_gates, 12), (duo, 11)])
+    def test_learned_scores_are_alike(
+        self, learn: Any, most: int, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Steps share the graphs of the first: those of ``test_a_run_ends_alike``, for ``duo`` but that of losses."""
+        tables = []
+        for gains in (False, True):
+            monkeypatch.setattr("spkv_nas.model.modes.gains_by_compiling", lambda *_, gains=gains: gains)
+            reset()
+            tables.append(learn(tiny_model(vocab_size=300), blocks, 6, sinks=1, steps=6).density)
+            assert counters["stats"]["unique_graphs"] == (most if gains else 0)
+        np.testing.assert_allclose(tables[1], tables[0], atol=1e-5)
 
     def test_compilation_is_undone(self, tokens: torch.Tensor) -> None:
         model = tiny_model()
@@ -188,15 +212,16 @@ class TestCompiled:
         reset()
         with pytest.raises(UserError, match="cannot be compiled here"), fresh_inductor_cache(), compiled(model):
             model(input_ids=tokens, use_cache=False)
+        reset()
+        with fresh_inductor_cache(), pytest.warns(UserWarning, match="training without compiled layers"):
+            assert not _can_compile("cpu")
 
 
-@pytest.mark.parametrize(
-    ("context", "message"),
-    [(recomputed, "has no decoder layers to recompute"), (compiled, "has no decoder layers to compile")],
-)
-def test_a_class_without_layers(context: Any, message: str) -> None:
-    with pytest.raises(UserError, match=f"Linear {message}"), context(nn.Linear(2, 2)):
-        pass
+def test_a_class_without_layers() -> None:
+    contexts: dict[str, Any] = {"recompute": recomputed, "compile": compiled}
+    for verb, context in contexts.items():
+        with pytest.raises(UserError, match=f"Linear has no decoder layers to {verb}"), context(nn.Linear(2, 2)):
+            pass
 
 
 def reset() -> None:
