@@ -35,12 +35,14 @@ def check(command_options: object) -> None:
             device.check_dtype(command_options.dtype)
         if isinstance(command_options, options.CheckpointOptions):
             thresholds.check_tau(command_options.tau)
-            for source in filter(None, (command_options.model, command_options.against)):
-                check_checkpoint(source)
         # The command's check, beside its options
         check_command = getattr(sys.modules[type(command_options).__module__], "check", None)
         if check_command is not None:
             check_command(command_options)
+        # Checkpoints last, as the Hub may be asked for them
+        if isinstance(command_options, options.CheckpointOptions):
+            for source in filter(None, (command_options.model, command_options.against)):
+                check_checkpoint(source)
     # Check that results can be written
     if isinstance(command_options, _WRITING) and not getattr(command_options, "dry_run", False):
         command_options.folders.check_writable()

@@ -101,12 +101,10 @@ def test_the_model_passes_in_transformers(
     monkeypatch.chdir(python.parent)
     check = compare_with_engine(per_head, "transformers", python=python.name)
     assert in_process == [str(python)]
-    assert check.passed
-    assert check.num_equal == check.num_new == 64
+    assert (check.passed, check.num_equal, check.num_new) == (True, 64, 64)
     assert check.difference < 1e-4
     assert check.dense_difference > 0.1
-    assert check.num_prompt == WINDOW + 128
-    assert check.reach == f"window {WINDOW}"
+    assert (check.num_prompt, check.reach) == (WINDOW + 128, f"window {WINDOW}")
     assert check.cache == check.findings == []
     assert compare_with_engine(per_head, "transformers", num_prompt=30).num_prompt == 30
 
@@ -239,17 +237,10 @@ def test_a_wrong_layer_of_a_native_form_is_named(layer: int, finding: str, dense
     assert check.findings == [f"layer {layer}: the engine runs {finding}, as the folder's config says"]
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        ("ValidationError: 1 error for ModelConfig\n  Value error, vLLM serves no x\nserve it [type=value_error, y]",
-         "vLLM serves no x serve it"),
-        ("ValueError: Model type spkv not supported.",
-         "ValueError: Model type spkv not supported.\ninstall spkv-nas in the environment of python"),
-    ],
-)  # fmt: skip
-def test_the_reason_of_an_engine_is_one_line(error: str, reason: str) -> None:
-    assert engine_check._reason(error, False, "python") == reason
+def test_the_reason_of_an_engine_is_one_line() -> None:
+    error = "ValidationError: 1 error\n  Value error, vLLM serves no x\nserve it [type=value_error, y]"
+    assert engine_check._reason(error, False, "python") == "vLLM serves no x serve it"
+    assert engine_check._reason("Model type spkv not supported", False, "python").endswith("environment of python")
 
 
 def test_the_layout_of_a_native_form_is_read(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
