@@ -30,4 +30,4 @@ from .proposal.coverage import coverage as coverage
 from .proposal.propose import propose as propose
 from .report.plot import plot_head_scores as plot_head_scores
 from .report.plot import plot_layout as plot_layout
-from .training.in_memory import train_hybrids as train_hybrids
+from .training.retraining import train_hybrids as train_hybrids

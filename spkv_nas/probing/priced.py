@@ -1,8 +1,8 @@
 """Priced gates on a frozen model: train SP-KV gates for a density probe at a fraction of a reference's training cost.
 
 The model's weights are frozen. Only new utility predictors are trained, on the next-token loss plus the sparsity
-penalty lambda * mean(u). Lambda, the price of a key (``model.price``), is adjusted until gates keep a target share of
-the keys. The heads selected this way are as good as those of a reference model whose weights are trained too
+penalty lambda * mean(u). Lambda, the price of a key (``model.density_tracker``), is adjusted until gates keep a target
+share of the keys. The heads selected this way are as good as those of a reference model whose weights are trained too
 (reports/LOG.md), for a few hundred thousand tokens.
 
 The optimizer is AdamW with betas 0.9 and 0.95, no weight decay for vectors, and a cosine decay to 1 % of the learning
@@ -37,8 +37,8 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.model import attach, density_tracker, device_map, gates, model_shape, modes
+from spkv_nas.model.density_tracker import KeyBenefitEstimator, Price
 from spkv_nas.model.loss import mean_nll
-from spkv_nas.model.price import KeyBenefitEstimator, Price
 from spkv_nas.probing import frozen
 
 _WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01

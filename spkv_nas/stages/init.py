@@ -15,8 +15,8 @@ from spkv_nas.model import checkpoint
 from spkv_nas.proposal import budget, strategies
 from spkv_nas.stages import commands, dry_run, next_steps, record, sized_model
 from spkv_nas.stages.options.init import InitOptions
-from spkv_nas.training import run_plan, text_size, variants
-from spkv_nas.training.first_recipe import MIN_STEPS, Draft
+from spkv_nas.training import run_plan, variants
+from spkv_nas.training.first_recipe import MIN_STEPS, Draft, count_text
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def run(options: InitOptions, reporter: progress.Reporter) -> commands.Result:
     base = options.out.parent
     model, sources = record.absolute(options.model), tuple(_source_from(base, source) for source in options.data)
     reporter.announce("counting the tokens of the text")
-    size, text = checkpoint.read_size(model), text_size.count_text(sources, base, checkpoint.load_tokenizer(model))
+    size, text = checkpoint.read_size(model), count_text(sources, base, checkpoint.load_tokenizer(model))
     draft = Draft.of(
         options.name or _recipe_name(options.model), model, sources, size, text, device.choose_device(options.device)
     )

@@ -18,8 +18,8 @@ from spkv_nas.stages import commands, engines, forecast, sized_model, subject
 from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.training import first_recipe, run_plan, step_cost
 from spkv_nas.training.branch_config import BranchConfig
+from spkv_nas.training.first_recipe import TextSize, count_text
 from spkv_nas.training.recipe import DenseConfig, Recipe
-from spkv_nas.training.text_size import TextSize, count_text
 
 _ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest blocks and batches that init chooses
 _BRANCHES = (("train the SP-KV reference", True), ("retrain a hybrid", False))  # and whether they have gates

@@ -230,7 +230,7 @@ class Subject:
         self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, separator: str, reporter: Reporter
     ) -> TokenBlocks:
         """Load held-out text, mixed with RULER samples as training text is, then in at most ``max_blocks`` blocks."""
-        from spkv_nas.training import corpus, dataset
+        from spkv_nas.training import corpus
 
         recipe = self.recipe
         cache = self.options.folders.run_dir(recipe.name) / "blocks"
@@ -239,7 +239,7 @@ class Subject:
         if recipe.data.mix is None:
             return text
         total = min(text.num_blocks, max_blocks or text.num_blocks)
-        return dataset.mixed_heldout(recipe, tokenizer, corpus.read_essays(recipe, self.base), text, total)
+        return corpus.mixed_heldout(recipe, tokenizer, corpus.read_essays(recipe, self.base), text, total)
 
     def _split(
         self, tokenizer: PreTrainedTokenizerBase, length: int, separator: str, reporter: Reporter

@@ -18,9 +18,16 @@ from spkv_nas.base.replace import new_folder
 from spkv_nas.data.splits import RULE
 from spkv_nas.evaluation import nll, paired
 from spkv_nas.model import checkpoint, source
-from spkv_nas.training import arguments, callbacks, dataset, lora, run_files, sharding
-from spkv_nas.training.branch_setup import BranchSetup, branch_recipe, learns_sinks, measure_initial_sinks, set_up
-from spkv_nas.training.corpus import Corpus, load_corpus
+from spkv_nas.training import arguments, callbacks, run_files, sharding
+from spkv_nas.training.branch_setup import (
+    BranchSetup,
+    branch_recipe,
+    learns_sinks,
+    measure_initial_sinks,
+    merge_adapters,
+    set_up,
+)
+from spkv_nas.training.corpus import Corpus, load_corpus, training_data
 from spkv_nas.training.dense import dense_checkpoint
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
@@ -150,7 +157,7 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
     trainer = train_in_fitting_passes(branch_recipe(recipe, variant), begin, recipe.least_blocks(recipe.branch))
     trained_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     if recipe.lora is not None:
-        lora.merge_adapters(trainer.model)
+        merge_adapters(trainer.model)
 
     # Evaluate on held-out text, at the recipe's tau with gates
     tau, size = recipe.gates.tau if variant.kind is Kind.SP_KV else None, recipe.evaluation.batch_size
@@ -178,7 +185,7 @@ def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: 
     trainer = SPKVTrainer(
         model=setup.model,
         args=arguments.training_arguments(recipe, recipe.branch, folder, device=context.device, seed=seed + 1),
-        train_dataset=dataset.training_data(recipe, corpus, recipe.branch, seed + 1),
+        train_dataset=training_data(recipe, corpus, recipe.branch, seed + 1),
         schedule=setup.schedule,
         gates=setup.gates,
         gate_options=recipe.gates,

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from spkv_nas.base import arrays, distributed, interrupt, progress
-from spkv_nas.model import density_tracker, distillation, gates, modes, price, rope
+from spkv_nas.model import density_tracker, distillation, gates, modes, rope
 from spkv_nas.training.branch_config import ExtendConfig, GateSchedule, GatesConfig
 
 
@@ -82,8 +82,8 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         self._tracker: density_tracker.DensityTracker | None = None
         # float64 [layers, KV heads] of the last measured step; None before the first
         self.density: arrays.Float | None = None
-        self._controller = None if options.target_density is None else price.Price(options.target_density)
-        self._benefits: price.KeyBenefitEstimator | None = None
+        self._controller = None if options.target_density is None else density_tracker.Price(options.target_density)
+        self._benefits: density_tracker.KeyBenefitEstimator | None = None
 
     @property
     def price(self) -> float:
@@ -116,7 +116,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         if self._controller is not None or (state.global_step + 1) % args.logging_steps == 0:
             self._tracker.start()
         if self._controller is not None and not self._controller.is_measured and not phase.frozen:
-            self._benefits = price.KeyBenefitEstimator(kwargs["model"])
+            self._benefits = density_tracker.KeyBenefitEstimator(kwargs["model"])
 
     def on_pre_optimizer_step(self, _args: object, state: TrainerState, _control: object, **kwargs: Any) -> None:
         """Record the density, leave frozen predictors out of the update, and adjust the price."""

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from spkv_nas.base import distributed, errors, limits, manifest, replace
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model import checkpoint, model_shape, source
-from spkv_nas.training import arguments, branch_config, dataset, run_files, sharding
-from spkv_nas.training.corpus import Corpus, tokenizer_folder
+from spkv_nas.training import arguments, branch_config, run_files, sharding
+from spkv_nas.training.corpus import Corpus, tokenizer_folder, training_data
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
 
@@ -64,7 +64,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
         return SPKVTrainer(
             model=model,
             args=arguments.training_arguments(recipe, phase, folder, device=device),
-            train_dataset=dataset.training_data(recipe, corpus, phase, recipe.seed),
+            train_dataset=training_data(recipe, corpus, phase, recipe.seed),
             schedule=branch_config.LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
             recomputes=recipe.gradient_checkpointing,
             compiles=arguments.compiles(recipe, phase, model, device),

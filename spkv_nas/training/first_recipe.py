@@ -11,20 +11,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spkv_nas.artifacts import defaults, gate_config
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base import errors, files
 from spkv_nas.cost.ladder import peak_learning_rate, predictor_learning_rate
-from spkv_nas.data.config import AUTO, JOINED
+from spkv_nas.data.config import AUTO, JOINED, DataConfig, SourceConfig
+from spkv_nas.data.sources import documents
+from spkv_nas.data.tokenizer import encode
 from spkv_nas.proposal.budget import DEFAULT_SHARE
-from spkv_nas.training.harm import WARMUP_SHARE
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.text_size import TextSize
 
 SOFT_FRACTION = 0.8
+WARMUP_SHARE = 0.1  # recommended warm-up, as a share of a branch's steps
 MIN_STEPS = 20
 STEP_TOKENS, _BLOCK_SIZE = {"cpu": 2048, "cuda": 16384}, {"cpu": 512, "cuda": 2048}
 _SMALLEST_BLOCK, _MIN_BLOCKS, _HELDOUT_BLOCKS = 32, 64, 8
@@ -177,3 +181,45 @@ def _digits(number: float, digits: int) -> float:
     """Round ``number`` down to the given number of significant digits."""
     unit = 10.0 ** (math.floor(math.log10(number)) - digits + 1)
     return float(f"{math.floor(number / unit * (1 + 1e-9)) * unit:.{digits}g}")
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_CHARACTERS = 20_000_000  # maximum number of characters to count
+_BATCH = 64  # documents per tokenizer call
+
+
+@dataclass(frozen=True)
+class TextSize:
+    """Number of documents and tokens of a text."""
+
+    documents: int  # number of documents
+    tokens: int  # number of tokens, including separators
+    is_whole: bool = True  # False if only the first MAX_CHARACTERS characters were counted
+
+    def heldout(self, config: DataConfig) -> int:
+        """Return the approximate number of held-out tokens; documents are held out by their hash."""
+        return min(round(config.heldout * self.tokens), config.max_heldout_tokens)
+
+    def training(self, config: DataConfig) -> int:
+        """Return the approximate number of training tokens."""
+        return round((1 - config.heldout) * self.tokens)
+
+
+def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: PreTrainedTokenizerBase) -> TextSize:
+    """Count the documents and tokens of a text, up to ``MAX_CHARACTERS`` characters; paths start from ``base``.
+
+    Raises ``UserError``: a source does not exist.
+    """
+    remaining = documents(sources, base)
+    number = tokens = characters = 0
+    # Tokenize batch by batch, until the text ends or enough is read
+    while characters < MAX_CHARACTERS:
+        texts = [document.text for document in islice(remaining, _BATCH)]
+        if not texts:
+            return TextSize(number, tokens)
+        number += len(texts)
+        tokens += sum(len(ids) + 1 for ids in encode(texts, tokenizer))
+        characters += sum(map(len, texts))
+    return TextSize(number, tokens, is_whole=False)

@@ -1,7 +1,9 @@
 """Hybrid training: retrain every layout from the dense checkpoint and compare their held-out NLL.
 
 As in the SP-KV paper's architecture search, all branches see the same data in the same order. Retraining a finished
-model can harm it, and the control with it, so changes are measured against the unchanged dense model.
+model at a high learning rate can harm it, and the control with it, so that layouts look good next to it although they
+lost much: changes are measured against the unchanged dense model. A difference within its standard error, or on few
+documents, is no evidence of harm.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +25,9 @@ from spkv_nas.evaluation import paired, ranking
 from spkv_nas.evaluation.alarms import Circumstances, alarm, control_alarm, packing_warning
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.training import corpus, harm
+from spkv_nas.training import corpus
 from spkv_nas.training.branches import Branch, BranchContext
+from spkv_nas.training.first_recipe import WARMUP_SHARE
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -128,9 +131,9 @@ def compare(
         finished[name].append(branch)
         # Announce the change of the control by retraining, or warn about a layout that became worse
         if name == comparison.FULL_ATTENTION:
-            harm.compare_control(branch.nll, untrained[comparison.DENSE], recipe, reporter)
+            compare_control(branch.nll, untrained[comparison.DENSE], recipe, reporter)
         elif name in untrained:
-            harm.caution_if_worse(name, branch.nll, untrained[name], reporter)
+            caution_if_worse(name, branch.nll, untrained[name], reporter)
         models.append(TrainedModel(name, seed, variant.layout.hash if variant.layout else "", branch.checkpoint))
         # Compare what is finished
         rows = comparison_rows(finished, variants, covered, untrained, recipe, names)
@@ -303,3 +306,61 @@ def _write(
 
 def _mean(parts: list[paired.DocumentNLL]) -> paired.DocumentNLL:
     return paired.DocumentNLL(np.mean([part.total for part in parts], axis=0), parts[0].num_tokens)
+
+
+MAX_HARM = 0.1  # percent of NLL
+_LOWER_RATE = 3.0  # factor by which to reduce a harmful learning rate
+
+
+def compare_control(
+    control: paired.DocumentNLL, dense: paired.DocumentNLL, recipe: Recipe, reporter: progress.Reporter
+) -> None:
+    """Announce how much retraining changed the held-out NLL of full attention, and warn with a remedy if it did harm.
+
+    ``control`` is its NLL after retraining, ``dense`` that of the unchanged dense model on the same text.
+    """
+    # Measure the change, and judge it only on enough documents
+    change = paired.paired_difference(control, dense)
+    measured = f"full attention retrained (the control) has {_amount(change)} NLL than the dense model as it is"
+    if (number := control.num_documents) < ranking.MIN_DOCUMENTS:
+        reporter.announce(f"{measured}, on {number} documents: too few to say whether retraining harms the model")
+        return
+    if is_worse(change, MAX_HARM):
+        reporter.caution(f"warning: {measured}: this retraining harms the model, and layouts with it\n{remedy(recipe)}")
+        return
+    reporter.announce(measured)
+    # Explain gains that come from the dense phase
+    if recipe.dense is not None:
+        reporter.announce(
+            "the recipe's dense phase ends at its peak learning rate, and branches are its decay: every row gains by "
+            "it, so the change against the control says what a layout costs"
+        )
+
+
+def caution_if_worse(
+    name: str, retrained: paired.DocumentNLL, untrained: paired.DocumentNLL, reporter: progress.Reporter
+) -> None:
+    """Warn about a layout whose held-out NLL is higher after retraining than without training."""
+    change = paired.paired_difference(retrained, untrained)
+    if is_worse(change) and retrained.num_documents >= ranking.MIN_DOCUMENTS:
+        reporter.caution(f"warning: {name} has {_amount(change)} NLL retrained than before it was retrained")
+
+
+def is_worse(change: paired.PairedDifference, most: float = 0.0) -> bool:
+    """Return True if a change is an increase of more than ``most`` percent and more than its standard error."""
+    return change.percent > most and change.percent > change.standard_error
+
+
+def remedy(recipe: Recipe) -> str:
+    """Return advice on the recipe: a lower learning rate, and a longer warm-up if it is below ``WARMUP_SHARE``."""
+    branch = recipe.branch
+    lower, warmup = branch.learning_rate / _LOWER_RATE, max(1, round(WARMUP_SHARE * branch.steps))
+    keys = f"branch.learning_rate: {lower:.1g} (now {branch.learning_rate:g})"
+    if branch.warmup_steps < warmup < branch.steps:
+        keys += f" and branch.warmup_steps: {warmup} (now {branch.warmup_steps})"
+    return f"try {keys}"
+
+
+def _amount(change: paired.PairedDifference) -> str:
+    """Format a change, such as "0.42 ± 0.08 % less"."""
+    return f"{abs(change.percent):.2f} ± {change.standard_error:.2f} % {'more' if change.percent > 0 else 'less'}"

@@ -1,25 +1,28 @@
-"""Retrain layouts for a limited time on some documents of a text, so that a verdict can use the others.
+"""Retrain layouts of a model on blocks of text: ``train-hybrid`` for Python, and retraining for a limited time.
 
-The number of steps that fit in the time is written to a recipe before the first step, and a resumed run reads it there.
+The latter leaves documents for a verdict. The number of steps that fit in the time is written to a recipe before the
+first step, and a resumed run reads it there.
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts import defaults
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.selection import write_selection
-from spkv_nas.base import device, errors, files, units
-from spkv_nas.base.progress import Bar, Reporter, no_progress, part_of
+from spkv_nas.base import device, distributed, errors, files, replace, schema, units
+from spkv_nas.base.progress import Bar, Progress, Reporter, no_progress, part_of
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model import checkpoint, source
+from spkv_nas.evaluation import micro_batch, zero_shot
+from spkv_nas.model import checkpoint, config_section, source
 from spkv_nas.probing.measure import HELD_OUT_TOKENS, hold_out
-from spkv_nas.training import first_recipe, harm, in_memory, run_plan
-from spkv_nas.training.branches import BranchContext
+from spkv_nas.training import branches, first_recipe, hybrids, run_plan
 from spkv_nas.training.corpus import Corpus, join_processes
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
@@ -78,7 +81,7 @@ def retrain(
     with reporter.bar("retraining") as bar:
         shown: dict[str, Bar] = {}  # of training alone
         only = Reporter(lambda title: nullcontext(shown.get(title, no_progress)))
-        context = BranchContext(recipe, corpus, dense, folder, chosen, only)
+        context = branches.BranchContext(recipe, corpus, dense, folder, chosen, only)
         for index, layout in enumerate(layouts):
             shown[layout.strategy] = part_of(bar, index, len(layouts), layout.strategy)
             checkpoints.append(context.train(Variant.hybrid(layout)).checkpoint)
@@ -94,10 +97,8 @@ def _recipe(
     batch_size = max(1, min(tokens // corpus.train.block_size, corpus.train.num_blocks))
 
     def of(steps: int) -> Recipe:
-        training: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "distill": {"weight": 0.5}}
-        training["warmup_steps"] = round(harm.WARMUP_SHARE * steps)
         every = max(1, min(200, steps // _CHECKPOINTS))
-        recipe = in_memory.recipe_of_blocks(dense, corpus, training, 0, checkpoint_every=every)
+        recipe = _recipe_of_blocks(dense, corpus, steps, batch_size, checkpoint_every=every)
         return recipe.resolve_precision(device_name)
 
     if isinstance(length, int):
@@ -116,3 +117,112 @@ def _recipe(
     if steps > most:
         reporter.announce(f"{most:,} steps, not {steps:,}: these read the text {_MAX_EPOCHS} times; more would overfit")
     return of(min(steps, most))
+
+
+def train_hybrids(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    blocks: TokenBlocks,
+    heldout: TokenBlocks,
+    layouts: Layout | Sequence[Layout] | Mapping[str, Layout],
+    folder: files.StrPath,
+    *,
+    steps: int = defaults.FIRST_STEPS,
+    batch_size: int = 8,
+    learning_rate: float | None = None,
+    distill: float = 0.5,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> hybrids.Comparison:
+    """Retrain full attention and every layout from the weights of ``model``, and compare them on held-out text.
+
+    All learn from the same blocks in the same order. The model is left unchanged; it and the retrained models are
+    written to ``folder``, where finished runs are reused and interrupted ones resume::
+
+        scores = spkv_nas.head_gates(model, blocks, budget="25%")
+        layouts = spkv_nas.propose(scores)
+        compared = spkv_nas.train_hybrids(model, tokenizer, blocks, heldout, layouts, "retrained")
+        print(compared.rows[["strategy", "zero_shot_nll", "nll", "delta_control_percent"]])
+        hybrid, tokenizer = spkv_nas.load(compared.models[-1].checkpoint)
+
+    Args:
+        model: dense model, without gates or a layout.
+        tokenizer: the model's tokenizer.
+        blocks: text to train on.
+        heldout: other text, in blocks of the same length, to evaluate on.
+        layouts: one layout, several, or several by name; without names each is called by its strategy.
+        folder: folder for the checkpoints, created if missing.
+        steps: optimizer steps of each run.
+        batch_size: blocks per step.
+        learning_rate: peak learning rate; by default the one of ``spkv-nas init`` for a finished model of this size.
+        distill: share of the loss, in [0, 1], that is the divergence from the dense model's predictions.
+        seed: seed of the data order.
+        progress: called with (steps done, total) of each run.
+
+    Returns:
+        ``rows``, a data frame of the model as it is, full attention retrained (the control), and each layout; their
+        checkpoints in ``models``; and the held-out NLL by document in ``documents``.
+
+    Raises ``UserError``: the model has gates or a layout, a layout does not fit it, or the blocks differ in length.
+    """
+    _check(model, blocks, heldout)
+    # Write the dense model that all runs start from
+    named, runs, corpus = dict(zero_shot.by_name(layouts)), Path(folder), Corpus(tokenizer, blocks, heldout)
+    distributed.on_main(lambda: _write(model, tokenizer, runs / "dense"))
+    # Train and compare
+    recipe = _recipe_of_blocks(runs / "dense", corpus, steps, batch_size, learning_rate, distill, seed=seed)
+    recipe = recipe.resolve_precision(model.device.type)
+    join_processes(recipe, model.device.type)
+    context = branches.BranchContext(recipe, corpus, runs / "dense", runs, model.device.type, Reporter.of(progress))
+    return hybrids.compare(context, named, dict.fromkeys(named, math.nan), runs, reference=False)
+
+
+def _check(model: PreTrainedModel, blocks: TokenBlocks, heldout: TokenBlocks) -> None:
+    """Raise ``UserError`` unless the model is dense, and both texts have blocks of one length that fit it."""
+    if config_section.gate_config(model) is not None or config_section.checkpoint_layout(model) is not None:
+        raise errors.UserError("layouts are retrained from a dense model: call spkv_nas.detach(model) first")
+    for part in (blocks, heldout):
+        micro_batch.check_blocks(model, part)
+    if blocks.block_size != heldout.block_size:
+        raise errors.UserError(
+            f"the blocks have {blocks.block_size} tokens, the held-out ones {heldout.block_size}: build both with the "
+            "same block_size"
+        )
+
+
+def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    with replace.new_folder(folder) as new:
+        checkpoint.save(model, tokenizer, new)
+
+
+def _recipe_of_blocks(
+    dense: Path,
+    corpus: Corpus,
+    steps: int,
+    batch_size: int,
+    learning_rate: float | None = None,
+    distill: float = 0.5,
+    **keys: Any,
+) -> Recipe:
+    """Return a recipe that names its text by its hash, with further ``keys``; ``distill`` is 0 or the teacher's weight.
+
+    Without a learning rate, it is that of ``init`` for a finished model. Raises ``UserError``: a setting is invalid.
+    """
+    if learning_rate is None:
+        learning_rate = first_recipe.finished_model_rate(checkpoint.read_size(str(dense)).without_embeddings)
+    branch = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "warmup_steps": round(first_recipe.WARMUP_SHARE * steps),
+        "distill": {"weight": distill} if distill else None,
+    }
+    settings = {
+        "name": "hybrids",
+        "model": {"path": str(dense)},
+        "data": {"sources": [f"blocks {corpus.text}"], "block_size": corpus.train.block_size},
+        "branch": branch,
+        "evaluation": {"batch_size": batch_size},
+        **keys,
+    }
+    return schema.validate(Recipe, settings, "train_hybrids")

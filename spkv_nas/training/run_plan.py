@@ -24,7 +24,7 @@ from spkv_nas.data.splits import train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.model_shape import config_size
 from spkv_nas.model.source import resolve
-from spkv_nas.training import arguments, branch_setup, branches, dense, run_files, text_size
+from spkv_nas.training import arguments, branch_setup, branches, dense, first_recipe, run_files
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.recipe import DenseConfig, Recipe
 from spkv_nas.training.step_cost import MAX_SECONDS, StepCost, estimate, how_trained, measure
@@ -95,7 +95,7 @@ class Planner:
         *,
         device: str | None = None,
         announce: progress.Announce = progress.silent,
-        text: text_size.TextSize | None = None,
+        text: first_recipe.TextSize | None = None,
     ) -> None:
         """Resolve the recipe, whose relative paths start from ``base``, for the device.
 
@@ -141,11 +141,11 @@ class Planner:
         return train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, self._base, recipe.tokenizer.bos)
 
     @property
-    def text(self) -> text_size.TextSize:
+    def text(self) -> first_recipe.TextSize:
         """Return the size of the recipe's text."""
         if self._text is None:
             self._announce("counting the tokens of the text")
-            self._text = text_size.count_text(self.recipe.data.sources, self._base, self.tokenizer)
+            self._text = first_recipe.count_text(self.recipe.data.sources, self._base, self.tokenizer)
         return self._text
 
     @cached_property

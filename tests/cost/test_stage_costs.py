@@ -35,7 +35,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.gates import predictor_parameters, predictors
 from spkv_nas.model.model_shape import config_size, model_size
 from spkv_nas.model.windows import apply_layout
-from spkv_nas.training.lora import add_adapters
+from spkv_nas.training.branch_setup import add_adapters
 from spkv_nas.training.recipe import LoraConfig
 
 GATES = GateConfig(window=4, target_density=0.25)

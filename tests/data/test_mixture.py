@@ -32,8 +32,7 @@ from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.probe import probe
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.branches import Branch
-from spkv_nas.training.corpus import Corpus, load_corpus
-from spkv_nas.training.dataset import training_data
+from spkv_nas.training.corpus import Corpus, load_corpus, training_data
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant

@@ -32,7 +32,7 @@ from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.sinks import measure_sinks
 from spkv_nas.probing.window_costs import window_costs
-from spkv_nas.training.dataset import BlockDataset
+from spkv_nas.training.corpus import BlockDataset
 
 SIZE, WINDOW = 32, 4
 WORDS = ["alpha", "beta", "gamma", "delta"]

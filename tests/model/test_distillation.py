@@ -24,8 +24,7 @@ from spkv_nas.model.distillation import Distillation, copied_teacher, shared_tea
 from spkv_nas.model.loss import NO_TARGET, loss_in_chunks
 from spkv_nas.model.modes import evaluation_mode, recomputed
 from spkv_nas.model.windows import full_attention
-from spkv_nas.training.branch_setup import start_model
-from spkv_nas.training.lora import adapter_switch, add_adapters
+from spkv_nas.training.branch_setup import adapter_switch, add_adapters, start_model
 from spkv_nas.training.recipe import LoraConfig, Recipe
 from spkv_nas.training.variants import Variant
 

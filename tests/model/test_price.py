@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.model.attach import attach_gates
+from spkv_nas.model.density_tracker import KeyBenefitEstimator, Price
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.modes import set_gate_mode, set_price
-from spkv_nas.model.price import KeyBenefitEstimator, Price
 from spkv_nas.training.branch_config import GatesConfig
 
 RATE = 1e-3  # learning rate where it does not matter

@@ -26,12 +26,11 @@ from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.train import TrainOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.train import run as train
-from spkv_nas.training.first_recipe import Draft
+from spkv_nas.training.first_recipe import Draft, TextSize
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import newest_step
 from spkv_nas.training.run_plan import FINISHED, Planner
 from spkv_nas.training.step_cost import StepCost, estimate, how_trained, measure
-from spkv_nas.training.text_size import TextSize
 from spkv_nas.training.variants import Kind, Variant
 
 FLOAT32 = Training(1, 1, bfloat16=False)
@@ -375,14 +374,14 @@ def test_the_tokens_of_a_text_are_counted_as_blocks_have_them(
 ) -> None:
     from spkv_nas.data.blocks import build_blocks
     from spkv_nas.data.sources import documents
-    from spkv_nas.training import text_size
+    from spkv_nas.training import first_recipe
 
     sources = ["text"]
-    whole = text_size.count_text(sources, recipe_file.parent, tiny_tokenizer)
+    whole = first_recipe.count_text(sources, recipe_file.parent, tiny_tokenizer)
     blocks = build_blocks(documents(sources, recipe_file.parent), tiny_tokenizer, 2)
     assert (whole.documents, whole.is_whole) == (40, True)
     separators = int((blocks.tokens == tiny_tokenizer.eos_token_id).sum())
     assert whole.tokens - 40 == pytest.approx(blocks.tokens.size - separators, abs=2)  # of text, but for the last block
-    monkeypatch.setattr(text_size, "MAX_CHARACTERS", 10)
-    part = text_size.count_text(sources, recipe_file.parent, tiny_tokenizer)
+    monkeypatch.setattr(first_recipe, "MAX_CHARACTERS", 10)
+    part = first_recipe.count_text(sources, recipe_file.parent, tiny_tokenizer)
     assert not part.is_whole

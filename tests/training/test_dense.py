@@ -18,8 +18,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import predictors
 from spkv_nas.training import callbacks, trainer
 from spkv_nas.training.branch_config import GateSchedule, LearningRateSchedule
-from spkv_nas.training.corpus import Corpus
-from spkv_nas.training.dataset import BlockDataset
+from spkv_nas.training.corpus import BlockDataset, Corpus
 from spkv_nas.training.dense import new_model, train_dense
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (

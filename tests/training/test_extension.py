@@ -30,8 +30,7 @@ from spkv_nas.model.export.export import export
 from spkv_nas.model.rope import extend_positions
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branches import Branch
-from spkv_nas.training.corpus import Corpus
-from spkv_nas.training.dataset import training_data
+from spkv_nas.training.corpus import Corpus, training_data
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -143,7 +142,7 @@ class TestTraining:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         if mix:
-            monkeypatch.setattr("spkv_nas.training.dataset.RulerBlocks", ShortSamples)
+            monkeypatch.setattr("spkv_nas.training.corpus.RulerBlocks", ShortSamples)
         recipe = Recipe(**merged(recipe.model_dump(), {"data": {"mix": mix}}))
         same = extended(recipe, {"at": 0.4, "block_size": 32, "rope": rope})
         one, other = train("none", recipe), train("same", same)

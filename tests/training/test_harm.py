@@ -28,8 +28,7 @@ from spkv_nas.cli import main
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.stages import train_hybrid as stage
 from spkv_nas.training.branches import Branch, BranchContext
-from spkv_nas.training.harm import caution_if_worse, compare_control
-from spkv_nas.training.hybrids import Comparison, comparison_rows
+from spkv_nas.training.hybrids import Comparison, caution_if_worse, compare_control, comparison_rows
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -210,7 +209,7 @@ def test_the_control_is_compared_before_layouts_are_trained(
         compare_control(*arguments)
 
     monkeypatch.setattr(BranchContext, "train", watched_train)
-    monkeypatch.setattr("spkv_nas.training.harm.compare_control", watched_compare)
+    monkeypatch.setattr("spkv_nas.training.hybrids.compare_control", watched_compare)
     command = ["train-hybrid", str(layout), "--probe", str(table), "--recipe", str(recipe_file), *options]
     main([*command, "--no-reference"])
     assert order == [FULL_ATTENTION, "compared", "mine"]

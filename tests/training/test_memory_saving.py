@@ -33,11 +33,10 @@ from spkv_nas.model.modes import _can_compile, compiled, recomputed
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.training import arguments
-from spkv_nas.training.branch_setup import set_up
+from spkv_nas.training.branch_setup import add_adapters, merge_adapters, set_up
 from spkv_nas.training.branches import Branch, branch_key
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import dense_run, train_dense
-from spkv_nas.training.lora import add_adapters, merge_adapters
 from spkv_nas.training.recipe import LoraConfig, ModelConfig, Recipe
 from spkv_nas.training.run_files import newest_checkpoint
 from spkv_nas.training.step_cost import how_trained

@@ -21,8 +21,8 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, paired
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.model.checkpoint import read_shape
-from spkv_nas.training import branches, dataset, harm, variants
-from spkv_nas.training.corpus import join_processes
+from spkv_nas.training import branches, hybrids, variants
+from spkv_nas.training.corpus import join_processes, mixed_heldout
 from spkv_nas.training.recipe import Recipe
 
 
@@ -106,7 +106,7 @@ class RecipeEvaluator:
         text, corpus, recipe = self._chosen_on, self._context.corpus, self._context.recipe
         if recipe.data.mix is None:
             return text
-        return dataset.mixed_heldout(recipe, corpus.tokenizer, corpus.essays, text, text.num_blocks)
+        return mixed_heldout(recipe, corpus.tokenizer, corpus.essays, text, text.num_blocks)
 
     @cached_property
     def _dense(self) -> paired.DocumentNLL:
@@ -174,7 +174,7 @@ class RecipeEvaluator:
         elif fidelity not in self._controls:
             branch = context.train(_variant(None))
             control, dense = (self._part(nll, fidelity) for nll in (branch.nll, self._dense))
-            harm.compare_control(control, dense, context.recipe, context.reporter)
+            hybrids.compare_control(control, dense, context.recipe, context.reporter)
             self._controls.add(fidelity)
 
     def control(self, fidelity: search_table.Retraining) -> paired.PairedDifference:

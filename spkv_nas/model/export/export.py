@@ -1,26 +1,207 @@
-"""Export a checkpoint with a layout applied, in the form of an export target.
+"""Export a checkpoint with a layout applied, in the form of an export target, with a model card.
 
 A layout changes the config but no weight, so most targets carry the weight files over unchanged (``weight_files.py``).
 """
 
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
+from huggingface_hub.repocard import metadata_load
+from yaml import YAMLError
+
+from spkv_nas.artifacts import local_layers, result_tables
 from spkv_nas.artifacts.layout import FILE, Layout
 from spkv_nas.artifacts.selection import PATTERN
-from spkv_nas.base import errors, files, manifest, replace
+from spkv_nas.base import assets, device, errors, files, manifest, replace, units, version
+from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.engines.engine import REFUSED
-from spkv_nas.engines.registry import ENGINES, objection, outcomes
-from spkv_nas.model import config_section, source, windows
+from spkv_nas.engines.registry import ENGINES, objection, outcomes, serve_command
+from spkv_nas.model import config_section, custom_model_type, model_shape, source, windows
 from spkv_nas.model.checkpoint import load, weight_files
-from spkv_nas.model.export import card, registry
+from spkv_nas.model.export import registry
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError
 
 _REMEDY = f"export to '{registry.AUTO}', which takes a form that can express every layout"
+_CARD_FILE = "README.md"
+_CONTEXTS = (8_192, 32_768, 131_072)  # tokens whose memory the card lists
+_LICENCE = ("license", "license_name", "license_link")  # keys that the base model's card may have
+_TAGS = ["hybrid-attention", "sliding-window-attention", "spkv-nas"]
+_NOT_MEASURED = (
+    "Not measured for this card. `spkv-nas verdict DIR --against BASE_MODEL --data TEXT` measures what it loses "
+    "against full attention.",
+)
+_CARD = """\
+---
+{metadata}
+---
+
+# {title}
+
+{name} with hybrid attention: {layout.num_global} of {layout.num_heads} KV heads attend to the whole sequence, the \
+others to recent tokens ({layout.reach}). Made with spkv-nas {version}.
+
+## Layout
+
+```text
+{layout.description}
+{rows}
+```
+
+Each line is a layer, with its number, a letter per KV head, and the number of its global heads.
+
+- `G`: global head, sees all tokens so far
+{legend}
+
+`layout.yaml` holds the same: spkv-nas reads it from this folder, and as `hub:ORG/NAME` once the folder is on the Hub.
+
+## Memory
+
+Keys and values of one sequence in {dtype}, by formula; an engine may round up, or keep more.
+
+| tokens | full attention | this layout | share |
+| ---: | ---: | ---: | ---: |
+{memory}
+
+## Evaluation
+
+{evaluation}
+
+## Use
+
+`DIR` is this folder, or its name on the Hub.
+
+{usage}
+
+Inference engines, by the support matrix of spkv-nas:
+
+{engines}
+
+## Not tested
+
+- Inference engines on this folder; `spkv-nas serve-check DIR --engine ENGINE` runs one.
+- What the evaluation above does not list, such as answers to prompts, longer sequences, and other text.
+"""
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Hold what a card says besides the model and its layout."""
+
+    title: str  # name of the model
+    checkpoint: files.StrPath  # folder or id that is exported
+    evidence: Sequence[str]  # sentences on what was measured; empty: nothing
+
+
+def write_card(
+    folder: Path, hybrid: Hybrid, facts: CardFacts, *, form: str, verified: str | None, engines: Mapping[str, str]
+) -> None:
+    """Write the card of a folder to which a hybrid was exported.
+
+    ``form`` says what it is and what loads it, ``verified`` what was compared, if anything, and ``engines`` what each
+    does with it, by name and version.
+    """
+    layout, dtype = hybrid.layout, device.dtype_name(hybrid.model.dtype)
+    dtype = dtype if dtype in units.ITEM_BYTES else "float32"
+    metadata, name = _base_model(facts.checkpoint)
+    sinks = {0: "", 1: ", and the first token"}.get(layout.sinks, f", and the first {layout.sinks:,} tokens")
+    checked = [] if verified is None else [f"When it was exported, {verified}."]
+    text = _CARD.format(
+        metadata=ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=_TAGS, **metadata),
+        title=facts.title,
+        name=name,
+        layout=layout,
+        version=version.__version__,
+        rows="\n".join(f"{layer:>4}  {row}  {row.count('G')}" for layer, row in enumerate(layout.heads)),
+        legend=_bullets(
+            f"`{letter}`: local head, sees the last {window:,} tokens, its own included{sinks}"
+            for letter, window in layout.legend.items()
+        ),
+        dtype=dtype,
+        memory="\n".join(_memory(hybrid, dtype)),
+        evaluation=_bullets([*(facts.evidence or _NOT_MEASURED), *checked]),
+        usage="\n".join([f"{form[:1].upper()}{form[1:]}.", *_usage(folder, engines, is_verified=bool(checked))]),
+        engines=_bullets(f"{engine}: {outcome}" for engine, outcome in engines.items()),
+    )
+    files.write_atomic(folder / _CARD_FILE, text)
+
+
+def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
+    """Return the licence and the base model for the metadata, and the name of the checkpoint with a link to that model.
+
+    The base model is the checkpoint if that is on the Hub, else the one that its card or its config names, if any.
+    """
+    path = source.resolve(checkpoint)
+    folder = source.model_folder(str(path))
+    # Go on from a run's checkpoint to the model that it was trained from
+    if files.is_file(record := folder / result_tables.RUN_RECORD):
+        trained_from = files.read_json(record, "run record").get("recipe", {}).get("model", {}).get("path")
+        with suppress(OSError, errors.UserError):  # it may be on another machine
+            metadata, name = _base_model(str(trained_from))
+            return metadata, f"{name}, retrained,"
+    # Read the card of the checkpoint, which people write
+    card: dict[str, Any] = {}
+    with suppress(OSError, ValueError, YAMLError):
+        card = metadata_load(folder / _CARD_FILE) or {}
+    metadata = {key: card[key] for key in _LICENCE if key in card}
+    # Find the base model
+    if path.exists():
+        saved = str(files.read_json(folder / "config.json", "config").get("_name_or_path"))
+        base = card.get("base_model") or (saved if source.is_on_hub(saved) else None)
+    else:
+        base = source.split_revision(str(checkpoint))[0]
+    # Name the checkpoint without the folders of this machine
+    name = f"`{checkpoint if str(checkpoint).startswith(assets.EMBEDDED_PREFIX) else path.absolute().name}`"
+    if base is None:
+        return metadata, name
+    link = f"[{base}](https://huggingface.co/{base})"
+    return {**metadata, "base_model": base}, f"{name} (base model {link})" if path.exists() else link
+
+
+def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
+    """Yield the rows on the KV cache at several numbers of tokens, and which are beyond the model's positions."""
+    layout, size = hybrid.layout, model_shape.model_size(hybrid.model)
+    layers = local_layers.config_layers(size.native_windows or [None] * layout.num_layers)
+    facts = local_layers.cache_facts(layers, size.heads.heads_per_layer, size.heads.head_dims)
+    # List the model's own context, too, if it is shorter than all of them
+    most = size.positions or _CONTEXTS[-1]
+    for context in (*([most] if most < _CONTEXTS[0] else []), *_CONTEXTS):
+        cost = CacheCost(context, 1, layout.window, dtype=dtype, sinks=layout.sinks, **facts)
+        used, full = cost.layout_bytes(layout, local_layers.candidate_layers(layers)), cost.full(layout.num_heads)
+        sizes = f"{units.format_bytes(full)} | {units.format_bytes(used)} | {100 * used / full:.1f} %"
+        yield f"| {context:,}{' *' if context > most else ''} | {sizes} |"
+    if most < _CONTEXTS[-1]:
+        yield f"\n\\* more than the {most:,} tokens that the model was made for (`max_position_embeddings`)"
+
+
+def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> Iterable[str]:
+    """Yield how to load and serve a folder of the custom model type, or one that plain transformers was verified on."""
+    file = folder / "config.json"
+    config = files.read_json(file, "config") if file.is_file() else {}
+    is_custom, has_code = config.get("model_type") == custom_model_type.CUSTOM_MODEL_TYPE, "auto_map" in config
+    if not is_custom and not (is_verified and config):
+        return
+    yield "\n```python"
+    if is_custom and not has_code:
+        yield "import spkv_nas  # adds the model type to transformers"
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+    code = ", trust_remote_code=True" if has_code else ""  # without it, the tokenizer asks whether to run the code
+    yield f'model = AutoModelForCausalLM.from_pretrained("DIR"{code})'
+    yield f'tokenizer = AutoTokenizer.from_pretrained("DIR"{code})\n```'
+    if has_code:
+        yield "\nWith spkv-nas installed, `import spkv_nas` before these lines replaces the code in the folder."
+    if (command := serve_command(engines, "DIR")) is not None:
+        yield f"\nTo serve it: `{command}`{', with spkv-nas installed beside vLLM' if is_custom else ''}."
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    """Return lines as a list."""
+    return "\n".join(f"- {line}" for line in lines)
 
 
 @dataclass(frozen=True)
@@ -60,7 +241,7 @@ def export(
     By default a layer-wise layout becomes a native architecture where one computes the same (``native.py``, or
     with learned sinks a GraniteSWA), which a subprocess with plain ``transformers`` verifies. Any other hybrid
     gets the model type ``spkv``, which ``spkv_nas.load`` loads, and plain ``transformers`` with
-    ``trust_remote_code=True`` (``spkv.py``). The checkpoint's gates are dropped.
+    ``trust_remote_code=True`` (``registry.SpkvTarget``). The checkpoint's gates are dropped.
 
     Args:
         layout: layout to apply; None takes the checkpoint's, which exports a retrained hybrid as it is.
@@ -92,7 +273,7 @@ def export(
     layout = _chosen(layout, config_section.checkpoint_layout(model), checkpoint)
     windows.apply_layout(model, layout)  # also checks the shape
     hybrid = Hybrid(model, tokenizer, layout, weight_files(checkpoint), link)
-    facts = None if evidence is None else card.CardFacts(new.name, checkpoint, evidence)
+    facts = None if evidence is None else CardFacts(new.name, checkpoint, evidence)
     # Write it as the first target that can express it
     rejected: dict[str, str] = {}
     for target in candidates:
@@ -127,7 +308,7 @@ def _write(
     folder: Path,
     engines: Mapping[str, str],
     engine: str | None,
-    facts: card.CardFacts | None,
+    facts: CardFacts | None,
 ) -> tuple[str, dict[str, str]]:
     """Write and verify a hybrid in the form of a target; return what was written, and what engines do with it.
 
@@ -146,7 +327,7 @@ def _write(
         manifest.write_manifest(unfinished, written.weights.hashes)
         # Write the card last: the manifest does not list it, so it may be edited
         if facts is not None:
-            card.write_card(unfinished, hybrid, facts, form=written.form, verified=verified, engines=engines)
+            write_card(unfinished, hybrid, facts, form=written.form, verified=verified, engines=engines)
     return "; ".join(clause for clause in (written.form, verified, written.weights.done) if clause), engines
 
 

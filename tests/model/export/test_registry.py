@@ -18,8 +18,7 @@ from spkv_nas.base.flag import Flag
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
-from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets
-from spkv_nas.model.export.spkv import SpkvTarget
+from spkv_nas.model.export.registry import AUTO, TARGETS, SpkvTarget, chosen_targets
 
 FOR_ALL = [target for target in TARGETS.built_in if target.engine is None]
 
