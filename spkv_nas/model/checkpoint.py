@@ -20,25 +20,8 @@ from spkv_nas.base.files import StrPath, read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.model import config_section, custom_model_type, learned_sinks, model_shape, restore, wrappers
 from spkv_nas.model.device_map import dispatch
-from spkv_nas.model.source import (
-    at_revision,
-    commit_of,
-    config_folder,
-    model_folder,
-    pinned,
-    read_model_config,
-    resolve,
-)
-from spkv_nas.model.weight_files import (
-    FILE,
-    INDEX,
-    carry,
-    check_files,
-    content_hashes,
-    save_tokenizer,
-    saving,
-    stored_names,
-)
+from spkv_nas.model.source import at_revision, config_folder, model_folder, pinned, read_model_config, resolve
+from spkv_nas.model.weight_files import carry, check_files, content_hashes, save_tokenizer, saving, stored_names
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
 
 _TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
@@ -114,12 +97,11 @@ def save_as_files(model: PreTrainedModel, files: Sequence[Path], folder: Path, *
     # Carry the files over if they have the usual names and hold no other tensors
     is_named = getattr(model.config, "transformers_weights", None) is not None
     if not is_named and stored_names(files) <= model.state_dict().keys():
-        carried = [*files, *([] if files[0].name == FILE else [files[0].with_name(INDEX)])]
         with saving(folder, model):
-            method = carry(carried, folder, link=link)
+            method, hashes = carry(files, folder, link=link)
             model.config.architectures, model.config.dtype = [type(model).__name__], model.dtype
             model.config.save_pretrained(folder)
-        return WrittenWeights(f"its weights were {method} as they are, file by file", content_hashes(carried))
+        return WrittenWeights(f"its weights were {method} as they are, file by file", hashes)
     # Write new files otherwise
     save_files(model, None, folder, shard_bytes=max(file.stat().st_size for file in files))
     return WrittenWeights("its weights were written anew", {})
@@ -158,7 +140,7 @@ def checkpoint_hash(path_or_id: str | Path) -> str:
 def model_origin(path_or_id: str | Path) -> dict[str, str]:
     """Return the fields that identify a checkpoint in a result: its name, and its commit if it is on the hub."""
     with _as_user_error(f"model {path_or_id}"):
-        commit = commit_of(path_or_id)
+        _, commit = pinned(str(resolve(path_or_id)))
     return {"model": str(path_or_id)} | ({} if commit is None else {"commit": commit})
 
 

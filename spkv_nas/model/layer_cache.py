@@ -17,6 +17,7 @@ _NOT_PASSED_ON = (
     "generate with use_cache=False"
 )
 _QUERIES = 256  # tokens that attend to stored latents at once
+_New = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # new keys, values, decisions, order and lengths
 
 
 class SPKVCacheLayer(CacheLayerMixin):
@@ -54,8 +55,7 @@ class SPKVCacheLayer(CacheLayerMixin):
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
         self._is_pending = False  # keys and values were passed to ``update`` and not to ``attend``
         self._num_readers = state.num_readers  # later layers that attend to the same keys
-        # new keys, values, decisions, order and lengths, until the last reader has attended to them
-        self._new: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None = None
+        self._new: _New | None = None  # until the last reader has attended to them
         self._num_unread = 0  # readers that have not attended to the new keys
         self.paged: list[PagedKVCache] = []  # a cache for each ring size, ascending
         self.tokens = 0  # length of the longest sequence, including padding
@@ -126,7 +126,7 @@ class SPKVCacheLayer(CacheLayerMixin):
         # Attend, and store the keys and values
         options: dict[str, Any] = {"scale": scale, "softcap": softcap}
         if len(self.paged) == 1:
-            out = self._attend(self.paged[0], q, k, v, keep, lengths, is_reader, sink_logits=sink_logits, **options)
+            out = self._attend(self.paged[0], q, k, v, keep, lengths, sink_logits=sink_logits, **options)
         else:
             out = torch.empty_like(q)
             shape = (len(k), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
@@ -134,16 +134,14 @@ class SPKVCacheLayer(CacheLayerMixin):
                 queries = q.view(shape)[:, heads].flatten(1, 2)
                 logits = None if sink_logits is None else sink_logits.view(k.shape[1], -1)[heads].flatten()
                 new = k[:, heads], v[:, heads], keep[:, heads]
-                some = self._attend(paged, queries, *new, lengths, is_reader, sink_logits=logits, **options)
+                some = self._attend(paged, queries, *new, lengths, sink_logits=logits, **options)
                 out.view(shape)[:, heads] = some.reshape(len(k), len(heads), -1, *q.shape[2:])
         # Restore the order
         if self._num_unread == 0:
             self.tokens, self._new = self.tokens + q.shape[2], None
         return out if order is None else _reorder(out, torch.argsort(order, dim=1))
 
-    def _prepare(
-        self, k: Tensor, v: Tensor, keep: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    def _prepare(self, k: Tensor, v: Tensor, keep: Tensor | None, mask: Tensor | None) -> _New:
         """Return new keys, values and decisions, their order and the lengths of rows; None, None without padding."""
         if not self._is_pending:
             raise UserError(_NOT_PASSED_ON)
@@ -163,20 +161,12 @@ class SPKVCacheLayer(CacheLayerMixin):
         return k, v, keep, order, real.sum(1)
 
     def _attend(
-        self,
-        paged: PagedKVCache,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keep: Tensor,
-        lengths: Tensor | None,
-        is_reader: bool,
-        **options: Any,
+        self, paged: PagedKVCache, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor | None, **options: Any
     ) -> Tensor:
         """Compute ``attend`` for the heads of one ring size, with ``lengths`` [B] new tokens that are no padding."""
         # Decode a single token
         if q.shape[2] == 1 and lengths is None:
-            if not is_reader:
+            if self._num_unread == self._num_readers:  # the layer with the keys attends, not a reader of them
                 paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
             return decode_attention(q[:, :, 0], paged, **options)[:, :, None]
         # Attend before the keys are stored
@@ -278,9 +268,7 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
         both = torch.cat([stored[:, None, :, : new.shape[-1]].to(new.dtype), new], 2)
         return both[..., : key_states.shape[-1]], both[..., key_states.shape[-1] :]
 
-    def _prepare(
-        self, k: Tensor, v: Tensor, keep: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    def _prepare(self, k: Tensor, v: Tensor, keep: Tensor | None, mask: Tensor | None) -> _New:
         """Return what ``SPKVCacheLayer`` does, but keys and values [B, H, S + T, D] of stored and new tokens."""
         first, second, keep, order, lengths = super()._prepare(*self._halves, keep, mask)
         self._halves = first, second
@@ -291,15 +279,7 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
         return k, v, keep, order, lengths
 
     def _attend(
-        self,
-        paged: PagedKVCache,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keep: Tensor,
-        lengths: Tensor | None,
-        is_reader: bool,
-        **options: Any,
+        self, paged: PagedKVCache, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor | None, **options: Any
     ) -> Tensor:
         """Compute ``attend`` over keys and values [B, H, S + T, D], then store latents and rotary keys."""
         if self.tokens == 0:

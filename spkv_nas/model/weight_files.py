@@ -276,12 +276,13 @@ def content_hashes(files: Sequence[Path]) -> dict[str, str]:
     return computed | {name: value for name, value in hash_in_name.items() if value is not None}
 
 
-def carry(files: Sequence[Path], folder: Path, *, link: bool = False) -> str:
-    """Copy files to ``folder`` under the same names, and return "copied" or "linked".
+def carry(weights: Sequence[Path], folder: Path, *, link: bool = False) -> tuple[str, dict[str, str]]:
+    """Copy weights and their index to ``folder`` under the same names; return "copied" or "linked", and their hashes.
 
     With ``link`` hard links are made, which use no disk space; writing to a link changes the original too. Raises
     ``UserError`` where they are impossible, ``OSError`` where ``folder`` cannot be written.
     """
+    files = [*weights, *([] if weights[0].name == FILE else [weights[0].with_name(INDEX)])]
     for file in files:
         original, target = file.resolve(), folder / file.name
         if not link:
@@ -291,4 +292,4 @@ def carry(files: Sequence[Path], folder: Path, *, link: bool = False) -> str:
             os.link(original, target)
         except OSError as error:
             raise UserError(f"cannot link {original}: {first_line(error)}\nleave --link out") from error
-    return "linked" if link else "copied"
+    return "linked" if link else "copied", content_hashes(files)

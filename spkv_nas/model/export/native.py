@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.artifacts.local_layers import ConfigLayer, config_layers, layout_window, takes_sinks
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.engines import engine, registry
-from spkv_nas.model.export import target
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
@@ -187,8 +186,10 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
 
 def _layers(config: PreTrainedConfig, layout: Layout) -> list[ConfigLayer]:
     """Return the layers of a model with their native windows."""
-    kinds = _native_kinds(config, layout)
-    return config_layers([config.sliding_window if kind == _SLIDING else None for kind in kinds])
+    kinds = getattr(config, "layer_types", None) or [_SLIDING] * layout.num_layers
+    if len(kinds) != layout.num_layers:  # not about attention alone
+        kinds = [_FULL] * layout.num_layers
+    return config_layers([getattr(config, "sliding_window", None) if kind == _SLIDING else None for kind in kinds])
 
 
 def _windows(layers: Sequence[ConfigLayer], layout: Layout) -> list[set[int]]:
@@ -197,13 +198,6 @@ def _windows(layers: Sequence[ConfigLayer], layout: Layout) -> list[set[int]]:
         {layout_window(layer, window or 0, is_global=window is None) for window in row}
         for layer, row in zip(layers, layout.head_windows, strict=True)
     ]
-
-
-def _native_kinds(config: PreTrainedConfig, layout: Layout) -> list[str]:
-    """Return ``layer_types`` of ``config``, as far as they are about attention."""
-    has_window = getattr(config, "sliding_window", None) is not None
-    kinds = getattr(config, "layer_types", None) or [_SLIDING if has_window else _FULL] * layout.num_layers
-    return list(kinds) if has_window and len(kinds) == layout.num_layers else [_FULL] * layout.num_layers
 
 
 def output_biases(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -365,7 +359,7 @@ class MlxTarget(NativeTarget):
         is_llama = config.model_type in _SMOLLM3_SHAPED
         architecture = _smollm3_config(config, layout) if is_llama else native_config(config, layout)
         if (reason := registry.objection(self.form(config, layout), architecture, _MLX)) is not None:
-            raise target.TargetError(reason)
+            raise TargetError(reason)
         return architecture
 
     def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -383,9 +377,9 @@ def _smollm3_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfi
     # Check that the layout and the weights fit
     layer_window(config, layout)
     if "full_attention" not in layer_kinds(config, layout):
-        raise target.TargetError("mlx-lm needs a layer of global heads")
+        raise TargetError("mlx-lm needs a layer of global heads")
     if has_learned_sinks(config):
-        raise target.TargetError("its local heads have learned sinks, for which it has no parameters")
+        raise TargetError("its local heads have learned sinks, for which it has no parameters")
     # Build the config
     return llama_shaped_config(
         _SMOLLM3,
