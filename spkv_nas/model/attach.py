@@ -18,10 +18,9 @@ from transformers.generation import GenerationMode
 from spkv_nas.artifacts import grid, local_layers
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attention, attention_calls, config_section, gates, modes
+from spkv_nas.model import attention, attention_calls, config_section, gates, layer_cache, modes
 from spkv_nas.model.cache_layers import attention_indices, cache_layers
 from spkv_nas.model.generation_cache import SPKVCache, check_states, new_tokens
-from spkv_nas.model.layer_cache import NOT_ASSISTED
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
@@ -212,7 +211,7 @@ def _prepare_cache(
     ``UserError`` for decoding that crops the cache.
     """
     if mode == GenerationMode.ASSISTED_GENERATION:
-        raise UserError(f"this model has gates or a layout: {NOT_ASSISTED}")
+        raise UserError(f"this model has gates or a layout: {layer_cache.NOT_ASSISTED}")
     if isinstance(cache := model_kwargs.get("past_key_values"), Cache):
         cache._is_user_defined = True  # generate then keeps it up to date
         return

@@ -19,10 +19,9 @@ from spkv_nas.base.device import check_dtype, choose_dtype, named_dtype
 from spkv_nas.base.files import StrPath, read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.model import config_section, custom_model_type, learned_sinks, model_shape, restore, wrappers
-from spkv_nas.model.device_map import dispatch
 from spkv_nas.model.source import at_revision, config_folder, model_folder, pinned, read_model_config, resolve
 from spkv_nas.model.weight_files import carry, check_files, content_hashes, save_tokenizer, saving, stored_names
-from spkv_nas.model.weights import check_loaded, check_room, quiet_report
+from spkv_nas.model.weights import check_loaded, check_room, dispatch, quiet_report
 
 _TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -224,7 +223,7 @@ def load_on(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer on a device, in a dtype that it supports (``base.device.choose_dtype``).
 
-    With ``spreads`` its layers are distributed over all devices of that kind (``model.device_map``). ``dtype`` requests
+    With ``spreads`` its layers are distributed over all devices of that kind (``weights.dispatch``). ``dtype`` requests
     "float32", "bfloat16" or "float16". Raises ``UserError``: as ``load``; an unknown dtype; too little memory on the
     device.
     """

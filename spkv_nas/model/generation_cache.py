@@ -19,11 +19,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import modes
-from spkv_nas.model.attention import attention_layers, layer_states
+from spkv_nas.model import attention, modes, wrappers
 from spkv_nas.model.cache_layers import attention_indices, cache_layers, own_cache_class
 from spkv_nas.model.layer_cache import SPKVCacheLayer, SPKVHybridCacheLayer, SPKVLatentCacheLayer, local_window
-from spkv_nas.model.wrappers import unwrapped
 
 _RING = 128  # ring size of a model without local heads
 
@@ -47,10 +45,10 @@ class SPKVCache(Cache):
             page_size: tokens per page.
             max_pages: maximum number of pages per layer and window; None: no limit.
         """
-        states = layer_states(model := unwrapped(model))
+        states = attention.layer_states(model := wrappers.unwrapped(model))
         if not states:
             raise UserError("this model has neither gates nor a layout: generate with transformers' own cache")
-        layers = attention_layers(model).values()
+        layers = attention.attention_layers(model).values()
         if any(getattr(getattr(layer, "utility_predictor", None), "mix", None) for layer in layers):
             raise UserError("a bidirectional predictor needs future tokens: generate with use_cache=False")
         shared = min((w for state in states if (w := local_window(state)) is not None), default=_RING)

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from spkv_nas.artifacts import local_layers
-from spkv_nas.artifacts.shape import HeadShape, ModelSize
+from spkv_nas.artifacts import local_layers, shape
 from spkv_nas.base import limits, memory, schema
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attach, attention, learned_sinks
-from spkv_nas.model.cache_layers import native_windows
+from spkv_nas.model import attach, attention, cache_layers, learned_sinks
 
 _BEYOND = 16  # maximum length of a sequence, in multiples of the model's max_position_embeddings
 _READ_BY_MODELS = {"model_type", "head_dim"}  # read by decoders whose config class has no such field
 
 
-def config_shape(config: PreTrainedConfig) -> HeadShape:
+def config_shape(config: PreTrainedConfig) -> shape.HeadShape:
     """Return the attention layers and heads of a decoder; without KV heads in ``config``, each query head has one.
 
     Where layers or keys and values may differ, the decoder is built on the device "meta" to see what they call with.
@@ -41,21 +39,21 @@ def config_shape(config: PreTrainedConfig) -> HeadShape:
     return _layer_shape(text, attention.layer_states(model))
 
 
-def _equal_layers(config: PreTrainedConfig, text: PreTrainedConfig) -> HeadShape:
+def _equal_layers(config: PreTrainedConfig, text: PreTrainedConfig) -> shape.HeadShape:
     """Return the heads of a decoder whose layers are equal, by the part of ``config`` that describes them."""
     heads = text.num_attention_heads
-    return HeadShape(
-        num_layers=len(native_windows(config)),
+    return shape.HeadShape(
+        num_layers=len(cache_layers.native_windows(config)),
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
     )
 
 
-def _layer_shape(text: PreTrainedConfig, states: Sequence[attention.LayerState]) -> HeadShape:
+def _layer_shape(text: PreTrainedConfig, states: Sequence[attention.LayerState]) -> shape.HeadShape:
     """Return the heads of a decoder with hooked layers."""
     heads, sizes = tuple(state.num_kv_heads for state in states), tuple(state.head_dim for state in states)
-    return HeadShape(
+    return shape.HeadShape(
         num_layers=len(states),
         num_heads=text.num_attention_heads,
         num_kv_heads=max(heads),
@@ -66,25 +64,25 @@ def _layer_shape(text: PreTrainedConfig, states: Sequence[attention.LayerState])
     )
 
 
-def config_size(config: PreTrainedConfig) -> ModelSize:
+def config_size(config: PreTrainedConfig) -> shape.ModelSize:
     """Compute the size of the decoder that ``config`` describes, on the device "meta"."""
     with torch.device("meta"):
         return model_size(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
 
 
-def model_size(model: PreTrainedModel) -> ModelSize:
+def model_size(model: PreTrainedModel) -> shape.ModelSize:
     """Compute the size of a decoder without its utility predictors and added learned sinks."""
     text = model.config.get_text_config()
     # Collect the parameters that the sizes leave out
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
     added = learned_sinks.added_parameters(model)
-    windows = native_windows(model.config)
+    windows = cache_layers.native_windows(model.config)
     layers = local_layers.config_layers(windows)
     local_windows = {layer.native_window for layer in layers if layer.is_always_local}
     positions = getattr(text, "max_position_embeddings", None)
     states = attention.layer_states(model)
-    return ModelSize(
+    return shape.ModelSize(
         _layer_shape(text, states) if states and states[0].head_dim else config_shape(model.config),
         sum(parameter.numel() for parameter in model.parameters() if parameter not in added),
         sum(parameter.numel() for parameter in model.get_decoder().parameters() if parameter not in outside | added),

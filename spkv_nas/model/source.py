@@ -115,21 +115,17 @@ def pinned(source: str) -> tuple[str, str | None]:
     if Path(source).exists():
         return source, None
     name, revision = split_revision(source)
-    return name, _commit(name, revision) or revision
-
-
-def commit_of(path_or_id: str | Path) -> str | None:
-    """Return the commit of a model on the hub; None for a folder. Raises ``OSError`` as ``pinned``."""
-    return pinned(str(resolve(path_or_id)))[1]
+    folder = _snapshot(name, revision)
+    return name, revision if folder is None else folder.name
 
 
 @cache
-def _commit(name: str, revision: str | None) -> str | None:
-    """Look up the commit of a hub id, once per process."""
+def _snapshot(name: str, revision: str | None) -> Path | None:
+    """Look up the folder of a hub id in the hub cache, named by its commit, once per process; None without a config."""
     from transformers.utils import cached_file
 
     file = cached_file(name, _CONFIG, revision=revision)
-    return None if file is None else Path(file).parent.name
+    return None if file is None else Path(file).parent
 
 
 def config_folder(source: str) -> Path:
@@ -145,19 +141,17 @@ def config_folder(source: str) -> Path:
             weight_files.check_format(Path(source))
         return Path(source)
     # Look a repository up
-    if _ID.fullmatch(split_revision(source)[0]) is None:
+    name, revision = split_revision(source)
+    if _ID.fullmatch(name) is None:
         raise UserError(f"cannot load model {source}: the folder does not exist")
-    from transformers.utils import cached_file
-
     try:
-        name, commit = pinned(source)
-        file = cached_file(name, _CONFIG, revision=commit)
+        folder = _snapshot(name, revision)
     except OSError as error:
         _check_adapter(source, is_reachable="does not appear to have a file" in str(error))
         raise OSError(f"there is no such folder, and the Hugging Face Hub answered: {first_line(error)}") from error
-    if file is None:
+    if folder is None:
         raise OSError(f"{source} has no {_CONFIG}")
-    return Path(file).parent
+    return folder
 
 
 def _check_adapter(source: str, *, is_reachable: bool) -> None:

@@ -1,4 +1,8 @@
-"""Check weights before and after loading, as ``from_pretrained`` fills missing tensors with random numbers."""
+"""Check weights before and after loading, and distribute those that do not fit on one GPU over several.
+
+``from_pretrained`` fills missing tensors with random numbers. accelerate's hooks move hidden states between devices;
+weights that do not fit are copied to a GPU in every pass.
+"""
 
 import math
 import re
@@ -12,8 +16,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import format_bytes
+from spkv_nas.base import errors, memory, units
 
 _SHOWN = 3  # number of names in an error message
 _MAX_WEIGHT = 1e16  # norms add up squares, which are infinite in float32 from 1e19 on
@@ -27,10 +30,10 @@ def check_room(files: list[Path], num_parameters: int, what: str) -> None:
     """Raise ``UserError`` for files of less than a byte per parameter, before weights are created at random."""
     size = sum(file.stat().st_size for file in files)
     if num_parameters > max(size, _LARGE):
-        raise UserError(
+        raise errors.UserError(
             f"{what}: its config describes {num_parameters:,} parameters, for which its weights of "
-            f"{format_bytes(size)} are too small\nthe weights are incomplete, or the config belongs to another model: "
-            "copy both again"
+            f"{units.format_bytes(size)} are too small\n"
+            "the weights are incomplete, or the config belongs to another model: copy both again"
         )
 
 
@@ -46,7 +49,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
     num_tensors = len(model.state_dict())
     missing = sorted(info["missing_keys"])
     if missing:
-        raise UserError(
+        raise errors.UserError(
             f"{what} lacks {len(missing)} of its {num_tensors} tensors: {_names(missing)}\n"
             "the folder is incomplete, or its config belongs to another model: copy it again"
         )
@@ -54,13 +57,13 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
     wrong = sorted(info["mismatched_keys"])
     if wrong:
         name, stored, expected = wrong[0]
-        raise UserError(
+        raise errors.UserError(
             f"{what}: {len(wrong)} tensors have other shapes than its config says, such as {name}: {list(stored)} in "
             f"the file, {list(expected)} in the config\nthe weights and the config belong to different models: "
             "copy both again"
         )
     if info["error_msgs"]:
-        raise UserError(f"cannot load {what}: {str(info['error_msgs'][0]).splitlines()[0]}")
+        raise errors.UserError(f"cannot load {what}: {str(info['error_msgs'][0]).splitlines()[0]}")
     # Embeddings that the config ties, and the files do not
     if model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys():
         warnings.warn(
@@ -86,7 +89,7 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
     stacks = tuple({stack.removeprefix(prefix) for stack in lists})
     layer_names = [name for name in names if name.removeprefix(prefix).startswith(stacks) and not _MASKS.search(name)]
     if layer_names:
-        raise UserError(
+        raise errors.UserError(
             f"{what}: {len(layer_names)} tensors do not exist in the layers that its config describes: "
             f"{_names(layer_names)}\nits config is damaged or belongs to another model: copy both again"
         )
@@ -112,7 +115,7 @@ def check_values(model: torch.nn.Module, what: str) -> None:
             stacklevel=5,
         )
     if wrong:
-        raise UserError(
+        raise errors.UserError(
             f"{what}: {len(wrong)} tensors hold numbers that are not finite (NaN or infinity), such as {wrong[0]}\n"
             "the weights are damaged, diverged during training, or exceed the range of this dtype"
         )
@@ -139,3 +142,52 @@ def quiet_report() -> Iterator[None]:
 
 def _names(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+_ROOM = 0.8  # share of a GPU's free memory for weights; activations take the rest
+
+
+def dispatch(model: PreTrainedModel) -> PreTrainedModel:
+    """Distribute a model in main memory over all GPUs of the machine; without a GPU return it unchanged.
+
+    Warns:
+        UserWarning: some weights do not fit on the GPUs.
+    """
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    if not torch.cuda.is_available():
+        return model
+    # Plan a device for each layer
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    max_memory: dict[int | str, int] = {
+        number: int(_ROOM * memory.available_bytes(f"cuda:{number}")) for number in range(torch.cuda.device_count())
+    }
+    layers = list(model._no_split_modules or ())
+    max_memory = get_balanced_memory(model, max_memory={**max_memory, "cpu": size}, no_split_module_classes=layers)
+    device_map = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=layers)
+    # Move the weights
+    dispatched: PreTrainedModel = dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement)
+    offloaded = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
+    if offloaded:
+        warnings.warn(
+            f"{units.format_bytes(offloaded)} of the weights do not fit on the GPUs and are copied to one in every "
+            "pass, which is slow",
+            stacklevel=2,
+        )
+    return dispatched
+
+
+def check_placed(model: torch.nn.Module) -> None:
+    """Raise ``UserError`` if weights are offloaded to main memory, because no gradients can pass through them."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise errors.UserError(
+            "cannot backpropagate through weights that are offloaded to CPU memory because the GPUs are full\n"
+            "use more or larger GPUs, or --dtype bfloat16"
+        )
+
+
+def memory_for_passes(model: PreTrainedModel) -> int:
+    """Return the bytes that this process may still allocate on each of the devices of a model."""
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    return min(memory.available_bytes_per_process(str(device)) for device in devices)

@@ -25,7 +25,7 @@ from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.cost.formulas import FROZEN_ROOM, PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model import device_map, model_shape, modes
+from spkv_nas.model import model_shape, modes, weights
 from spkv_nas.model.attention import LayerState
 from spkv_nas.probing.heads import HeadMeans, signal_table
 
@@ -36,7 +36,7 @@ def frozen(model: torch.nn.Module, learning: Collection[torch.nn.Parameter] = ()
 
     Raises ``UserError``: gradients would have to pass through weights that are on no device.
     """
-    device_map.check_placed(model)
+    weights.check_placed(model)
     others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in learning]
     for parameter in others:
         parameter.requires_grad_(False)
@@ -79,7 +79,7 @@ def passes(
     """
     item, on_cpu = int(model.dtype.itemsize), model.device.type == "cpu"
     memory = PassMemory(model_shape.model_size(model), item, gates, attentions, on_cpu=on_cpu)
-    return fitting_pass(memory, length, step_blocks, FROZEN_ROOM * device_map.memory_for_passes(model))
+    return fitting_pass(memory, length, step_blocks, FROZEN_ROOM * weights.memory_for_passes(model))
 
 
 def blocks_per_step(blocks: TokenBlocks, step_tokens: int) -> int:

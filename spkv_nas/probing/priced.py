@@ -36,7 +36,7 @@ from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.evaluation.micro_batch import check_blocks
-from spkv_nas.model import attach, density_tracker, device_map, gates, model_shape, modes
+from spkv_nas.model import attach, density_tracker, gates, model_shape, modes, weights
 from spkv_nas.model.density_tracker import KeyBenefitEstimator, Price
 from spkv_nas.model.loss import mean_nll
 from spkv_nas.probing import frozen
@@ -96,7 +96,7 @@ def learn_gates(
     if config.target_density is None and not config.price:
         raise UserError("gates on a frozen model need a target density, or a price above 0 (the sparsity penalty)")
     check_blocks(model, blocks)
-    device_map.check_placed(model)
+    weights.check_placed(model)
 
     # Attach gates and restore the last checkpoint
     size = frozen.blocks_per_step(blocks, step_tokens)

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import blocks_per_process, num_processes
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.model.modes import gains_by_compiling
+from spkv_nas.model import gates, modes
 from spkv_nas.training.branch_config import BranchConfig, GatesConfig
 from spkv_nas.training.recipe import OFFLOAD, DenseConfig, Recipe
 
@@ -88,7 +87,7 @@ def compiles(recipe: Recipe, phase: DenseConfig | BranchConfig, model: PreTraine
     if recipe.compile != "auto":
         return recipe.compile
     tokens = phase.steps * blocks_per_process(phase.batch_size) * recipe.data.block_size
-    return recipe.sharding == "none" and gains_by_compiling(model, tokens, choose_device(device))
+    return recipe.sharding == "none" and modes.gains_by_compiling(model, tokens, choose_device(device))
 
 
 def make_optimizer(model: torch.nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:
@@ -98,7 +97,7 @@ def make_optimizer(model: torch.nn.Module, args: TrainingArguments, options: Gat
     support this device, or cannot be imported.
     """
     # Matrices and vectors of the model, then those of predictors, which have a rate and a decay of their own
-    predictors = predictor_parameters(model)
+    predictors = gates.predictor_parameters(model)
     groups: list[dict[str, Any]] = []
     for is_predictor, multiplier, decay in (
         (False, 1.0, args.weight_decay),

@@ -18,11 +18,10 @@ from spkv_nas.artifacts.local_layers import takes_sinks
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model import attach, checkpoint, learned_sinks, model_shape, modes, rope, windows
-from spkv_nas.model.attention import LayerState
+from spkv_nas.model import attach, attention, checkpoint, learned_sinks, model_shape, modes, windows
 from spkv_nas.model.distillation import Distillation, copied_teacher, shared_teacher
 from spkv_nas.model.gates import predictors
-from spkv_nas.training import branch_config, run_files
+from spkv_nas.training import branch_config, callbacks, run_files
 from spkv_nas.training.dense import new_model
 from spkv_nas.training.recipe import LoraConfig, Recipe
 from spkv_nas.training.variants import Kind, Variant
@@ -73,7 +72,7 @@ def set_up(
     # Load the model, and schedule its training
     model = start_model(recipe, dense, variant)
     if phase.extend is not None:  # check that the model supports it
-        rope.extended_config(model.config, phase.extend.block_size, phase.extend.rope.parameters)
+        callbacks.extended_config(model.config, phase.extend.block_size, phase.extend.rope.parameters)
     # Moments of the dense run suit neither adapters, which leave its weights frozen, nor new weights
     state = Path(dense) / run_files.OPTIMIZER_STATE
     continues = recipe.lora is None and not _is_from_scratch(recipe, variant) and state.is_file()
@@ -229,7 +228,7 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
     return [(total / part.num_blocks).float() for total in sums]
 
 
-def _adder(total: torch.Tensor, layout: Layout, state: LayerState) -> Callable[..., None]:
+def _adder(total: torch.Tensor, layout: Layout, state: attention.LayerState) -> Callable[..., None]:
     """Return an observer that adds the mean score of a block's first hidden token to ``total`` [Hq].
 
     The mean is over the queries from which the layout hides it, but not the window of the checkpoint.

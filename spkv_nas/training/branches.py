@@ -18,20 +18,11 @@ from spkv_nas.base.replace import new_folder
 from spkv_nas.data.splits import RULE
 from spkv_nas.evaluation import nll, paired
 from spkv_nas.model import checkpoint, source
-from spkv_nas.training import arguments, callbacks, run_files, sharding
-from spkv_nas.training.branch_setup import (
-    BranchSetup,
-    branch_recipe,
-    learns_sinks,
-    measure_initial_sinks,
-    merge_adapters,
-    set_up,
-)
+from spkv_nas.training import arguments, branch_setup, callbacks, run_files, sharding, variants
 from spkv_nas.training.corpus import Corpus, load_corpus, training_data
 from spkv_nas.training.dense import dense_checkpoint
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
-from spkv_nas.training.variants import Kind, Variant
 
 _NLL = "heldout-nll.npz"
 
@@ -84,7 +75,7 @@ class BranchContext:
     def _seed(self, seed: int | None) -> int:
         return self.recipe.seed if seed is None else seed
 
-    def folder(self, variant: Variant, seed: int | None = None) -> Path:
+    def folder(self, variant: variants.Variant, seed: int | None = None) -> Path:
         """Return the folder of a branch, trained or not; ``seed`` defaults to the recipe's."""
         return branch_folder(self.recipe, self.dense, self.runs, variant, self._seed(seed), origin=self._origin)
 
@@ -93,12 +84,12 @@ class BranchContext:
         dtype = "float32" if self.recipe.precision == "float32" else None
         return checkpoint.load_on(self.dense, choose_device(self.device), dtype)[0]
 
-    def is_trained(self, variant: Variant, seed: int | None = None) -> bool:
+    def is_trained(self, variant: variants.Variant, seed: int | None = None) -> bool:
         """Return True if a branch has finished; ``seed`` defaults to the recipe's."""
         final_folder = self.folder(variant, seed) / "final"
         return distributed.on_main(lambda: is_finished(final_folder))
 
-    def train(self, variant: Variant, seed: int | None = None, folder: Path | None = None) -> Branch:
+    def train(self, variant: variants.Variant, seed: int | None = None, folder: Path | None = None) -> Branch:
         """Train and evaluate a branch; an interrupted run resumes, a finished one is read.
 
         ``seed``, of the data order and of new predictors, defaults to the recipe's, ``folder`` to one named by all that
@@ -119,18 +110,18 @@ class BranchContext:
 
 
 def branch_folder(
-    recipe: Recipe, dense: Path, runs: Path, variant: Variant, seed: int, *, origin: str | None = None
+    recipe: Recipe, dense: Path, runs: Path, variant: variants.Variant, seed: int, *, origin: str | None = None
 ) -> Path:
     """Return a branch's folder; a known ``origin``, ``checkpoint_hash(dense)``, saves hashing the weights."""
     return runs / "branches" / branch_key(recipe, origin or checkpoint.checkpoint_hash(dense), variant, seed)
 
 
-def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:
+def branch_key(recipe: Recipe, origin: str, variant: variants.Variant, seed: int) -> str:
     """Return a branch's folder name: its variant, and a hash of what matters; ``origin`` is the dense weights'."""
     if variant.layout is None:  # only layouts have learned sinks
         recipe = recipe.model_copy(update={"branch": recipe.branch.model_copy(update={"sinks": None})})
     sections = ["branch", "data", "evaluation", "precision", "lora", "optimizer"]
-    if variant.kind is Kind.SP_KV:
+    if variant.kind is variants.Kind.SP_KV:
         sections.append("gates")
     parts = [recipe.content_hash(*sections), seed, origin, RULE]
     return f"{variant.key}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}-seed{seed}"
@@ -141,26 +132,30 @@ def is_finished(final: Path) -> bool:
     return manifest.is_complete(final, (RUN_RECORD, _NLL))
 
 
-def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) -> None:
+def _train(context: BranchContext, folder: Path, variant: variants.Variant, seed: int) -> None:
     """Train and evaluate a branch, and write the subfolder ``final`` of ``folder``."""
     # Train
     recipe, corpus, reporter = context.recipe, context.corpus, context.reporter
     sink_logits: list[Tensor] | None = None
-    if (layout := variant.layout) is not None and learns_sinks(recipe, variant):
-        sink_logits = distributed.on_main(lambda: measure_initial_sinks(context.load_dense(), layout, corpus.train))
+    if (layout := variant.layout) is not None and branch_setup.learns_sinks(recipe, variant):
+        sink_logits = distributed.on_main(
+            lambda: branch_setup.measure_initial_sinks(context.load_dense(), layout, corpus.train)
+        )
 
     def begin(recipe: Recipe) -> SPKVTrainer:
-        setup = set_up(recipe, context.dense, variant, seed, sink_logits)
+        setup = branch_setup.set_up(recipe, context.dense, variant, seed, sink_logits)
         distributed.on_main(lambda: checkpoint.check_savable(setup.model, corpus.tokenizer))
         return _trainer(replace(context, recipe=recipe), setup, folder, variant, seed)
 
-    trainer = train_in_fitting_passes(branch_recipe(recipe, variant), begin, recipe.least_blocks(recipe.branch))
+    trainer = train_in_fitting_passes(
+        branch_setup.branch_recipe(recipe, variant), begin, recipe.least_blocks(recipe.branch)
+    )
     trained_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     if recipe.lora is not None:
-        merge_adapters(trainer.model)
+        branch_setup.merge_adapters(trainer.model)
 
     # Evaluate on held-out text, at the recipe's tau with gates
-    tau, size = recipe.gates.tau if variant.kind is Kind.SP_KV else None, recipe.evaluation.batch_size
+    tau, size = recipe.gates.tau if variant.kind is variants.Kind.SP_KV else None, recipe.evaluation.batch_size
     with reporter.bar(f"{variant.name}, held-out text") as progress:
         sharding.spare_passes(trainer.model, corpus.heldout, size)
         measured = nll.evaluate(trainer.model, corpus.heldout, tau, batch_size=size, progress=progress)
@@ -179,7 +174,9 @@ def _train(context: BranchContext, folder: Path, variant: Variant, seed: int) ->
     distributed.on_main(finish)
 
 
-def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: Variant, seed: int) -> SPKVTrainer:
+def _trainer(
+    context: BranchContext, setup: branch_setup.BranchSetup, folder: Path, variant: variants.Variant, seed: int
+) -> SPKVTrainer:
     """Build the trainer of a branch, with its callbacks."""
     recipe, corpus = context.recipe, context.corpus
     trainer = SPKVTrainer(
@@ -202,10 +199,10 @@ def _trainer(context: BranchContext, setup: BranchSetup, folder: Path, variant: 
 
 
 def _record(
-    variant: Variant, steps: int, measured: nll.Evaluation, recipe: Recipe, seed: int, trained_parameters: int
+    variant: variants.Variant, steps: int, measured: nll.Evaluation, recipe: Recipe, seed: int, trained_parameters: int
 ) -> dict[str, Any]:
     """Return the content of a branch's ``run.json``."""
-    commit = None if recipe.model.path is None else source.commit_of(recipe.model.path)
+    commit = None if recipe.model.path is None else source.pinned(str(source.resolve(recipe.model.path)))[1]
     return {
         "variant": variant.name,
         "heldout_nll": measured.nll.mean,

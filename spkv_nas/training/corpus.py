@@ -16,9 +16,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from spkv_nas.base import distributed, extras, locks, manifest, replace
+from spkv_nas.base import distributed, errors, extras, locks, manifest, replace
 from spkv_nas.base.device import choose_device
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.formulas import OPTIMIZERS
 from spkv_nas.data import sources, splits
@@ -29,8 +28,7 @@ from spkv_nas.data.ruler.material import Essays, Material
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
-from spkv_nas.model import checkpoint, weight_files
-from spkv_nas.model.loss import NO_TARGET
+from spkv_nas.model import checkpoint, loss, weight_files
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.recipe import OFFLOAD, DenseConfig, Recipe
 
@@ -181,7 +179,7 @@ class BlockDataset(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         """Return block ``index``, with all tokens as labels but those that begin a text."""
         tokens = self._tokens[index].astype(np.int64)
-        labels = np.where(self._boundaries.begins_text(tokens), NO_TARGET, tokens)
+        labels = np.where(self._boundaries.begins_text(tokens), loss.NO_TARGET, tokens)
         return {**self._boundaries.inputs(torch.from_numpy(tokens)), "labels": torch.from_numpy(labels)}
 
 
@@ -208,7 +206,7 @@ class OrderedDataset(Dataset[Item]):
             return self._text[self._order.at(number)]
         assert self._samples is not None
         tokens, learned = map(torch.from_numpy, self._samples.block(number))
-        return {**self._samples.boundaries.inputs(tokens), "labels": tokens.where(learned, NO_TARGET)}
+        return {**self._samples.boundaries.inputs(tokens), "labels": tokens.where(learned, loss.NO_TARGET)}
 
 
 class ExtendedDataset(Dataset[Item]):
@@ -275,7 +273,7 @@ def training_data(recipe: Recipe, corpus: Corpus, phase: DenseConfig | BranchCon
     size, ratio = extend.block_size, extend.block_size // text.block_size
     longer = text.cut(size)
     if longer.num_blocks < batch // ratio:
-        raise UserError(
+        raise errors.UserError(
             f"branch.extend: the training text gives {longer.num_blocks} blocks of {size} tokens, fewer than one batch "
             f"of {batch // ratio}\ngive more text, or a smaller branch.extend.block_size"
         )

@@ -25,9 +25,8 @@ from spkv_nas.evaluation import paired, ranking
 from spkv_nas.evaluation.alarms import Circumstances, alarm, control_alarm, packing_warning
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.training import corpus
+from spkv_nas.training import corpus, first_recipe
 from spkv_nas.training.branches import Branch, BranchContext
-from spkv_nas.training.first_recipe import WARMUP_SHARE
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -354,7 +353,7 @@ def is_worse(change: paired.PairedDifference, most: float = 0.0) -> bool:
 def remedy(recipe: Recipe) -> str:
     """Return advice on the recipe: a lower learning rate, and a longer warm-up if it is below ``WARMUP_SHARE``."""
     branch = recipe.branch
-    lower, warmup = branch.learning_rate / _LOWER_RATE, max(1, round(WARMUP_SHARE * branch.steps))
+    lower, warmup = branch.learning_rate / _LOWER_RATE, max(1, round(first_recipe.WARMUP_SHARE * branch.steps))
     keys = f"branch.learning_rate: {lower:.1g} (now {branch.learning_rate:g})"
     if branch.warmup_steps < warmup < branch.steps:
         keys += f" and branch.warmup_steps: {warmup} (now {branch.warmup_steps})"

@@ -13,19 +13,17 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts import defaults
+from spkv_nas.artifacts import defaults, selection
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.selection import write_selection
 from spkv_nas.base import device, distributed, errors, files, replace, schema, units
 from spkv_nas.base.progress import Bar, Progress, Reporter, no_progress, part_of
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import micro_batch, zero_shot
 from spkv_nas.model import checkpoint, config_section, source
 from spkv_nas.probing.measure import HELD_OUT_TOKENS, hold_out
-from spkv_nas.training import branches, first_recipe, hybrids, run_plan
+from spkv_nas.training import branches, first_recipe, hybrids, run_plan, variants
 from spkv_nas.training.corpus import Corpus, join_processes
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.variants import Variant
 
 _CHECKPOINTS = 10  # of a run, to resume from
 _MAX_EPOCHS = 4  # times that a text is read: after 7 stories260k gained, after 15 it had lost (reports/LOG.md)
@@ -84,8 +82,8 @@ def retrain(
         context = branches.BranchContext(recipe, corpus, dense, folder, chosen, only)
         for index, layout in enumerate(layouts):
             shown[layout.strategy] = part_of(bar, index, len(layouts), layout.strategy)
-            checkpoints.append(context.train(Variant.hybrid(layout)).checkpoint)
-            write_selection(checkpoints[-1], blocks.text_ids)
+            checkpoints.append(context.train(variants.Variant.hybrid(layout)).checkpoint)
+            selection.write_selection(checkpoints[-1], blocks.text_ids)
     return checkpoints
 
 
@@ -106,7 +104,7 @@ def _recipe(
     # Count the steps that fit in the time
     least = first_recipe.MIN_STEPS
     planner = run_plan.Planner(of(least), Path(), Path(), device=device_name, announce=reporter.announce)
-    seconds = len(layouts) * planner.cost(Variant.hybrid(layouts[0])).seconds(batch_size)
+    seconds = len(layouts) * planner.cost(variants.Variant.hybrid(layouts[0])).seconds(batch_size)
     if length < least * seconds:
         needed = units.format_seconds(least * seconds)
         raise errors.UserError(

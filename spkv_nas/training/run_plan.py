@@ -16,9 +16,8 @@ from spkv_kernels.timing import device_name
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from spkv_nas.artifacts.shape import ModelSize
-from spkv_nas.base import memory, progress
+from spkv_nas.base import memory, progress, units
 from spkv_nas.base.device import choose_device
-from spkv_nas.base.units import format_bytes
 from spkv_nas.cost import formulas, stage_costs
 from spkv_nas.data.splits import train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
@@ -283,15 +282,16 @@ class Planner:
         method = "timed" if cost.is_measured else "estimated by FLOPs, at half the speed of a matrix product,"
         yield f"time: {method} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
         # Memory, if anything is left to train
+        takes, free = units.format_bytes(needed), units.format_bytes(self.available)
         if needed > self.available:
-            least = format_bytes(min(self.memory(kind, 0) for kind in self._costs))
+            least = units.format_bytes(min(self.memory(kind, 0) for kind in self._costs))
             yield (
-                f"memory: training takes about {format_bytes(needed)}, and {format_bytes(self.available)} are free; "
+                f"memory: training takes about {takes}, and {free} are free; "
                 f"a smaller micro_batch_size or data.block_size takes less, but never under {least}"
             )
         elif needed:
             experts = ", for one expert per token and layer" if self.size.is_mixture else ""
-            yield f"memory: about {format_bytes(needed)} of the {format_bytes(self.available)} that are free{experts}"
+            yield f"memory: about {takes} of the {free} that are free{experts}"
 
 
 def _step_of(recipe: Recipe) -> list[object]:

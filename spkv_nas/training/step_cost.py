@@ -63,17 +63,16 @@ def how_trained(
         moment_bytes=formulas.OPTIMIZERS[recipe.optimizer].moment_bytes,
         frozen_item=frozen_item,
     )
-    # Add the teacher and learned sinks of a branch
-    if isinstance(phase, BranchConfig) and phase.distill is not None:
-        training = replace(training, distills=True)
-    num_sinks = 0
-    if isinstance(phase, BranchConfig) and phase.sinks == "learned" and not gated:
-        num_sinks = size.heads.num_layers * size.heads.num_heads  # the most: one per query head
-        training = replace(training, adapters=num_sinks)
+    if not isinstance(phase, BranchConfig):
+        return training
+    # Add the teacher and learned sinks of a branch, at most one per query head
+    learns_sinks = phase.sinks == "learned" and not gated
+    num_sinks = size.heads.num_layers * size.heads.num_heads if learns_sinks else 0
+    training = replace(training, distills=phase.distill is not None, adapters=num_sinks)
     # Account for weights that stay frozen
-    if isinstance(phase, BranchConfig) and gated and recipe.gates.training == "frozen-model":
+    if gated and recipe.gates.training == "frozen-model":
         return replace(training, learns=formulas.Learns.GATES)
-    if isinstance(phase, BranchConfig) and recipe.lora is not None:
+    if recipe.lora is not None:
         adapters = formulas.num_adapter_parameters(size, recipe.lora.rank, recipe.lora.targets)
         return replace(training, learns=formulas.Learns.ADAPTERS, adapters=adapters + num_sinks)
     return training

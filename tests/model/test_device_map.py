@@ -21,7 +21,7 @@ from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import evaluate
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.model import device_map
+from spkv_nas.model import weights
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.measure import measure_signal
@@ -80,9 +80,9 @@ def test_layers_are_distributed_by_memory(free: int, expected: set[int | str], m
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(device_map.memory, "available_bytes", lambda device: free)
+    monkeypatch.setattr(weights.memory, "available_bytes", lambda device: free)
     monkeypatch.setattr(accelerate, "dispatch_model", dispatch)
-    device_map.dispatch(model)
+    weights.dispatch(model)
     assert set(made.values()) == expected
     assert made["model.embed_tokens"] == 0  # where tokens go
     layers = {name: where for name, where in made.items() if name.startswith("model.layers.")}

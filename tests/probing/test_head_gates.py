@@ -143,7 +143,7 @@ def test_little_memory_changes_nothing(blocks: TokenBlocks, monkeypatch: pytest.
     model = strong_attention_model(dead=True)
     options: dict[str, Any] = {"budget": 3, "steps": 5, "step_tokens": 4 * LENGTH}
     whole = head_gates(model, blocks, WINDOW, **options)
-    monkeypatch.setattr(frozen.device_map, "memory_for_passes", lambda _: 1)
+    monkeypatch.setattr(frozen.weights, "memory_for_passes", lambda _: 1)
     parted = head_gates(model, blocks, WINDOW, **options)
     assert parted.density == pytest.approx(whole.density, abs=1e-4)
     assert len(np.unique(whole.density.round(3))) > 2

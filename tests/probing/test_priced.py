@@ -85,7 +85,7 @@ class TestLearning:
         model = tiny_model()
         result = []
         for free in (1 << 40, 3_000_000, 1):
-            monkeypatch.setattr(frozen.device_map, "memory_for_passes", lambda _, free=free: free)
+            monkeypatch.setattr(frozen.weights, "memory_for_passes", lambda _, free=free: free)
             result.append(frozen.passes(model, 32, 8, GATES))
         assert result[0] == (8, False)
         assert 1 <= result[1][0] < 8

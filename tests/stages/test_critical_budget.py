@@ -339,7 +339,7 @@ class TestAuto:
         monkeypatch.setattr("spkv_nas.evaluation.alarms.Circumstances.symptom", None)  # the model is random
         command = [*self.COMMAND, "--memory", "50%", "--margin", "nll=11%", "--retrain", "40"]
         with monkeypatch.context() as patch:
-            patch.setattr("spkv_nas.training.retraining.write_selection", interrupt)
+            patch.setattr("spkv_nas.training.retraining.selection.write_selection", interrupt)
             with pytest.raises(SystemExit):
                 main(command)
         main(command)

@@ -27,9 +27,9 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.tokenizer import Boundaries
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.export.export import export
-from spkv_nas.model.rope import extend_positions
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branches import Branch
+from spkv_nas.training.callbacks import extend_positions
 from spkv_nas.training.corpus import Corpus, training_data
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
@@ -199,7 +199,8 @@ class TestTraining:
         """The dense phase and the branch are one run, of 6 and 8 steps."""
         seen: list[tuple[int, int]] = []
         monkeypatch.setattr(
-            "spkv_nas.model.rope.extend_positions", lambda model, length, rope: seen.append((model.step, length))
+            "spkv_nas.training.callbacks.extend_positions",
+            lambda model, length, rope: seen.append((model.step, length)),
         )
 
         def note(self: object, args: object, state: Any, *_: object, **kwargs: Any) -> None:

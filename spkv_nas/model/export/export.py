@@ -15,9 +15,8 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 from yaml import YAMLError
 
-from spkv_nas.artifacts import local_layers, result_tables
+from spkv_nas.artifacts import local_layers, result_tables, selection
 from spkv_nas.artifacts.layout import FILE, Layout
-from spkv_nas.artifacts.selection import PATTERN
 from spkv_nas.base import assets, device, errors, files, manifest, replace, units, version
 from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.engines.engine import REFUSED
@@ -322,7 +321,7 @@ def _write(
         verified = target.verify(hybrid, unfinished)
         hybrid.layout.write(unfinished / FILE)
         # Keep the list of documents that a retrained checkpoint has learned from
-        for file in source.resolve(checkpoint).glob(PATTERN):
+        for file in source.resolve(checkpoint).glob(selection.PATTERN):
             shutil.copyfile(file, unfinished / file.name)
         manifest.write_manifest(unfinished, written.weights.hashes)
         # Write the card last: the manifest does not list it, so it may be edited

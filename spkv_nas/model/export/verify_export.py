@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.memory import require
+from spkv_nas.base import errors, memory
 from spkv_nas.model import model_shape, modes
 from spkv_nas.model.export import plain_logits, target
 
@@ -47,7 +46,7 @@ def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
     # Check memory
     began = time.monotonic()
     num_bytes = 4 * max(sum(parameter.numel() for parameter in part.parameters()) for part in plain_logits.parts(model))
-    require(
+    memory.require(
         num_bytes, "comparing the export with plain transformers in float32", "export on a machine with more memory"
     )
     # Draw tokens
@@ -101,9 +100,9 @@ def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[torch.Tensor | s
         with tempfile.TemporaryDirectory() as folder:
             return _ask(hybrids, Path(folder), seconds)
     except OSError as error:
-        raise UserError(
-            f"the export could not be compared with plain transformers, so nothing was written: {first_line(error)}\n"
-            f"free disk space in {tempfile.gettempdir()}, or set TMPDIR to another folder"
+        raise errors.UserError(
+            "the export could not be compared with plain transformers, so nothing was written: "
+            f"{errors.first_line(error)}\nfree disk space in {tempfile.gettempdir()}, or set TMPDIR to another folder"
         ) from error
 
 
@@ -149,14 +148,14 @@ def _run_program(arguments: list[str], folder: Path, seconds: float) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise UserError(
+        raise errors.UserError(
             f"the export was not compared with plain transformers within {seconds:.0f} s, so nothing was written\n"
             "try again when the machine is less busy"
         ) from error
     # Report why it failed
     if process.returncode != 0:
         message = (process.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(
+        raise errors.UserError(
             f"the export could not be compared with plain transformers, so nothing was written: its process ended with "
             f"{process.returncode} ({message})\nit needs memory for one layer in float32, and disk space for "
             "temporary files"
