@@ -270,11 +270,8 @@ def _with_all_queries(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
     Gemma 4 passes such a number of queries to them, for which it slices a mask of another form than ours.
     """
     num_kept, tokens = kwargs.get("logits_to_keep", 0), new_tokens(kwargs)
-    if (
-        not isinstance(num_kept, int)
-        or tokens is None
-        or "logits_to_keep" not in inspect.signature(model.forward).parameters
-    ):
+    is_number = isinstance(num_kept, int) and "logits_to_keep" in inspect.signature(model.forward).parameters
+    if tokens is None or not is_number:
         return kwargs
     return {**kwargs, "logits_to_keep": torch.arange(tokens.shape[1], device=tokens.device)[-num_kept:]}
 

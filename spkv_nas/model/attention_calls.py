@@ -250,16 +250,11 @@ def check_documents(mask: Any, kwargs: dict[str, Any]) -> None:
         if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_meta:
             _check_padding(mask)
         return
-    positions, tokens = kwargs.get("position_ids"), kwargs.get("input_ids")
+    tokens, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens[..., None]
     starts = None if tokens is None else document_starts(None, kwargs, tokens)
-    if (
-        starts is None
-        and tokens is not None
-        and positions is not None
-        and positions.ndim == 2
-        and not positions.is_meta
-    ):
+    has_rows = positions is not None and positions.ndim == 2 and not positions.is_meta  # more dimensions have images
+    if starts is None and tokens is not None and positions is not None and has_rows:
         is_first = torch.ones_like(positions, dtype=torch.bool)
         is_first[:, 1:] = positions.diff(dim=1) != 1
         if bool(is_first[:, 1:].any()):

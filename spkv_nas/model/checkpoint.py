@@ -175,8 +175,13 @@ def load(
     # Read the config
     source, what = at_revision(str(resolve(path_or_id)), revision), f"model {path_or_id}"
     config = read_config(source, what)
+    if attn_implementation not in (None, "spkv") and hasattr(config, "spkv"):
+        raise errors.UserError(
+            f"{what} has gates or a layout, which attn_implementation '{attn_implementation}' would ignore: leave it "
+            "out, or load the model and call detach(model) for full attention"
+        )
     options = {"device_map": device_map, "attn_implementation": attn_implementation}
-    restore.check_attention(config, attn_implementation, what)
+    placed = {name: value for name, value in options.items() if value is not None}
     # Find the weight files
     with _as_user_error(what):
         folder = model_folder(source)
@@ -184,8 +189,7 @@ def load(
     with manifest_checked(folder):
         files = check_files(folder)
         with _as_user_error(what):
-            set_options = {name: value for name, value in options.items() if value is not None}
-            model = _load_weights(folder, files, config, what, named_dtype(dtype), mapped, set_options)
+            model = _load_weights(folder, files, config, what, named_dtype(dtype), mapped, placed)
         return model, load_tokenizer(source)
 
 

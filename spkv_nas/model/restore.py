@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.local_layers import mark_local_layers
 from spkv_nas.base.errors import UserError
@@ -49,26 +49,14 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return Restored
 
 
-def check_attention(config: PreTrainedConfig, attn_implementation: str | None, what: str) -> None:
-    """Raise ``UserError`` for an attention implementation that would ignore a checkpoint's gates or layout."""
-    if attn_implementation not in (None, "spkv") and hasattr(config, "spkv"):
-        raise UserError(
-            f"{what} has gates or a layout, which attn_implementation '{attn_implementation}' would ignore: leave it "
-            "out, or load the model and call detach(model) for full attention"
-        )
-
-
 def _put_section(model: PreTrainedModel) -> None:
     """Attach to a model what the section of its config describes: hooks, and empty predictors, or windows and sinks.
 
     Learned sinks are 0 until weights are loaded.
     """
     config = model.config
-    gates, saved, layout = (
-        config_section.saved_gates(config),
-        config_section.saved_layers(config) or {},
-        config_section.checkpoint_layout(model),
-    )
+    gates, layout = config_section.saved_gates(config), config_section.saved_layout(config)
+    saved = config_section.saved_layers(config) or {}
     # Find the layers in the model's order; config.json sorts its keys, layer 10 before layer 2
     names = [name for name, _ in model.named_modules() if name in saved]
     if len(names) < len(saved):

@@ -161,10 +161,9 @@ def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> di
     Raises ``UserError``: a layout has the name of one of the baselines.
     """
     comparison.check_layout_names(layouts)
-    baselines = {comparison.FULL_ATTENTION: Variant.full_attention()} | (
-        {comparison.SP_KV: Variant.sp_kv()} if reference else {}
-    )
-    return baselines | {name: Variant.hybrid(layout) for name, layout in layouts.items()}
+    baselines = [Variant.full_attention(), *([Variant.sp_kv()] if reference else [])]
+    hybrids = {name: Variant.hybrid(layout) for name, layout in layouts.items()}
+    return {variant.name: variant for variant in baselines} | hybrids
 
 
 def zero_shot_scores(

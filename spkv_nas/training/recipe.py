@@ -186,10 +186,8 @@ class Recipe(schema.Section):
         if extend.block_size % size:
             raise ValueError(f"branch.extend.block_size {extend.block_size} is no multiple of data.block_size {size}")
         # Check that batches divide into the longer blocks
-        for name, number in (
-            ("branch.batch_size", self.branch.batch_size),
-            ("micro_batch_size", self.micro_batch_size),
-        ):
+        sizes = {"branch.batch_size": self.branch.batch_size, "micro_batch_size": self.micro_batch_size}
+        for name, number in sizes.items():
             if number is not None and number % self.least_blocks(self.branch):
                 raise ValueError(
                     f"{name} {number}: {number * size} tokens make no blocks of {extend.block_size}, "

@@ -6,8 +6,9 @@ FLOPs of ``cost.stage_costs``, at half the measured speed of a matrix product (`
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -96,9 +97,7 @@ def measure(
     if distillation is not None:
         distillation.teacher.model.to(device)
     tokens = torch.randint(vocabulary_size(model), shape, generator=torch.Generator().manual_seed(0)).to(device)
-    autocast: Callable[[], AbstractContextManager[object]] = (
-        (lambda: torch.autocast(torch.device(device).type, torch.bfloat16)) if training.bfloat16 else nullcontext
-    )
+    autocast = partial(torch.autocast, torch.device(device).type, torch.bfloat16, enabled=training.bfloat16)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-6, fused=True)
 

@@ -7,7 +7,7 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback, masking_utils
+from transformers import Trainer, masking_utils
 from transformers.trainer_callback import PrinterCallback
 
 from spkv_nas.base import manifest, memory, progress
@@ -26,14 +26,7 @@ from spkv_nas.model import modes, weight_files, weights
 from spkv_nas.model.distillation import Distillation
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks, replaced
-from spkv_nas.training import arguments, branch_config, run_files, sharding
-from spkv_nas.training.callbacks import (
-    EndWandbRun,
-    GatePhaseCallback,
-    InterruptCallback,
-    LogCallback,
-    TokenProgressCallback,
-)
+from spkv_nas.training import arguments, branch_config, callbacks, run_files, sharding
 from spkv_nas.training.recipe import Recipe
 
 _MAX_GROWTH = 1e4  # limit of weights, relative to the largest initial weight (at least 1)
@@ -64,12 +57,12 @@ class SPKVTrainer(Trainer):
         distillation: Distillation | None = None,
         title: str = "training",
         reporter: progress.Reporter = progress.SILENT,
-        callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ) -> None:
         """Create the trainer and its callbacks; further arguments are those of ``Trainer``."""
-        self._title, self._reporter, self._progress = title, reporter, TokenProgressCallback()
-        super().__init__(*args, callbacks=[self._progress, *callbacks], **kwargs)
+        super().__init__(*args, **kwargs)
+        self._title, self._reporter, self._progress = title, reporter, callbacks.TokenProgressCallback()
+        self.add_callback(self._progress)
         # Store how to train, and the largest weight to accept
         self._schedule = schedule
         self._max_weight = _MAX_GROWTH * max([1.0, *(_largest(p) for p in self.model.parameters())])
@@ -79,15 +72,15 @@ class SPKVTrainer(Trainer):
         # Set up logging
         self.remove_callback(PrinterCallback)  # replaced by TokenProgressCallback
         self._distillation = distillation
-        self._log_state = LogCallback(self, distillation)
+        self._log_state = callbacks.LogCallback(self, distillation)
         self.add_callback(self._log_state)
         if "wandb" in self.args.report_to:
-            self.add_callback(EndWandbRun())
+            self.add_callback(callbacks.EndWandbRun())
         self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
         self._last_log: tuple[int, float] | None = None  # step and time of the last log
         self._recorded: list[tuple[int, str, torch.Tensor]] = []  # step, name and value of numbers to check
         # Add the callback of gates
-        self._phases = None if gates is None else GatePhaseCallback(gates, self._gate_options)
+        self._phases = None if gates is None else callbacks.GatePhaseCallback(gates, self._gate_options)
         if self._phases is not None:
             self.add_callback(self._phases)
 
@@ -115,7 +108,7 @@ class SPKVTrainer(Trainer):
         on_main(lambda: run_files.remove_checkpoints(self._folder, after=newest))
         # Train, deferring signals to the end of a step
         with self._reporter.bar(self._title) as self._progress.bar, deferred() as pending:
-            interrupt = InterruptCallback(pending)
+            interrupt = callbacks.InterruptCallback(pending)
             self.add_callback(interrupt)
             loss = self._distillation
             models = dict.fromkeys([self.model, *([] if loss is None else [loss.teacher.model])])

@@ -265,8 +265,27 @@ class GraniteSwaTarget(NativeTarget):
         return _GRANITE_SWA
 
     def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
-        """Return the config. Raises ``TargetError`` if GraniteSWA cannot express the layout."""
-        return granite_swa_config(config, layout)
+        """Build the config of a GraniteSWA with the layers of ``layout`` and the weights of ``config``'s model.
+
+        Raises ``TargetError``: it cannot express the layout or the model, or transformers does not have it.
+        """
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        # Check that the layout and the weights fit
+        kind = config.model_type
+        if kind not in _LLAMA_SHAPED:
+            raise TargetError(f"weights of model type '{kind}' do not fit a granite_swa, which is shaped like a Llama")
+        layer_window(config, layout)
+        if _GRANITE_SWA not in CONFIG_MAPPING:
+            raise TargetError("the installed transformers has no granite_swa; version 5.23 has it")
+        # Set what other families compute without keys: the scale of the scores, and a RoPE base per layer
+        rotary = dict(config.rope_parameters)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        scale = {} if kind == "granite" else {"attention_multiplier": head_dim**-0.5}
+        uses_rope = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers  # 1: the layer has RoPE
+        bases = [rotary["rope_theta"] if has_rope else 0 for has_rope in uses_rope]
+        options = {"rope_parameters": rotary, "layer_rope_theta": bases, "architectures": ["GraniteSWAForCausalLM"]}
+        return llama_shaped_config(_GRANITE_SWA, config, layout, **options, **scale)
 
     def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """Return a sink per query head, rounded to the dtype of the weights, and the biases that a Qwen2 lacks."""
@@ -276,37 +295,6 @@ class GraniteSwaTarget(NativeTarget):
         """Compare logits with those of plain ``transformers`` in a subprocess."""
         with _rounded_sinks(hybrid.model):
             return super().verify(hybrid, folder)
-
-
-def granite_swa_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
-    """Build the config of a GraniteSWA with the layers of ``layout`` and the weights of ``config``'s model.
-
-    Raises ``TargetError``: it cannot express the layout or the model, or transformers does not have it.
-    """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    # Check that the layout and the weights fit
-    kind = config.model_type
-    if kind not in _LLAMA_SHAPED:
-        raise TargetError(f"weights of model type '{kind}' do not fit a granite_swa, which is shaped like a Llama")
-    layer_window(config, layout)
-    if _GRANITE_SWA not in CONFIG_MAPPING:
-        raise TargetError("the installed transformers has no granite_swa; version 5.23 has it")
-    # Set what other families compute without keys: the scale of the scores, and a RoPE base per layer
-    rotary = dict(config.rope_parameters)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    scale = {} if kind == "granite" else {"attention_multiplier": head_dim**-0.5}
-    uses_rope = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers  # 1: the layer has RoPE
-    bases = [rotary["rope_theta"] if has_rope else 0 for has_rope in uses_rope]
-    return llama_shaped_config(
-        _GRANITE_SWA,
-        config,
-        layout,
-        rope_parameters=rotary,
-        layer_rope_theta=bases,
-        architectures=["GraniteSWAForCausalLM"],
-        **scale,
-    )
 
 
 def _sinks(model: PreTrainedModel) -> dict[str, Tensor]:

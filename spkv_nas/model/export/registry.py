@@ -64,14 +64,11 @@ def _add_code(hybrid: Hybrid, folder: Path) -> str:
     # Name the classes and copy their file
     config, code = folder / "config.json", folder / _CODE.name
     before = config.read_bytes()
-    classes = {
-        "AutoConfig": custom_model_type.native_class(hybrid.model.config),
-        "AutoModelForCausalLM": type(hybrid.model),
-    }
-    auto_map = {auto: f"{code.stem}.SPKV{kind.__name__}" for auto, kind in classes.items()}
-    files.write_atomic(
-        config, json.dumps({**json.loads(before), "auto_map": auto_map}, indent=2, sort_keys=True) + "\n"
-    )
+    kinds = custom_model_type.native_class(hybrid.model.config), type(hybrid.model)
+    names = (f"{code.stem}.SPKV{kind.__name__}" for kind in kinds)
+    auto_map = dict(zip(("AutoConfig", "AutoModelForCausalLM"), names, strict=True))
+    content = {**json.loads(before), "auto_map": auto_map}
+    files.write_atomic(config, json.dumps(content, indent=2, sort_keys=True) + "\n")
     shutil.copyfile(_CODE, code)
     # Compare it with the hybrid, and remove it if it differs
     try:
