@@ -162,8 +162,6 @@ def hook_layers(model: PreTrainedModel) -> None:
     """Switch ``model`` to ``spkv`` and hook its layers, once. Raises ``UserError``: it cannot (``attention.py``)."""
     if attention.attention_layers(model):
         return
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}")
     # Find the attention layers by a dry run
     before = model.config._attn_implementation
     try:

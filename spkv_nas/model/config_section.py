@@ -72,9 +72,7 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
         gates_or_layout: dict[str, Any] = {"gates": content.model_dump()}
     else:
         sinks = {"sinks": content.sinks} if content.sinks else {}
-        has_learned = any(
-            learned_sinks.layer_learned_sinks(layer) is not None for layer in attention.attention_layers(model).values()
-        )
+        has_learned = any(learned_sinks.layer_learned_sinks(layer) is not None for layer in names)
         learned = {"learned_sinks": True} if has_learned else {}
         reach = {"windows": dict(content.windows)} if content.windows else {"window": content.window}
         gates_or_layout = {"layout": {"heads": list(content.heads), **reach, **sinks, **learned}}

@@ -58,12 +58,11 @@ class DensityTracker:
         if self._only_learning and not torch.is_grad_enabled():  # a teacher's pass through the same layers
             return
         logits = logits.detach()
-        states = torch.stack(
-            [gates.keeps(logits, self._tau), logits.isnan(), torch.ones_like(logits, dtype=torch.bool)]
-        )
+        is_wrong = logits.isnan()
+        flags = torch.stack([gates.keeps(logits, self._tau), is_wrong, torch.ones_like(is_wrong)])
         # Leave out padding and filling
-        states &= (is_text if self._real is None else self._real)[:, None].to(logits.device)
-        counts = states.sum((1, 3))
+        flags &= (is_text if self._real is None else self._real)[:, None].to(logits.device)
+        counts = flags.sum((1, 3))
         self._seen[layer] = counts if layer not in self._seen else self._seen[layer] + counts
 
     @contextmanager

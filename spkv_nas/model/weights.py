@@ -160,9 +160,8 @@ def dispatch(model: PreTrainedModel) -> PreTrainedModel:
         return model
     # Plan a device for each layer
     size = sum(parameter.nbytes for parameter in model.parameters())
-    max_memory: dict[int | str, int] = {
-        number: int(_ROOM * memory.available_bytes(f"cuda:{number}")) for number in range(torch.cuda.device_count())
-    }
+    gpus = range(torch.cuda.device_count())
+    max_memory: dict[int | str, int] = {gpu: int(_ROOM * memory.available_bytes(f"cuda:{gpu}")) for gpu in gpus}
     layers = list(model._no_split_modules or ())
     max_memory = get_balanced_memory(model, max_memory={**max_memory, "cpu": size}, no_split_module_classes=layers)
     device_map = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=layers)

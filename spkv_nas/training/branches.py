@@ -220,9 +220,8 @@ def _record(
 
 def read_branch(final: Path) -> Branch:
     """Read a finished branch from its folder, without its weights. Raises ``UserError``: a file is damaged."""
-    manifest.check_manifest(
-        final, [name for name in manifest.read_manifest(final) if not name.endswith(manifest.WEIGHT_ENDINGS)]
-    )
+    names = [name for name in manifest.read_manifest(final) if not name.endswith(manifest.WEIGHT_ENDINGS)]
+    manifest.check_manifest(final, names)
     file = final / RUN_RECORD
     record = schema.validate(_RunRecord, files.read_json(file, "run record"), f"run record {file}")
     return Branch(final, paired.DocumentNLL.read(final / _NLL), record.heldout_density, record.steps)

@@ -79,9 +79,8 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
     if not is_sharded(model):
         return None
     # Gather on rank 0
-    weights: dict[str, Any] = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
     # Make tied parameters share a tensor again, as each was gathered on its own
     names: dict[torch.nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -220,9 +220,8 @@ def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
     """
     from spkv_nas.base.files import write_atomic
 
-    content = {
-        key: value for key, value in json.loads(config.to_json_string()).items() if key not in engine.OLDER_ROPE_KEYS
-    }
+    saved = json.loads(config.to_json_string())
+    content = {key: value for key, value in saved.items() if key not in engine.OLDER_ROPE_KEYS}
     # Add the RoPE settings of transformers 4
     rotary = getattr(config, "rope_parameters", None) or {}
     local, rotary = rotary.get(_SLIDING), rotary.get(_FULL, rotary)
