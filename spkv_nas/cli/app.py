@@ -18,8 +18,7 @@ from spkv_nas.base import console, errors, extras, interrupt, registry
 from spkv_nas.base.distributed import is_lost_process, leave, num_processes, process_index
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
-from spkv_nas.cli import options
-from spkv_nas.cli.workflows import auto, demo
+from spkv_nas.cli import options, workflows
 from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS, Command, Results, runner
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options import plan, plan_attention, probe, propose, report, score, train, train_hybrid, verdict
@@ -127,7 +126,7 @@ for _function in LAYOUT_COMMANDS:
     options.command(layout)(_function)
 
 COMMANDS: dict[str, Callable[[Any, Reporter], Results | None] | typer.Typer] = {  # and groups, in the order of --help
-    "auto": auto,
+    "auto": workflows.auto,
     "init": runner(InitOptions),
     "probe": runner(probe.ProbeOptions),
     "propose": runner(propose.ProposeOptions),
@@ -146,7 +145,7 @@ COMMANDS: dict[str, Callable[[Any, Reporter], Results | None] | typer.Typer] = {
     "calibrate": runner(CalibrateOptions),
     "train": runner(train.TrainOptions),
     "schema": schema,
-    "demo": demo,
+    "demo": workflows.demo,
 }
 for _name, _entry in COMMANDS.items():
     if isinstance(_entry, typer.Typer):

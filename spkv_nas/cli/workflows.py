@@ -16,18 +16,16 @@ from spkv_nas.base.progress import Reporter, Stages
 from spkv_nas.engines.registry import serve_command
 from spkv_nas.stages import flags
 from spkv_nas.stages.commands import Result, command_line, next_line
-from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice
+from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice, init
 from spkv_nas.stages.options.auto import AutoOptions
-from spkv_nas.stages.options.init import InitOptions
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.stages import decision, verdict
     from spkv_nas.stages.critical_budget import BudgetResult, Memory
-    from spkv_nas.stages.decision import Compared
-    from spkv_nas.stages.verdict import VerdictResult
 
 
 # Stages, and about how long they take relative to each other
@@ -57,7 +55,7 @@ class _Hybrid:
     model: str  # checkpoint
     memory: Memory
     rows: pd.DataFrame  # loss by criterion
-    compared: Compared
+    compared: decision.Compared
 
 
 def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
@@ -123,7 +121,7 @@ def _check(alarm: str | None) -> None:
         raise errors.UserError(f"{alarm}\nno layout is chosen by such numbers: check the model and the text")
 
 
-def _passing(options: AutoOptions, table: HeadScores, judged: VerdictResult) -> _Hybrid | None:
+def _passing(options: AutoOptions, table: HeadScores, judged: verdict.VerdictResult) -> _Hybrid | None:
     """Return the first retrained hybrid that passes; None if none does."""
     from spkv_nas.stages.critical_budget import layout_memory
 
@@ -231,7 +229,7 @@ def _remedies(options: AutoOptions, search: BudgetResult) -> list[str]:
     # Suggest retraining, or a recipe for a longer one
     ways = ["more text"] if search.answer == "open" else []
     ways += ["a larger --margin", "more memory (--memory)", "longer retraining" if options.retrain else "--retrain"]
-    recipe = InitOptions(model=options.model, data=options.data, workspace=options.workspace)
+    recipe = init.InitOptions(model=options.model, data=options.data, workspace=options.workspace)
     following = recipe if options.retrain else replace(options, retrain="30m")
     return [*losses, f"no layout passes {options.margin}: try {', or '.join(ways)}", next_line(command_line(following))]
 

@@ -22,8 +22,7 @@ from pydantic import Field
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base import arrays, limits, replace, schema, tables
-from spkv_nas.base.errors import UserError
+from spkv_nas.base import arrays, errors, limits, replace, schema, tables
 from spkv_nas.base.records import read_record, write_record
 from spkv_nas.cost.formulas import visible_keys
 
@@ -98,18 +97,18 @@ class Calibration:
         """Raise ``UserError`` unless a model has the measured heads; its number of layers may differ."""
         measured, present = heads_title(self.case), heads_title(shape)
         if present != measured:
-            raise UserError(f"the calibration was measured for {measured}; this model has {present}")
+            raise errors.UserError(f"the calibration was measured for {measured}; this model has {present}")
 
     def check_window(self, window: int) -> None:
         """Raise ``UserError`` unless local heads were measured with this window."""
         if window != self.case.window:
-            raise UserError(f"the calibration was measured for window {self.case.window}, not {window}")
+            raise errors.UserError(f"the calibration was measured for window {self.case.window}, not {window}")
 
     def check_context(self, context: int) -> None:
         """Raise ``UserError`` unless a context length is within the measured range."""
         first, last = self.contexts[0], self.contexts[-1]
         if not first <= context <= last:
-            raise UserError(
+            raise errors.UserError(
                 f"the calibration measured {first:,} to {last:,} tokens, not {context:,}: calibrate with "
                 f"--context {context}"
             )
@@ -121,7 +120,7 @@ class Calibration:
         a share of its keys counts as that share of a global head. Raises ``UserError`` for what was not measured.
         """
         if not 0.0 <= density <= 1.0:
-            raise UserError(f"density must lie in [0, 1]; found {density:g}")
+            raise errors.UserError(f"density must lie in [0, 1]; found {density:g}")
         if density < 1.0:
             self.check_window(window)
         self.check_context(context)
@@ -140,7 +139,7 @@ class Calibration:
         # Read shares, window and sinks from a layout
         if isinstance(heads, Layout):
             if heads.num_kv_heads != self.num_kv_heads:
-                raise UserError(
+                raise errors.UserError(
                     f"layout '{heads.strategy}' has {heads.num_kv_heads} KV heads per layer, "
                     f"the times were measured for {self.num_kv_heads}"
                 )
@@ -160,10 +159,10 @@ class Calibration:
         grid = points["seconds_per_token"].first().unstack()
         # Check that it is complete
         if grid.isna().any(axis=None) or len(self.timings) != grid.size:
-            raise UserError("expected one time for every context and number of global heads")
+            raise errors.UserError("expected one time for every context and number of global heads")
         counts = [int(count) for count in grid.columns]
         if not {0, self.num_kv_heads} <= {*counts} or max(counts) > self.num_kv_heads:
-            raise UserError(f"expected times of 0 to {self.num_kv_heads} global heads; found {counts}")
+            raise errors.UserError(f"expected times of 0 to {self.num_kv_heads} global heads; found {counts}")
         return grid.index.to_numpy(float), np.array(counts, dtype=float), grid.to_numpy(float)
 
     def write(self, folder: Path) -> None:
@@ -184,8 +183,8 @@ class Calibration:
             rows = tables.read_table(folder / "calibration.csv", "calibration", COLUMNS)
             timings = tuple(Timing(*row) for row in rows.itertuples(index=False, name=None))
             return cls(case, record.hardware, record.num_threads, timings, record.environment)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+        except errors.UserError as error:
+            raise errors.UserError(f"{where}: {error}") from error
 
 
 class _CalibrationFile(schema.Recorded):

@@ -31,8 +31,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts import defaults, head_scores
-from spkv_nas.artifacts.kinds import ALPHA_UNIT
+from spkv_nas.artifacts import defaults, head_scores, kinds
 from spkv_nas.base import distributed, memory
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
@@ -103,7 +102,7 @@ def duo(
     options = {"sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
     table_metadata = {**(metadata or {}), **options, "distillation_loss": float(f"{loss:.4g}")}
     facts: dict[str, Any] = {"heads_per_layer": attention.heads_per_layer(states), "metadata": table_metadata}
-    return learned_table("duo", ALPHA_UNIT, values, blocks, window, tokens_seen, name=name, **facts)
+    return learned_table("duo", kinds.ALPHA_UNIT, values, blocks, window, tokens_seen, name=name, **facts)
 
 
 def _learn(

@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts import defaults, head_scores, kinds, local_layers
-from spkv_nas.artifacts.grid import head_cells
+from spkv_nas.artifacts import defaults, grid, head_scores, kinds, local_layers
 from spkv_nas.base import arrays, distributed, memory
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
@@ -160,7 +159,7 @@ class _Learning:
         """Start with equal gates that sum to ``budget``."""
         self._steps = steps
         # bool [all layers, KV heads], true for the H heads with a gate, whose layers are not local by design
-        self.has_gate = torch.from_numpy(head_cells(attention.heads_per_layer(states)))
+        self.has_gate = torch.from_numpy(grid.head_cells(attention.heads_per_layer(states)))
         self.has_gate &= torch.tensor([[not state.is_always_local] for state in states])
         number = int(self.has_gate.sum())
         self.budget = parse_budget(budget, number)  # sum of the gates

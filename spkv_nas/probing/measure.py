@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts import kinds
+from spkv_nas.artifacts import kinds, layout
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import cache_facts, config_layers, native_windows
 from spkv_nas.base import device
 from spkv_nas.base.errors import UserError
@@ -301,7 +300,7 @@ def choose_window(
     return WindowChoice(left[0], tuple(measured.values()), passes)
 
 
-def highest_scores(table: HeadScores, row: TriedWindow) -> Layout:
+def highest_scores(table: HeadScores, row: TriedWindow) -> layout.Layout:
     """Return the layout whose global heads are the ``row.num_global`` of highest score that can be global."""
     table = at_window(table, row.window)
     scores = np.full(table.grid, -np.inf)
@@ -309,7 +308,7 @@ def highest_scores(table: HeadScores, row: TriedWindow) -> Layout:
     mask = np.zeros(table.grid, dtype=bool)
     mask.flat[np.argsort(-scores, axis=None, kind="stable")[: row.num_global]] = True
     heads = table.heads_per_layer
-    return Layout.from_mask(mask, window=row.window, sinks=table.sinks, heads_per_layer=heads)
+    return layout.Layout.from_mask(mask, window=row.window, sinks=table.sinks, heads_per_layer=heads)
 
 
 def half_of(blocks: TokenBlocks, num_blocks: int | None = None) -> TokenBlocks:

@@ -12,8 +12,7 @@ from spkv_nas.base import console, device, errors, progress, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.engines.registry import read_serving
 from spkv_nas.evaluation.selected import probe_of
-from spkv_nas.evaluation.verdict import contenders, words
-from spkv_nas.evaluation.verdict.criteria import parse_risk
+from spkv_nas.evaluation.verdict import contenders, criteria, words
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.model import checkpoint
 from spkv_nas.proposal import constraints, propose, windows
@@ -84,7 +83,7 @@ def critical_budget(
     # Look at budgets, on documents that the heads were not scored on
     compared = decision.prepare(options, candidates, list(files.files.values()), reporter)
     nll = table.metadata.get("nll") if memories is not None else None
-    trial, risk = compared.trial, parse_risk(options.risk)
+    trial, risk = compared.trial, criteria.parse_risk(options.risk)
     outcome = find_critical_budget(trial, candidates, risk, reporter, memories, nll, deadline)
     smallest = outcome.critical.passes
     if outcome.layout is not None:

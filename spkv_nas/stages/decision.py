@@ -11,9 +11,8 @@ from spkv_nas.base import console, device, progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, zero_shot
 from spkv_nas.evaluation.selected import Selected, find_selected, probe_of, recorded_reading
+from spkv_nas.evaluation.verdict import criteria, criterion
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
-from spkv_nas.evaluation.verdict.criteria import parse_margins, parse_risk
-from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.evaluation.verdict.trial import Outcome, Trial, text_in_random_order
 from spkv_nas.model import checkpoint, windows
 from spkv_nas.stages import sized_model
@@ -52,7 +51,7 @@ def prepare(
     selected on all documents of the text, or something cannot be read.
     """
     # Check the criteria, and load the dense model
-    margins = parse_margins(options.margin)
+    margins = criteria.parse_margins(options.margin)
     subject = Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins))
     model, tokenizer = load(options, options.model, reporter)
     # Read the documents that no candidate was selected on
@@ -71,7 +70,7 @@ def prepare(
         lambda source: load(options, source, reporter)[0],
         (str(options.dtype), str(device.measuring_device(options.device))),
     )
-    setting = Setting(model, tokenizer, text, SEED, checkpoint.checkpoint_hash(options.model), reporter)
+    setting = criterion.Setting(model, tokenizer, text, SEED, checkpoint.checkpoint_hash(options.model), reporter)
     trial = Trial.of(margins, setting, store, circumstances)
     name = options.name or probe_of(options.folders, chosen.values()) or subject.name
     # Compute the memory of the layouts
@@ -112,7 +111,7 @@ def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
     dense = checkpoint.model_origin(options.model)
     return {
         "candidates": {each.name: each.source for each in compared.candidates},
-        "risk": parse_risk(options.risk),
+        "risk": criteria.parse_risk(options.risk),
         "margin": options.margin,
         "against": dense.pop("model"),
         **{f"against_{key}": value for key, value in dense.items()},

@@ -15,7 +15,6 @@ from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
 from spkv_nas.probing import signals
-from spkv_nas.probing.signals import Signal
 from spkv_nas.proposal.budget import MEMORIES
 from spkv_nas.stages.options import REFERENCE, auto, probe
 from spkv_nas.stages.subject import Subject, default_block_size
@@ -106,7 +105,7 @@ def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
     yield stages.measure("evaluate", tokens, gated=True)
 
 
-def _most_tokens(signal: Signal, tokens: int) -> int:
+def _most_tokens(signal: signals.Signal, tokens: int) -> int:
     return min(defaults.SCORING_TOKENS, tokens) if signal.computes_logits else tokens
 
 

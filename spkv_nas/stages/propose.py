@@ -12,10 +12,8 @@ from spkv_nas.artifacts import defaults, head_scores, kinds, selection
 from spkv_nas.base import console, errors, units, workspace
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.ranking import Trust
-from spkv_nas.proposal import answers, budget, windows
-from spkv_nas.proposal.answers import Answer, propose_for, random_spread, uneven_budgets, write_proposal
+from spkv_nas.proposal import answers, budget, earlier, windows
 from spkv_nas.proposal.coverage import LEVEL, Certainty, bootstrap, caution, coverage
-from spkv_nas.proposal.earlier import write_layouts
 from spkv_nas.proposal.propose import (
     default_window,
     layer_advice,
@@ -37,7 +35,7 @@ from spkv_nas.stages.record import neighbours, trust, unknown_trust, window_advi
 class ProposalResult:
     """Result of ``propose``."""
 
-    answer: Answer  # layouts, their coverage and its uncertainty
+    answer: answers.Answer  # layouts, their coverage and its uncertainty
     sentences: list[str]  # remarks on memory, the worst domain, uncertainty and trust
     advice: str | None  # why another threshold or granularity would rank the heads better, if one would
     trust: Trust | None  # how well the table ranks the heads; None where that was not measured
@@ -67,7 +65,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     solutions = None if options.solutions is None else SeveralSolutions.parse(options.solutions)
     # Solve for the layouts
     with reporter.bar("resampling") as progress:
-        answer = propose_for(
+        answer = answers.propose_for(
             table,
             requirements,
             options.budget,
@@ -81,10 +79,10 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
         )
     # Write layouts and measure how far to trust the ranking
     folder = options.folders.layout_dir(table.name)
-    write_proposal(folder, answer, reporter)
+    answers.write_proposal(folder, answer, reporter)
     _keep_selection(folder, [table, *others])
     if (further := answer.solutions) is not None:
-        write_layouts(folder, workspace.SOLUTIONS, further.layouts, further.rows, reporter)
+        earlier.write_layouts(folder, workspace.SOLUTIONS, further.layouts, further.rows, reporter)
     table_trust = trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
     trust_sentence = unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
     sentences = [
@@ -110,7 +108,7 @@ def _keep_selection(folder: Path, tables: Sequence[head_scores.HeadScores]) -> N
             selection.write_selection(folder, table.selected_on)
 
 
-def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
+def _advice(answer: answers.Answer, options: ProposeOptions) -> Suggestion | None:
     """Suggest another granularity, price or threshold, with its command where the probe's record is complete."""
     table, num_global = answer.table, answer.layouts["densest"].num_global
     same_options = replace(options, probe=options.probe or table.name)
@@ -131,7 +129,7 @@ def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
     return None
 
 
-def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:
+def _sentences(answer: answers.Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:
     """Return remarks on a proposal: the default budget, memory, the worst domain, ties, and uncertainty."""
     num_global = answer.layouts["densest"].num_global
     sentences = [requirements.memory(answer.table, num_global, options.window)]
@@ -153,13 +151,13 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
         if sinks
         else None,
         tie_advice(answer.table, num_global),
-        uneven_budgets(answer.rows, num_global),
+        answers.uneven_budgets(answer.rows, num_global),
     ]
     sentences += [*(answer.certainty.sentences() if answer.certainty else []), caution(answer.table)]
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def _by_costs(answer: Answer, window: int | None) -> str | None:
+def _by_costs(answer: answers.Answer, window: int | None) -> str | None:
     """Return a sentence on what layouts lose by the costs of windows; ``window`` was asked for; None without costs."""
     table, layout = answer.table, answer.layouts.get(windows.WINDOW_PER_HEAD)
     if layout is None:
@@ -201,7 +199,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
         )
     # Write layouts, curve and figure
     folder = options.folders.layout_dir(table.name)
-    write_layouts(folder, workspace.BUDGETS, curve.layouts, curve.rows, reporter)
+    earlier.write_layouts(folder, workspace.BUDGETS, curve.layouts, curve.rows, reporter)
     _keep_selection(folder, [table])
     covered = {name: coverage(curve.table, layout) for name, layout in curve.layouts.items()}
     resampled = bootstrap(curve.table)
@@ -227,7 +225,7 @@ def show(result: ProposalResult) -> None:
 def _layouts(result: ProposalResult) -> None:
     """Print proposed layouts by coverage, and the spread of random ones."""
     answer = result.answer
-    table, spread = answer.table, random_spread(answer.rows)
+    table, spread = answer.table, answers.random_spread(answer.rows)
     measure = f"density coverage at tau {table.tau:g}" if table.is_density else f"coverage of {table.signal}"
     rows = [
         {

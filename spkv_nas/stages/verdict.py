@@ -12,9 +12,8 @@ from spkv_nas.base import console, progress
 from spkv_nas.evaluation.verdict import criteria, trial, words
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.model import checkpoint, config_section, source
-from spkv_nas.stages import checks, commands, decision, printing, sized_model
+from spkv_nas.stages import checks, commands, decision, printing, sized_model, subject
 from spkv_nas.stages.options.verdict import VerdictOptions, is_layout
-from spkv_nas.stages.subject import check_pair
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def verdict(options: VerdictOptions, reporter: progress.Reporter = progress.SILE
     # Check the candidates, then measure them
     candidates = contenders(options.candidates, options.model, reporter)
     for candidate in candidates:
-        check_pair(candidate.source, options.model)
+        subject.check_pair(candidate.source, options.model)
     compared = decision.prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
     outcome = trial.decide_all(compared.trial, candidates, criteria.parse_risk(options.risk), reporter)
     # Write the table
