@@ -45,7 +45,11 @@ def replacing(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
             with locks.shared_lock(folder / _LOCK):
                 # Complete an interrupted replacement before committing this one
                 _settle(folder)
-                _tidy(folder)
+                # Remove temporary folders of interrupted commands that are more than a day old
+                for leftover in folder.glob(f"{_NEW}*"):
+                    with suppress(OSError):  # another process may remove it meanwhile
+                        if time.time() - leftover.stat().st_mtime > _DAY:
+                            shutil.rmtree(leftover, ignore_errors=True)
                 new_files.rename(folder / _COMMIT)
                 _settle(folder)
     finally:
@@ -75,14 +79,6 @@ def _settle(folder: Path) -> None:
         flush(folder, files=False)
         plan.unlink()
     commit.rmdir()
-
-
-def _tidy(folder: Path) -> None:
-    """Remove temporary folders of interrupted commands that are more than a day old."""
-    for leftover in folder.glob(f"{_NEW}*"):
-        with suppress(OSError):  # another process may remove it meanwhile
-            if time.time() - leftover.stat().st_mtime > _DAY:
-                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def check_new(folder: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import console, errors, units
 from spkv_nas.base.progress import Reporter, Stages
 from spkv_nas.engines.registry import serve_command
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from spkv_nas.artifacts.head_scores import HeadScores
-    from spkv_nas.artifacts.layout import Layout
     from spkv_nas.stages import decision, verdict
     from spkv_nas.stages.critical_budget import BudgetResult, Memory
 
@@ -179,7 +179,6 @@ def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | 
 
     Return the command by which vLLM serves what was written; None if it does not, or nothing was written.
     """
-    from spkv_nas.artifacts.layout import Layout
     from spkv_nas.stages import export
 
     written = options.out / "layout.yaml"

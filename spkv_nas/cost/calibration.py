@@ -77,11 +77,6 @@ class Calibration:
         _ = self.grid
 
     @property
-    def num_kv_heads(self) -> int:
-        """Return Hkv."""
-        return self.case.num_kv_heads
-
-    @property
     def source(self) -> str:
         """Return a description such as "measured on AMD EPYC 9B45, 2 threads, float32, batch 1"."""
         threads = f"{self.num_threads} thread" + ("s" if self.num_threads > 1 else "")
@@ -125,7 +120,7 @@ class Calibration:
             self.check_window(window)
         self.check_context(context)
         contexts, counts, seconds = self.grid
-        at_contexts = [np.interp(density * self.num_kv_heads, counts, row) for row in seconds]
+        at_contexts = [np.interp(density * self.case.num_kv_heads, counts, row) for row in seconds]
         return float(np.interp(context, contexts, at_contexts))
 
     def layout_seconds(
@@ -138,13 +133,13 @@ class Calibration:
         """
         # Read shares, window and sinks from a layout
         if isinstance(heads, Layout):
-            if heads.num_kv_heads != self.num_kv_heads:
+            if heads.num_kv_heads != self.case.num_kv_heads:
                 raise errors.UserError(
                     f"layout '{heads.strategy}' has {heads.num_kv_heads} KV heads per layer, "
-                    f"the times were measured for {self.num_kv_heads}"
+                    f"the times were measured for {self.case.num_kv_heads}"
                 )
             window, sinks = heads.window, heads.sinks
-            heads = [row.count("G") / self.num_kv_heads for row in heads.heads]
+            heads = [row.count("G") / self.case.num_kv_heads for row in heads.heads]
         # Add up the layers, those of one share at once
         total = 0.0
         for share, number in Counter(heads).items():
@@ -161,8 +156,8 @@ class Calibration:
         if grid.isna().any(axis=None) or len(self.timings) != grid.size:
             raise errors.UserError("expected one time for every context and number of global heads")
         counts = [int(count) for count in grid.columns]
-        if not {0, self.num_kv_heads} <= {*counts} or max(counts) > self.num_kv_heads:
-            raise errors.UserError(f"expected times of 0 to {self.num_kv_heads} global heads; found {counts}")
+        if not {0, self.case.num_kv_heads} <= {*counts} or max(counts) > self.case.num_kv_heads:
+            raise errors.UserError(f"expected times of 0 to {self.case.num_kv_heads} global heads; found {counts}")
         return grid.index.to_numpy(float), np.array(counts, dtype=float), grid.to_numpy(float)
 
     def write(self, folder: Path) -> None:

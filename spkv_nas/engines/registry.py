@@ -4,6 +4,7 @@ Some engines ignore ``layer_types`` and would run a form dense without an error.
 that only such an engine reads, and on which its loader fails.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base import errors, limits, registry, units
@@ -11,8 +12,6 @@ from spkv_nas.engines import known, vllm
 from spkv_nas.engines.engine import Engine, Outcome, PlannedEngine, Serving
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from transformers import PreTrainedConfig
 
 ENGINES: registry.Registry[Engine] = registry.Registry(
@@ -89,7 +88,7 @@ def outcomes(form: str, config: "PreTrainedConfig") -> dict[str, str]:
     return {engine.full_title: str(engine.cell(form, config)) for engine in ENGINES}
 
 
-def serve_command(cells: "Mapping[str, str]", folder: str) -> str | None:
+def serve_command(cells: Mapping[str, str], folder: str) -> str | None:
     """Return the command by which vLLM serves a folder, given ``outcomes``; None if it does not compute the hybrid."""
     cell = cells.get(vllm.VLLM.full_title, "")
     if not cell.startswith(Outcome.EXACT.value):

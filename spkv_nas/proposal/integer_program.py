@@ -109,9 +109,15 @@ class Problem:
         mask[self._is_head] = best.mask
         return Solution(mask, max(0.0, upper_bound / best.value - 1) if best.value else 0.0)
 
-    def least(self, *, nonempty: bool = False) -> float | None:
-        """Return the smallest weight of a layout under the constraints, ignoring the budget; None if there is none."""
-        return self._least(self._constraints, nonempty=nonempty)
+    def least(self, constraints: Mapping[str, Any] | None = None, *, nonempty: bool = False) -> float | None:
+        """Return the smallest weight of a layout, whatever the budget, under the problem's constraints, or others.
+
+        None if there is none.
+        """
+        programs = self._programs(self._constraints if constraints is None else constraints, budget=False)
+        gain = -self._weights.reshape(1, -1)
+        layouts = [program.best(gain, nonempty=nonempty) for program in programs]
+        return min((-layout.value for layout in layouts if layout is not None), default=None)
 
     def conflict(self) -> list[str]:
         """Return a smallest set of names of constraints that exclude each other.
@@ -127,19 +133,12 @@ class Problem:
                 constraint_names = frozenset(subset) - {"budget"}
                 # Compute the smallest weight once per set of constraints
                 if constraint_names not in least_weights:
-                    least_weights[constraint_names] = self._least(
-                        {name: self._constraints[name] for name in constraint_names}
-                    )
+                    some = {name: self._constraints[name] for name in constraint_names}
+                    least_weights[constraint_names] = self.least(some)
                 least = least_weights[constraint_names]
                 if least is None or ("budget" in subset and least > self._budget * (1 + 1e-9)):
                     return sorted(subset, key=["budget", *self._constraints].index)
         raise AssertionError("the constraints do not exclude each other")
-
-    def _least(self, constraints: Mapping[str, Any], *, nonempty: bool = False) -> float | None:
-        """Return the smallest weight of a layout under ``constraints``; None if there is none."""
-        gain = -self._weights.reshape(1, -1)
-        layouts = [program.best(gain, nonempty=nonempty) for program in self._programs(constraints, budget=False)]
-        return min((-layout.value for layout in layouts if layout is not None), default=None)
 
     def _programs(self, constraints: Mapping[str, Any], *, budget: bool = True) -> "list[_Program]":
         """Build the program, or with ``uniform`` one per number of global heads in a mixed layer."""

@@ -14,9 +14,7 @@ from spkv_nas.proposal.budget import MATCH_BUDGET, parse_budget
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.strategies import DENSEST, NUM_RANDOM, STRATEGIES, Strategy, densest_first
 
-_MATCH_TOLERANCE = (
-    0.01  # tolerance of "match-budget": absolute difference of mean density and the budget's share of heads
-)
+_MATCH_TOLERANCE = 0.01  # of "match-budget": absolute difference of mean density and the budget's share of heads
 _MAX_BUDGET_RATIO = 1.75  # warn if the budget differs by more than this factor from the one the table was learned for
 _MIN_TIE_RATIO = 1.5  # warn of ties if mean density is at least this multiple of the budget's share (reports/LOG.md)
 
@@ -154,10 +152,9 @@ def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
     share = parse_budget(budget, table.num_candidates) / table.num_heads
     if abs(table.mean - share) <= _MATCH_TOLERANCE:
         return None
-    reason = "no threshold" if table.histogram is not None else "the only recorded threshold does not"
-    verb = "gives" if table.histogram is not None else "give"
+    reason = "no threshold gives" if table.histogram is not None else "the only recorded threshold does not give"
     return (
-        f"'{table.name}': {reason} {verb} a mean density equal to the budget's share of heads, {share:.2f}; using tau "
+        f"'{table.name}': {reason} a mean density equal to the budget's share of heads, {share:.2f}; using tau "
         f"{table.tau:g}, where the mean density is {table.mean:.2f}"
     )
 

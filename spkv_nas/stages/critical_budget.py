@@ -61,9 +61,7 @@ def run(options: CriticalBudgetOptions, reporter: progress.Reporter, deadline: f
 
 
 def critical_budget(
-    options: CriticalBudgetOptions,
-    reporter: progress.Reporter = progress.SILENT,
-    deadline: float | None = None,
+    options: CriticalBudgetOptions, reporter: progress.Reporter = progress.SILENT, deadline: float | None = None
 ) -> BudgetResult:
     """Bisect budgets of global heads, or of memory, for the smallest whose layout passes against the dense model.
 

@@ -91,8 +91,7 @@ Separator = Annotated[
     str | None, Flag("What stands between documents: none, eos, bos, eos+bos, another token, or auto.", metavar="TOKEN")
 ]
 Documents = Annotated[
-    str | None,
-    Flag("Whether tokens see other documents of their block.", values=(config.JOINED, config.SEPARATE)),
+    str | None, Flag("Whether tokens see other documents of their block.", values=(config.JOINED, config.SEPARATE))
 ]
 MaxTokens = Annotated[int, _MAX_TOKENS]
 OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]

@@ -12,7 +12,6 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Difference, Proposal
 from spkv_nas.base import errors, progress
 from spkv_nas.base.console import out, say
-from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.foreign_formats import convert as convert_file
 from spkv_nas.stages import commands, lookup
@@ -63,18 +62,6 @@ class ShownLayout:
     coverage: float | None
 
 
-def read_layouts(files: Sequence[Path], probe: str | None, workspace: Workspace) -> list[ShownLayout]:
-    """Read layout files, and compute their coverage if a probe is named."""
-    table = None if probe is None else lookup.find_table(workspace, probe)
-    shown = []
-    for file in files:
-        proposal = read_layout(file)
-        (layout,) = proposal.layouts.values()
-        covered = None if table is None else coverage(proposal.table(table), layout)
-        shown.append(ShownLayout(file, layout, None if layout.windows else covered))
-    return shown
-
-
 def _show(shown: list[ShownLayout]) -> None:
     """Print layouts as grids, with the number of global heads of every layer."""
     for entry in shown:
@@ -99,12 +86,6 @@ class ComparedLayouts:
     def is_same(self) -> bool:
         """Return whether both layouts give the same model."""
         return self.first.hash == self.second.hash
-
-
-def compare(files: Sequence[Path]) -> ComparedLayouts:
-    """Compare two layouts of one model head by head."""
-    (first,), (second,) = (read_layout(file).layouts.values() for file in files)
-    return ComparedLayouts(first, second, Difference.of(first, second))
 
 
 def _show_difference(files: Sequence[Path], compared: ComparedLayouts) -> None:
@@ -133,14 +114,22 @@ def _difference_document(compared: ComparedLayouts) -> dict[str, Any]:
 
 
 def show(options: ShowLayoutsOptions, reporter: progress.Reporter) -> Result:
-    """Run ``layout show``."""
-    return Result(read_layouts(options.files, options.probe, options.folders), _show, _document)
+    """Run ``layout show``: read layout files, and compute their coverage if a probe is named."""
+    table = None if options.probe is None else lookup.find_table(options.folders, options.probe)
+    shown = []
+    for file in options.files:
+        proposal = read_layout(file)
+        (layout,) = proposal.layouts.values()
+        covered = None if table is None else coverage(proposal.table(table), layout)
+        shown.append(ShownLayout(file, layout, None if layout.windows else covered))
+    return Result(shown, _show, _document)
 
 
 def diff(options: DiffOptions, reporter: progress.Reporter) -> Result:
-    """Run ``layout diff``."""
+    """Run ``layout diff``: compare two layouts of one model head by head."""
     files = options.a, options.b
-    compared = compare(files)
+    (first,), (second,) = (read_layout(file).layouts.values() for file in files)
+    compared = ComparedLayouts(first, second, Difference.of(first, second))
     exit_code = int(not compared.is_same)
     return Result(compared, partial(_show_difference, files), _difference_document, exit_code=exit_code)
 

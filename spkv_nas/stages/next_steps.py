@@ -14,7 +14,7 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.windows import WINDOW_PER_HEAD
 from spkv_nas.stages import lookup, record, subject
 from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.options import init, report, score, train, verdict
+from spkv_nas.stages.options import init, report, score, verdict
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
@@ -63,11 +63,6 @@ def after_init(options: init.InitOptions, name: str, window: int) -> list[Sugges
     # Measure the head gates first
     measured = ProbeOptions(recipe=options.out, signal=RECOMMENDED, workspace=workspace.root)
     return [Suggestion.of(measured, RECOMMENDATION)]
-
-
-def after_train(options: train.TrainOptions) -> list[Suggestion]:
-    """Suggest to probe the trained reference."""
-    return [Suggestion.of(ProbeOptions(recipe=options.recipe, workspace=options.workspace))]
 
 
 def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:

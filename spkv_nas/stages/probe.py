@@ -65,7 +65,9 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, is_step: bool =
     # Learn gates
     learned, sinks = dict[str, Any](), parse_sinks(options.sinks)
     if measured.train is not None:
-        subject = _rename(subject, options)
+        # Keep the embedded reference's own densities
+        if options.name is None and subject.name == subject.family and subject.source.startswith(EMBEDDED_PREFIX):
+            subject = replace(subject, name=f"{subject.name}-frozen")
         learned = _learn(subject, measured, options, reporter)
         sinks = learned.get("sinks", 0)  # those that the gates keep
     elif signal.needs_gates and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
@@ -192,14 +194,6 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
     # Record the documents of both texts as used for selection
     documents = (table.selected_on or frozenset()) | blocks.text_ids
     return replace(table, gains=gains, metadata={**table.metadata, "gains": gains_record}, selected_on=documents)
-
-
-def _rename(subject: Subject, options: ProbeOptions) -> Subject:
-    """Rename results of embedded models so that they do not overwrite the reference's."""
-    has_own_name = (
-        options.name is not None or subject.name != subject.family or not subject.source.startswith(EMBEDDED_PREFIX)
-    )
-    return subject if has_own_name else replace(subject, name=f"{subject.name}-frozen")
 
 
 def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter) -> dict[str, Any]:

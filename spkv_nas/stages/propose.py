@@ -173,14 +173,6 @@ def _by_costs(answer: answers.Answer, window: int | None) -> str | None:
     )
 
 
-def is_for_several(options: ProposeOptions) -> bool:
-    """Return whether options have several budgets. Raises ``UserError`` for options that exclude each other."""
-    has_several = engines.read_requirements(options).asks_for_curve(options.budget, options.tau)
-    if has_several and options.solutions is not None:
-        raise errors.UserError("--solutions needs a single budget: give one, or leave out --solutions")
-    return has_several
-
-
 def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> BudgetsResult:
     """Find the best layout at each of several budgets; write them, curve and figure to ``layouts/<name>/budgets/``."""
     from spkv_nas.report import figures, result_charts
@@ -344,8 +336,10 @@ def budgets_document(result: BudgetsResult) -> dict[str, Any]:
 
 
 def run(options: ProposeOptions, reporter: Reporter) -> Result:
-    """Run the command."""
-    if is_for_several(options):
+    """Run the command. Raises ``UserError`` also for options that exclude each other."""
+    if engines.read_requirements(options).asks_for_curve(options.budget, options.tau):
+        if options.solutions is not None:
+            raise errors.UserError("--solutions needs a single budget: give one, or leave out --solutions")
         return Result(propose_several(options, reporter), show_budgets, budgets_document)
     result = propose(options, reporter)
     return Result(result, show, document, next=result.next)

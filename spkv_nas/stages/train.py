@@ -1,16 +1,17 @@
 """Train a recipe's two models."""
 
 from spkv_nas.base import console, progress
-from spkv_nas.stages import commands, next_steps, reference_run
-from spkv_nas.stages.options.train import TrainOptions
+from spkv_nas.stages import commands, reference_run
+from spkv_nas.stages.options import probe, train
 
 
-def run(options: TrainOptions, reporter: progress.Reporter) -> commands.Result:
-    """Train a recipe's dense model and its SP-KV branch, reusing finished runs."""
+def run(options: train.TrainOptions, reporter: progress.Reporter) -> commands.Result:
+    """Train a recipe's dense model and its SP-KV branch, reusing finished runs; suggest to probe the reference."""
     trained = reference_run.train_reference(
         options.recipe, options.folders, device=options.device, dtype=options.dtype, reporter=reporter
     )
-    return commands.Result(trained, show, next=next_steps.after_train(options))
+    following = probe.ProbeOptions(recipe=options.recipe, workspace=options.workspace)
+    return commands.Result(trained, show, next=[commands.Suggestion.of(following)])
 
 
 def show(result: reference_run.Trained) -> None:

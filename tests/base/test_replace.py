@@ -210,7 +210,7 @@ def test_a_signal_ends_a_command_with_one_line(name: str, code: int, tmp_path: P
         "import os, signal, sys; from spkv_nas.cli import app\n"
         f"signal.signal(signal.{name}, signal.SIG_DFL)\n"  # tests may run where a shell ignores it
         "import spkv_nas.stages.layout as stage\n"
-        f"stage.read_layouts = lambda *arguments: os.kill(os.getpid(), signal.{name})\n"
+        f"stage.read_layout = lambda *arguments: os.kill(os.getpid(), signal.{name})\n"
         "app.main(['layout', 'show', 'x.yaml'])\n"
     )
     completed = subprocess.run(

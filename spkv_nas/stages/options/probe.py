@@ -87,18 +87,14 @@ def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
 
 def chosen_signal(options: ProbeOptions) -> Signal:
     """Return the signal with its options, by default density with gates or a recipe; ``UserError`` if one is wrong."""
+    name = options.signal or DENSITY.name
     if options.signal is None and options.recipe is None:
         from spkv_nas.model.checkpoint import read_gates
         from spkv_nas.stages.subject import Subject
 
-        if read_gates(Subject.of(options, REFERENCE, "probe on").source) is not None:
-            return _with_options(options, DENSITY.name)
-        return _with_options(options, defaults.RECOMMENDED if options.memory is None else WINDOW_COSTS.name)
-    return _with_options(options, options.signal or DENSITY.name)
-
-
-def _with_options(options: ProbeOptions, name: str) -> Signal:
-    """Return the signal of a name with the options that are given."""
-    signal, given = SIGNALS[name], {option: getattr(options, option) for option in SIGNALS.shared_options()}
-    SIGNALS.check_options(signal, given)
-    return signal.with_options({option: value for option, value in given.items() if value is not None})
+        if read_gates(Subject.of(options, REFERENCE, "probe on").source) is None:
+            name = defaults.RECOMMENDED if options.memory is None else WINDOW_COSTS.name
+    # Give it the options that are set
+    signal, values = SIGNALS[name], {option: getattr(options, option) for option in SIGNALS.shared_options()}
+    SIGNALS.check_options(signal, values)
+    return signal.with_options(values)
