@@ -1,6 +1,6 @@
 """Time attention on this machine."""
 
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,6 @@ from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts, 
 from spkv_nas.cost.timing import time_attention
 from spkv_nas.stages import commands, sized_model
 from spkv_nas.stages.options.calibrate import CalibrateOptions
-
-
-@dataclass(frozen=True)
-class CalibrationResult:
-    """Calibration, with the name and folder that it was written to."""
-
-    name: str
-    calibration: Calibration
-    folder: Path
 
 
 def run(options: CalibrateOptions, reporter: progress.Reporter) -> commands.Result:
@@ -38,30 +29,28 @@ def run(options: CalibrateOptions, reporter: progress.Reporter) -> commands.Resu
     with reporter.bar("measuring") as bar:
         calibration = time_attention(case, contexts, progress=bar)
     calibration.write(folder)
-    return commands.Result(CalibrationResult(name, calibration, folder), show, document)
+    return commands.Result(calibration, partial(show, name, folder), partial(document, name, folder))
 
 
-def show(result: CalibrationResult) -> None:
-    """Print measured times by number of global heads."""
-    measured = result.calibration
+def show(name: str, folder: Path, measured: Calibration) -> None:
+    """Print measured times by number of global heads, and the folder that they were written to."""
     case, (_, counts, seconds) = measured.case, measured.grid
     # Tabulate the times by context
-    title = f"{console.escape(result.name)}: µs per decoded token and layer\nby number of global heads"
+    title = f"{console.escape(name)}: µs per decoded token and layer\nby number of global heads"
     grid = console.Table("tokens", *(f"{count:.0f}" for count in counts), title=title)
     for context, row in zip(measured.contexts, seconds, strict=True):
         grid.add_row(f"{context:,}", *map(units.format_microseconds, row))
     console.out.print(grid)
     console.out.print(f"{heads_title(case)}, window {case.window}, {console.escape(measured.source)}")
-    console.print_path("times", result.folder / "calibration.csv")
+    console.print_path("times", folder / "calibration.csv")
 
 
-def document(result: CalibrationResult) -> dict[str, Any]:
+def document(name: str, folder: Path, measured: Calibration) -> dict[str, Any]:
     """Return the measured times by number of global heads."""
-    measured = result.calibration
     return {
-        "name": result.name,
+        "name": name,
         "case": measured.case,
         "source": measured.source,
         "times": [row._asdict() for row in measured.timings],
-        "folder": result.folder,
+        "folder": folder,
     }

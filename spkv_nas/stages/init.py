@@ -4,7 +4,8 @@ import itertools
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,6 @@ from spkv_nas.stages import commands, dry_run, next_steps, record, sized_model
 from spkv_nas.stages.options.init import InitOptions
 from spkv_nas.training import run_plan, variants
 from spkv_nas.training.first_recipe import MIN_STEPS, Draft, count_text
-
-
-@dataclass(frozen=True)
-class FirstRecipe:
-    """Result of ``init``."""
-
-    file: Path  # recipe that was written
-    plan: run_plan.Plan  # cost of all runs that the recipe leads to
 
 
 def run(options: InitOptions, reporter: progress.Reporter) -> commands.Result:
@@ -58,7 +51,7 @@ def run(options: InitOptions, reporter: progress.Reporter) -> commands.Result:
     # Write the recipe
     files.write_atomic(options.out, draft.text_of_recipe())
     steps = next_steps.after_init(options, planner.recipe.name, planner.recipe.gates.window)
-    return commands.Result(FirstRecipe(options.out, plan), show, document, next=steps)
+    return commands.Result(plan, partial(show, options.out), partial(document, options.out), next=steps)
 
 
 def _fit_memory(draft: Draft, options: InitOptions, reporter: progress.Reporter) -> tuple[run_plan.Planner, Draft]:
@@ -135,12 +128,12 @@ def _recipe_name(model: str) -> str:
     return name[: names.MAX_CHARACTERS] or "mine"
 
 
-def show(result: FirstRecipe) -> None:
+def show(file: Path, plan: run_plan.Plan) -> None:
     """Print the plan of a recipe's runs, and the recipe's path."""
-    dry_run.show_runs(result.plan)
-    console.print_path("recipe", result.file)
+    dry_run.show_runs(plan)
+    console.print_path("recipe", file)
 
 
-def document(result: FirstRecipe) -> dict[str, Any]:
+def document(file: Path, plan: run_plan.Plan) -> dict[str, Any]:
     """Return the recipe's path and the plan of its runs."""
-    return {"recipe": result.file, "plan": dry_run.document_runs(result.plan)}
+    return {"recipe": file, "plan": dry_run.document_runs(plan)}

@@ -1,7 +1,6 @@
 """Show, compare and convert layout files: the ``layout`` commands."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from spkv_nas.stages import commands, lookup
 from spkv_nas.stages.commands import Result
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
 
+Shown = tuple[Path, Layout, float | None]  # layout file, and its coverage in [0, 1] if there are a probe and one window
+Compared = tuple[Layout, Layout, Difference]  # two layouts, and the difference of their heads
 _STYLES = {"G": "bold green", "+": "bold green", "-": "bold red", "~": "bold yellow"}  # others are dim
 
 
@@ -53,44 +54,23 @@ def read_layout(file: Path) -> Proposal:
     return Proposal.read([file])
 
 
-@dataclass(frozen=True)
-class ShownLayout:
-    """Layout file, with its coverage in [0, 1] if it has one window and there is a density table."""
-
-    file: Path
-    layout: Layout
-    coverage: float | None
-
-
-def _show(shown: list[ShownLayout]) -> None:
+def _show(shown: list[Shown]) -> None:
     """Print layouts as grids, with the number of global heads of every layer."""
-    for entry in shown:
-        coverage = "" if entry.coverage is None else f", coverage {100 * entry.coverage:.2f} %"
-        out.print(Text(f"{entry.file}: {entry.layout.description}{coverage}"), soft_wrap=True)
-        print_grid(entry.layout.heads, [str(row.count("G")) for row in entry.layout.heads])
+    for file, layout, covered in shown:
+        about = "" if covered is None else f", coverage {100 * covered:.2f} %"
+        out.print(Text(f"{file}: {layout.description}{about}"), soft_wrap=True)
+        print_grid(layout.heads, [str(row.count("G")) for row in layout.heads])
 
 
-def _document(shown: list[ShownLayout]) -> dict[str, Any]:
-    return {"layouts": [{"file": one.file, **heads_document(one.layout), "coverage": one.coverage} for one in shown]}
+def _document(shown: list[Shown]) -> dict[str, Any]:
+    return {
+        "layouts": [{"file": file, **heads_document(layout), "coverage": covered} for file, layout, covered in shown]
+    }
 
 
-@dataclass(frozen=True)
-class ComparedLayouts:
-    """Two layouts and the difference of their heads."""
-
-    first: Layout
-    second: Layout
-    difference: Difference
-
-    @property
-    def is_same(self) -> bool:
-        """Return whether both layouts give the same model."""
-        return self.first.hash == self.second.hash
-
-
-def _show_difference(files: Sequence[Path], compared: ComparedLayouts) -> None:
-    first, second, delta = compared.first, compared.second, compared.difference
-    if compared.is_same:
+def _show_difference(files: Sequence[Path], compared: Compared) -> None:
+    first, second, delta = compared
+    if first.hash == second.hash:
         out.print(f"the same layout: {first.description}", soft_wrap=True)
         return
     out.print(Text(f"- {files[0]}: {first.description}\n+ {files[1]}: {second.description}"), soft_wrap=True)
@@ -103,13 +83,14 @@ def _show_difference(files: Sequence[Path], compared: ComparedLayouts) -> None:
         print_grid(delta.marks, ["" for _ in delta.marks])
 
 
-def _difference_document(compared: ComparedLayouts) -> dict[str, Any]:
+def _difference_document(compared: Compared) -> dict[str, Any]:
+    first, second, delta = compared
     return {
-        "same": compared.is_same,
-        "layouts": [heads_document(compared.first), heads_document(compared.second)],
-        "num_heads": compared.difference.num_heads,
-        "jaccard": compared.difference.jaccard,
-        "marks": compared.difference.marks,
+        "same": first.hash == second.hash,
+        "layouts": [heads_document(first), heads_document(second)],
+        "num_heads": delta.num_heads,
+        "jaccard": delta.jaccard,
+        "marks": delta.marks,
     }
 
 
@@ -121,7 +102,7 @@ def show(options: ShowLayoutsOptions, reporter: progress.Reporter) -> Result:
         proposal = read_layout(file)
         (layout,) = proposal.layouts.values()
         covered = None if table is None else coverage(proposal.table(table), layout)
-        shown.append(ShownLayout(file, layout, None if layout.windows else covered))
+        shown.append((file, layout, None if layout.windows else covered))
     return Result(shown, _show, _document)
 
 
@@ -129,8 +110,7 @@ def diff(options: DiffOptions, reporter: progress.Reporter) -> Result:
     """Run ``layout diff``: compare two layouts of one model head by head."""
     files = options.a, options.b
     (first,), (second,) = (read_layout(file).layouts.values() for file in files)
-    compared = ComparedLayouts(first, second, Difference.of(first, second))
-    exit_code = int(not compared.is_same)
+    compared, exit_code = (first, second, Difference.of(first, second)), int(first.hash != second.hash)
     return Result(compared, partial(_show_difference, files), _difference_document, exit_code=exit_code)
 
 

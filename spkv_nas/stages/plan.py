@@ -1,7 +1,7 @@
 """Estimate what every stage of the workflow costs, from the config of a model or a recipe."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,6 @@ _BRANCHES = (("train the SP-KV reference", True), ("retrain a hybrid", False))  
 _UTILISATION = 0.4  # assumed share of a GPU's peak FLOP/s
 
 
-@dataclass(frozen=True)
-class PlanResult:
-    """Result of ``plan``."""
-
-    forecast: forecast.Forecast  # cost of every stage
-    served: engines.Served | None  # every number of global layers in a serving engine; None without one
-
-
 def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
     """Estimate the cost of the full workflow on a recipe or a model; ``UserError`` for a mixture of experts."""
     # Count the stages
@@ -51,7 +43,7 @@ def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
         num_kv_heads, engine, cache = size.heads.num_kv_heads, served.engine, served.cache
         budgets = range(num_kv_heads, cache.num_heads + 1, num_kv_heads)
         served = replace(served, rows=tuple(({"num_global": heads}, engine.plan(cache, heads)) for heads in budgets))
-    return commands.Result(PlanResult(result, served), show, document)
+    return commands.Result(result, partial(show, served), partial(document, served))
 
 
 _Workflow = tuple[str, Stages, int, list[StageCost], tuple[str, ...]]  # name, cost model, held-out tokens, remarks
@@ -148,10 +140,10 @@ def _about_time(options: PlanOptions) -> str:
     )
 
 
-def show(result: PlanResult) -> None:
-    """Print the cost of every stage, and the memory of budgets in a serving engine."""
-    forecast.show(result.forecast)
-    if (served := result.served) is None:
+def show(served: engines.Served | None, result: forecast.Forecast) -> None:
+    """Print the cost of every stage, and the memory of every number of global layers in a serving engine, if any."""
+    forecast.show(result)
+    if served is None:
         return
     engine, cache, num_kv_heads = served.engine, served.cache, served.cache.grid[1]
     title = f"KV cache in {engine.title}: requests of {cache.context:,} tokens, window {cache.window}, {cache.dtype}"
@@ -162,7 +154,6 @@ def show(result: PlanResult) -> None:
     console.say(f"{engine.title}: {engine.evidence}; {served.settings}; {engine.note}")
 
 
-def document(result: PlanResult) -> dict[str, Any]:
+def document(served: engines.Served | None, result: forecast.Forecast) -> dict[str, Any]:
     """Return the cost of every stage, and with an engine the memory of every number of global layers."""
-    served = {} if result.served is None else result.served.document("budgets")
-    return {**forecast.document(result.forecast), **served}
+    return {**forecast.document(result), **({} if served is None else served.document("budgets"))}
