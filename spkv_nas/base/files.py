@@ -95,16 +95,12 @@ def check_utf8(start: bytes) -> None:
 
 def is_file(path: Path) -> bool:
     """Return whether ``path`` is a file; False, instead of ``OSError``, for an invalid name."""
-    with contextlib.suppress(OSError, ValueError):
-        return path.is_file()
-    return False
+    return os.path.isfile(path)
 
 
 def is_folder(path: Path) -> bool:
     """Return whether ``path`` is a folder; False, instead of ``OSError``, for an invalid name."""
-    with contextlib.suppress(OSError, ValueError):
-        return path.is_dir()
-    return False
+    return os.path.isdir(path)
 
 
 class _PlainDumper(yaml.SafeDumper):

@@ -30,7 +30,7 @@ _CAPITAL = 0.75 ** np.arange(16) / (0.75 ** np.arange(16)).sum()
 _REACH = 2.0  # assumed bound of the next sample, in multiples of the largest one so far
 
 
-def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) -> NDArray[np.float64]:
+def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) -> Float:
     """Return the standard error of a ratio, sum of values / sum of tokens, clustered by document (ratio estimator).
 
     sqrt(squares * C / (C - 1)) / tokens, with the ``squares`` the sum over documents of (value - ratio * tokens)^2, C
@@ -45,7 +45,7 @@ def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) 
 
 def effective_number(sizes: ArrayLike) -> float:
     """Return how many clusters of equal size are as precise: (sum of sizes)^2 / (sum of their squares); 0 for none."""
-    number: NDArray[np.float64] = np.asarray(sizes, dtype=np.float64)
+    number: Float = np.asarray(sizes, dtype=np.float64)
     squares = float((number**2).sum())
     return float(number.sum()) ** 2 / squares if squares > 0 else 0.0
 
@@ -62,9 +62,7 @@ def critical_errors(effective: float) -> float:
     return float(stdtrit(effective - 1.0, _TWO_SIDED)) if effective > 1.0 else math.inf
 
 
-def jackknife_ratio(
-    values: NDArray[np.float64], bases: NDArray[np.float64] | NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def jackknife_ratio(values: Float, bases: Float | NDArray[np.int64]) -> tuple[Float, Float]:
     """Return (sum of values / sum of bases, its standard error) over clusters, both [...], from values [..., clusters].
 
     sqrt((K - 1) / K * sum((r / (1 - w))^2)) / sum of bases, with r = value - ratio * base, w the cluster's share of the
@@ -82,7 +80,7 @@ def jackknife_ratio(
     return ratio, np.sqrt((number - 1) / number * (residual**2).sum(-1)) / total
 
 
-def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float]:
+def mean_and_error(values: Float) -> tuple[float, float]:
     """Return the mean of samples and its standard error.
 
     If the samples are shares in [0, 1], or differences of two, and are all equal, their spread is 0, which says nothing

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -31,23 +32,14 @@ Options = TypeVar("Options")
 _LAST = "dtype"  # shown last in the help
 _FEW = 3  # help panels with at most this many options are merged into the default one
 _LARGE = 10_000  # numbers beyond it are not shown as bounds in the help: nobody comes near them
-_PANEL = "Shared options"
 
-Root = Annotated[
-    Path | None,
-    typer.Option(*WORKSPACE.names, help=WORKSPACE.help, rich_help_panel=_PANEL, show_default="current folder"),
-]
-Device = Annotated[
-    str | None, typer.Option(*DEVICE.names, help=DEVICE.help, rich_help_panel=_PANEL, show_default="cuda if available")
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.", rich_help_panel=_PANEL)
-]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Also show details and library logs.", rich_help_panel=_PANEL)
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_PANEL)]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.", rich_help_panel=_PANEL)]
+_shared = partial(typer.Option, rich_help_panel="Shared options")
+Root = Annotated[Path | None, _shared(*WORKSPACE.names, help=WORKSPACE.help, show_default="current folder")]
+Device = Annotated[str | None, _shared(*DEVICE.names, help=DEVICE.help, show_default="cuda if available")]
+Quiet = Annotated[bool, _shared("--quiet", "-q", help="Print only results, warnings and errors.")]
+Verbose = Annotated[bool, _shared("--verbose", "-v", help="Also show details and library logs.")]
+Debug = Annotated[bool, _shared("--debug", help="Show the traceback of an error.")]
+Json = Annotated[bool, _shared("--json", help="Print the result as one JSON document.")]
 _SHARED = {"workspace": Root, "device": Device, "quiet": Quiet, "verbose": Verbose, "debug": Debug}  # main reads debug
 
 

@@ -145,10 +145,10 @@ def _with_facts(
     """Return a table with what its layouts and the size of their KV cache depend on, and its documents."""
     with windows.full_attention(model) as states:
         sizes = [state.head_dim for state in states]
-        head_dim = cache_facts(states, attention.heads_per_layer(states), sizes)["head_dim"]
+        facts = {"head_dim": cache_facts(states, attention.heads_per_layer(states), sizes)["head_dim"]}
         table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **native_windows(states)}
     # Add what the size of the KV cache depends on, and the context if the config says it
-    facts = {"head_dim": head_dim, **({"head_dims": sizes} if len({*sizes}) > 1 else {})}
+    facts |= {"head_dims": sizes} if len({*sizes}) > 1 else {}
     facts["dtype"] = device.dtype_name(model.dtype)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     facts |= {"positions": positions} if isinstance(positions, int) else {}

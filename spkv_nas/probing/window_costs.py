@@ -12,13 +12,13 @@ do not add up, because heads replace each other. The shares are not learned: aft
 gradients of shares that have reached 0 mislead (reports/LOG.md).
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -94,7 +94,9 @@ def _means(
 
     ``costs`` [N, L, Hkv, W] are those of the blocks in ``order``, as ``_gradients`` returns them.
     """
-    domain_of = np.array([_main_domain(blocks, index) for index in order])
+    # The domain that most tokens of a block are of, or of several the first by name
+    of_tokens = np.array([document.domain for document in blocks.documents])[blocks.document[order]]
+    domain_of = np.array([pd.Series(row).mode()[0] for row in of_tokens])
     domains = tuple(sorted(set(domain_of.tolist())))
     means, by_domain = [], []
     for domain in domains:
@@ -148,13 +150,6 @@ def _gradients(
         for index, gradient in zip(rank_share, micro_batch.run_all(gradients, rank_share, progress), strict=True):
             by_block[index] = gradient
     return distributed.sum_over_processes(by_block)
-
-
-def _main_domain(blocks: TokenBlocks, index: int) -> str:
-    """Return the domain that most tokens of a block are of."""
-    domains = [document.domain for document in blocks.documents]
-    tokens: Counter[str] = Counter(domains[owner] for owner in blocks.document[index].tolist())
-    return max(sorted(tokens), key=tokens.__getitem__)
 
 
 def passes(num_windows: int) -> float:

@@ -98,6 +98,12 @@ def critical_budget(
         if file is None:
             file = options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
             outcome.layout.write(file)
+    # Suggest to export that layout
+    following: tuple[commands.Suggestion, ...] = ()
+    if file is not None and outcome.alarm is None and not files.layouts:
+        out = Path(f"{table.name}-export")
+        exported = export.ExportOptions(layout=file, model=options.model, out=out, workspace=options.workspace)
+        following = (commands.Suggestion.of(exported),)
     # Collect and write the result
     result = BudgetResult(
         **vars(replace(outcome, rows=rows)),
@@ -107,7 +113,7 @@ def critical_budget(
         memory=memory,
         file=file,
         folder=options.folders.report_dir(compared.name),
-        next=() if outcome.alarm is not None or files.layouts else _next(options, table.name, file),
+        next=following,
     )
     result_tables.CRITICAL_BUDGET.write(
         result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
@@ -193,15 +199,6 @@ def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requiremen
         kv_dtype="bfloat16" if dtype is None else device.dtype_name(dtype),
         serving=engines.chosen_engine(options),
     )
-
-
-def _next(options: CriticalBudgetOptions, probe: str, file: Path | None) -> tuple[commands.Suggestion, ...]:
-    """Suggest the command that exports the layout of the critical budget; nothing if none passes."""
-    if file is None:
-        return ()
-    out = Path(f"{probe}-export")
-    exported = export.ExportOptions(layout=file, model=options.model, out=out, workspace=options.workspace)
-    return (commands.Suggestion.of(exported),)
 
 
 def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, Any]:
