@@ -3,14 +3,13 @@
 SP-KV paper, "Measuring sparsity": density rho is the share of tokens whose utility u is at least tau.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -19,7 +18,6 @@ from spkv_nas.base import errors, statistics
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.separators import text_blocks
 from spkv_nas.model import attention, config_section, modes
 from spkv_nas.probing.counting import GateCounter
 from spkv_nas.probing.heads import HeadMeans, score_rows
@@ -28,10 +26,9 @@ from spkv_nas.probing.heads import HeadMeans, score_rows
 @torch.inference_mode()
 def probe(
     model: PreTrainedModel,
-    blocks: TokenBlocks | Iterable[str],
+    blocks: TokenBlocks,
     tau: float | None = None,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
     batch_size: int = 8,
     name: str = "probe",
     metadata: dict[str, Any] | None = None,
@@ -41,20 +38,15 @@ def probe(
 
     Must be called on all ranks: each rank runs its share of the blocks and returns the whole table.
 
-    A document should be in consecutive blocks, as each run of them is one cluster of the standard errors. Strings are
-    tokenized into blocks of the default size, or of the model's context length if shorter. ``batch_size`` blocks make a
-    forward pass. Other arguments are those of ``measure.probe``.
+    A document should be in consecutive blocks, as each run of them is one cluster of the standard errors.
+    ``batch_size`` blocks make a forward pass. Other arguments are those of ``measure.probe``.
 
-    Raises ``UserError``: the model has no gates, ``tau`` is outside [0, 1], there is no text, or no tokenizer for it.
+    Raises ``UserError``: the model has no gates, or ``tau`` is outside [0, 1].
     """
     config = config_section.gate_config(model)
     if config is None:
         raise errors.UserError("this model has no gates, so it has no density: train an SP-KV reference model first")
     tau = config.tau if tau is None else tau
-    blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
-    if blocks.num_blocks == 0:
-        raise errors.UserError("there is no held-out text to probe")
-
     # Count kept tokens while the model runs with hard gates
     states = attention.layer_states(model)
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
@@ -71,7 +63,12 @@ def probe(
 
     counter.finish()
     table = _table(counter, blocks, config, tau, name, {**_price(config), **(metadata or {})})
-    return table if config.target_density is None else _with_reached(table, config, states)
+    if config.target_density is None:
+        return table
+    # Add the density reached at the gates' own threshold, to compare with the target density
+    with_gates = np.array([state.gate_window is not None for state in states])  # sliding-window layers have no gates
+    reached = float(table.at_tau(config.tau).density[table.is_head & with_gates[:, None]].mean())
+    return replace(table, metadata={**table.metadata, "reached_density": round(reached, 4)})
 
 
 def _table(
@@ -95,13 +92,6 @@ def _price(config: GateConfig) -> dict[str, Any]:
     """Return the target density and the price of keys that the gates were trained with, if any."""
     settings = {"target_density": config.target_density, "price": config.price or None}
     return {name: value for name, value in settings.items() if value is not None}
-
-
-def _with_reached(table: HeadScores, config: GateConfig, states: Sequence[attention.LayerState]) -> HeadScores:
-    """Add the density reached at the gates' own threshold to the metadata, to compare with the target density."""
-    with_gates = [state.gate_window is not None for state in states]  # sliding-window layers have no gates
-    reached = float(table.at_tau(config.tau).density[table.is_head & np.array(with_gates)[:, None]].mean())
-    return replace(table, metadata={**table.metadata, "reached_density": round(reached, 4)})
 
 
 def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> pd.DataFrame:

@@ -73,9 +73,7 @@ class SizedModel:
 
     @classmethod
     def of(cls, level: str | None, model: str | None) -> "SizedModel":
-        """Look up a level of the ladder, a model, or the embedded reference. Raises ``UserError`` for both at once."""
-        if level is not None and model is not None:
-            raise UserError("give a level of the ladder or --model, not both")
+        """Look up a level of the ladder, or a model, by default the embedded reference; ``UserError`` if unknown."""
         if level is not None:
             return cls(level, level, find_level(level).shape)
         from spkv_nas.model.checkpoint import read_size

@@ -19,6 +19,7 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.model.attach import attach_gates
+from spkv_nas.probing import measure
 from spkv_nas.probing.counting import position_buckets
 from spkv_nas.probing.density import probe
 from spkv_nas.stages.printing import change as shown
@@ -113,13 +114,13 @@ class TestStrings:
 
     def test_are_tokenised(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model, texts = gated(), [f"fox {i} jumps over the lazy dog " * 20 for i in range(30)]
-        table = probe(model, texts, 0.5, tokenizer=tiny_tokenizer)
+        table = measure.probe(model, texts, 0.5, tokenizer=tiny_tokenizer)
         expected = probe(model, build_blocks(texts, tiny_tokenizer, 128), 0.5)  # the model has no more positions
         assert table.rows.equals(expected.rows)
 
     def test_need_a_tokenizer(self, model: PreTrainedModel) -> None:
         with pytest.raises(UserError, match="strings need the model's tokenizer: give tokenizer=tokenizer"):
-            probe(model, ["a text"])
+            measure.probe(model, ["a text"])
 
 
 def test_a_model_without_gates(blocks: TokenBlocks) -> None:
