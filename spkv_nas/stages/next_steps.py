@@ -35,7 +35,7 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
     if not table.is_density or identity is None:
         return None
     # Propose by measured head gates of the same window and sink tokens
-    existing = _probe_by_signal(workspace, identity, RECOMMENDED, table)
+    existing = _recommended_probe(workspace, identity, table)
     if existing is not None:
         if (workspace.layout_dir(table.name) / f"{RECOMMENDED}.yaml").is_file():
             return None
@@ -45,7 +45,7 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
     if options is None:
         missing = f"probe.yaml of '{table.name}' does not record its model and text, so no command can be suggested"
         return Suggestion("", f"{RECOMMENDATION}; {missing}: probe the model again with --model and --data")
-    if _probe_by_signal(workspace, identity, RECOMMENDED) is not None:  # of another window or other sink tokens
+    if _recommended_probe(workspace, identity) is not None:  # of another window or other sink tokens
         options = replace(options, window=table.window, sinks=str(table.sinks))
     cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
     measuring = record.for_signal(options, RECOMMENDED, budget)
@@ -70,7 +70,7 @@ def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     workspace, identity = options.folders, record.model_identity(table.metadata)
     chosen = table.name
     if table.is_density and identity is not None:
-        chosen = _probe_by_signal(workspace, identity, RECOMMENDED, table) or chosen
+        chosen = _recommended_probe(workspace, identity, table) or chosen
     return [Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root))]
 
 
@@ -126,9 +126,9 @@ def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Sugge
     return [Suggestion.of(report.ReportOptions(probe=name, workspace=options.workspace))]
 
 
-def _probe_by_signal(workspace: Workspace, identity: str, signal: str, like: HeadScores | None = None) -> str | None:
-    """Return the name of a model's first probe by a signal, of a table's window and sinks if any; None without one."""
+def _recommended_probe(workspace: Workspace, identity: str, like: HeadScores | None = None) -> str | None:
+    """Return the name of a model's first probe by head gates, of a table's window and sinks if any; None without."""
     for name, content in record.probe_records(workspace).items():
-        if record.is_of(content, identity, signal) and (like is None or record.is_comparable(content, like)):
+        if record.is_of(content, identity, RECOMMENDED) and (like is None or record.is_comparable(content, like)):
             return name
     return None
