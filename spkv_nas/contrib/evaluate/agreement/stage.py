@@ -38,7 +38,7 @@ from spkv_nas.stages.subject import Subject, check_pair
 
 GREEDY, SAMPLED = "greedy", "sampled"
 DRAFT_TOKENS = (1, 2, 4, 8)  # tokens that a model drafts for each pass of the dense model
-_TEMPERATURE = 1.0  # of sampled continuations
+_TEMPERATURES = {GREEDY: 0.0, SAMPLED: 1.0}  # of continuations, by decoding
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
         )
     # Continue every prompt and compare the models
     sample_folder = options.folders.run_dir(subject.name) / "agreement"
-    comparison = _Comparison(model, dense, measured.blocks, new_tokens, options.seed, sample_folder, reporter)
-    results = {GREEDY: comparison.measure(GREEDY, 0.0), SAMPLED: comparison.measure(SAMPLED, _TEMPERATURE)}
+    measure = partial(_measure, model, dense, measured.blocks, new_tokens, options.seed, sample_folder, reporter)
+    results = {decoding: measure(decoding, temperature) for decoding, temperature in _TEMPERATURES.items()}
     # Write the table
     rows = agreement_table(results, DRAFT_TOKENS)
     record = {
@@ -204,36 +204,32 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
     return commands.Result(AgreementResult(subject.name, rows, folder, sample_folder, options.dense), show)
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """Comparison of two models on one text; finished continuations and comparisons are reused."""
-
-    model: samples.Checkpoint
-    dense: samples.Checkpoint
-    blocks: TokenBlocks
-    new_tokens: int
-    seed: int
-    folder: Path
-    reporter: progress.Reporter
-
-    def measure(self, decoding: str, temperature: float) -> Agreement:
-        """Measure one decoding of the dense model; must be called on all ranks."""
-        model, dense, blocks = self.model, self.dense, self.blocks
-        # Continue the prompts
-        key = hashlib.sha256(blocks.tokens.tobytes()).hexdigest()
-        seed = f" seed {self.seed}" if temperature else ""
-        written_by = dense.identity(f"{key} {self.new_tokens} temperature {temperature}{seed}")
-        with dense.hard(), self.reporter.bar(f"continuing, {decoding}") as bar:
-            write = partial(continuations.write_continuations, dense.model, dense.tokenizer, blocks, self.new_tokens)
-            write = partial(write, temperature=temperature, seed=self.seed, progress=bar)
-            texts = samples.kept_samples(self.folder, f"{decoding}-continuations", written_by, write)
-        # Compare the models on the continuations
-        compared = model.identity(f"{model.origin['tau']} after {written_by}")
-        with model.hard(), dense.hard(), self.reporter.bar(f"comparing, {decoding}") as bar:
-            measure = partial(compare, model.model, dense.model, blocks, texts, self.new_tokens)
-            measure = partial(measure, temperature=temperature, progress=bar)
-            lines = samples.kept_samples(self.folder, decoding, compared, measure)
-        return Agreement.of(lines, temperature)
+def _measure(
+    model: samples.Checkpoint,
+    dense: samples.Checkpoint,
+    blocks: TokenBlocks,
+    new_tokens: int,
+    seed: int,
+    folder: Path,
+    reporter: progress.Reporter,
+    decoding: str,
+    temperature: float,
+) -> Agreement:
+    """Measure one decoding of the dense model, reusing what is finished; must be called on all ranks."""
+    # Continue the prompts
+    key = hashlib.sha256(blocks.tokens.tobytes()).hexdigest()
+    drawn = f" seed {seed}" if temperature else ""
+    written_by = dense.identity(f"{key} {new_tokens} temperature {temperature}{drawn}")
+    with dense.hard(), reporter.bar(f"continuing, {decoding}") as bar:
+        write = partial(continuations.write_continuations, dense.model, dense.tokenizer, blocks, new_tokens)
+        write = partial(write, temperature=temperature, seed=seed, progress=bar)
+        texts = samples.kept_samples(folder, f"{decoding}-continuations", written_by, write)
+    # Compare the models on the continuations
+    compared = model.identity(f"{model.origin['tau']} after {written_by}")
+    with model.hard(), dense.hard(), reporter.bar(f"comparing, {decoding}") as bar:
+        measure = partial(compare, model.model, dense.model, blocks, texts, new_tokens)
+        measure = partial(measure, temperature=temperature, progress=bar)
+        return Agreement.of(samples.kept_samples(folder, decoding, compared, measure), temperature)
 
 
 def show(result: AgreementResult) -> None:

@@ -11,7 +11,6 @@ Log-likelihoods are computed in float32 from the model's logits; the package com
 changes the LongPPL of bfloat16 models by 0.4 to 5 %.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -207,13 +206,10 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, 
 
 def key_tokens(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[int]:
     """Return the indices of predicted tokens inside a span, counted from the second token, the first predicted one."""
-    starts = [start for start, _ in spans]
-    inside = []
-    for index, (start, end) in enumerate(offsets[1:]):
-        span = bisect_right(starts, start) - 1
-        if span >= 0 and end <= spans[span][1]:
-            inside.append(index)
-    return inside
+    starts, ends = np.array([(-1, -1), *spans]).T  # a token before all spans is inside none
+    token_starts, token_ends = np.array(offsets[1:], dtype=np.int64).reshape(-1, 2).T
+    last_ends = ends[np.searchsorted(starts, token_starts, "right") - 1]
+    return [int(index) for index in np.flatnonzero(token_ends <= last_ends)]
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Int, list[tuple[int, int]]]:

@@ -1,7 +1,7 @@
 """Evaluate a checkpoint by LongPPL, alone or beside a second one, to ``reports/<name>/``."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base import arrays, assets, console, distributed, errors, special_tokens, statistics
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.longppl.options import MAX_LENGTH, LongPPLOptions
 from spkv_nas.contrib.evaluate.longppl.reading import Criterion, LongText, Spans, key_spans, read, stretches
@@ -83,21 +83,14 @@ def _keys(
     reporter.detail(f"{len(texts)} texts of at most {length} tokens")
     identity = evaluator.identity(f"open {criterion} {_depends_on(tokenizer, texts)}")
 
-    def find(part: range) -> list[dict[str, Any]]:
-        by_text = [
-            (number, texts[number], key_spans(model, tokenizer, texts[number].text, criterion)) for number in part
-        ]
-        return [
-            {"text": number, "name": text.name, "spans": spans, "keys": [text.text[a:b] for a, b in spans]}
-            for number, text, spans in by_text
-        ]
+    def find(number: int, text: str) -> dict[str, Any]:
+        spans = key_spans(model, tokenizer, text, criterion)
+        return {"spans": spans, "keys": [text[start:end] for start, end in spans]}
 
     # Find the key tokens, with open gates
     open_gates = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "open")
     with modes.evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
-        lines = samples.kept_samples(
-            sample_folder, "keys", identity, partial(continuations.in_batches, find, len(texts), 1, progress)
-        )
+        lines = samples.kept_samples(sample_folder, "keys", identity, partial(_by_text, texts, find, progress))
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**evaluator.origin, "tau": None}
 
@@ -118,20 +111,25 @@ def _readings(
     micro_batch.check_positions(model, length, "--block-size")
     identity = checkpoint.identity(f"{origin['tau']} {_depends_on(tokenizer, texts, spans)}")
 
-    def score(part: range) -> list[dict[str, Any]]:
-        chosen = [(number, texts[number]) for number in part]
-        return [
-            {"text": number, "name": text.name, **asdict(read(model, tokenizer, text.text, spans[number]))}
-            for number, text in chosen
-        ]
+    def score(number: int, text: str) -> dict[str, Any]:
+        return asdict(read(model, tokenizer, text, spans[number]))
 
     # Read every text, with hard gates
     title = f"scoring with {sized_model.model_name(source)}"
     with modes.evaluation_mode(model), checkpoint.hard(), reporter.bar(title) as progress:
-        lines = samples.kept_samples(
-            sample_folder, "nll", identity, partial(continuations.in_batches, score, len(texts), 1, progress)
-        )
+        lines = samples.kept_samples(sample_folder, "nll", identity, partial(_by_text, texts, score, progress))
     return pd.DataFrame(lines), origin
+
+
+def _by_text(
+    texts: list[LongText], compute: Callable[[int, str], dict[str, Any]], progress: Progress
+) -> list[dict[str, Any]]:
+    """Return a record per text, of what ``compute`` returns for its number and content; must be called on all ranks."""
+
+    def run(part: range) -> list[dict[str, Any]]:
+        return [{"text": i, "name": texts[i].name, **compute(i, texts[i].text)} for i in part]
+
+    return continuations.in_batches(run, len(texts), 1, progress)
 
 
 def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
@@ -175,11 +173,8 @@ def show(result: LongPPLResult) -> None:
     title = console.escape(result.name)
     grid = console.Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=title)
     for row in result.rows.itertuples():
-        num_keys, longppl = (
-            f"{row.num_keys:,} of {row.num_tokens:,}",
-            samples.with_error(row.longppl, row.standard_error),
-        )
-        cells = [console.escape(row.domain), num_keys, longppl, f"{row.ppl:.3f}", samples.percent(row.density)]
+        keys, longppl = f"{row.num_keys:,} of {row.num_tokens:,}", samples.with_error(row.longppl, row.standard_error)
+        cells = [console.escape(row.domain), keys, longppl, f"{row.ppl:.3f}", samples.percent(row.density)]
         if against:
             difference = printing.change(row.difference_percent, row.difference_standard_error)
             cells += [samples.with_error(row.against), samples.percent(row.against_density), difference]

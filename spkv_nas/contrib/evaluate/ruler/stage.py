@@ -201,16 +201,17 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     baseline_answers = None
     with reporter.bar("answering") as bar:
         num_passes = 2 if options.against is None else 3
-        exam = _Exam(questions.cells, make, number, num_passes, bar, sample_folder, samples_identity)
+        take = partial(_take, questions.cells, make, number, sample_folder, samples_identity)
         with checkpoint.hard():
-            checkpoint_answers = exam.take(0, checkpoint, checkpoint.origin["tau"])
+            checkpoint_answers = take(checkpoint, checkpoint.origin["tau"], part_of(bar, 0, num_passes))
         with every_head_local(model, window, sinks):
-            floor_answers = exam.take(1, checkpoint, f"local {window} {sinks}".removesuffix(" 0"))
+            mode = f"local {window} {sinks}".removesuffix(" 0")
+            floor_answers = take(checkpoint, mode, part_of(bar, 1, num_passes))
         if options.against is not None:
             baseline = samples.Checkpoint.load(options, options.against, None, reporter)
             check_positions(baseline.model, lengths[-1], "--lengths")
             with baseline.hard():
-                baseline_answers = exam.take(2, baseline, baseline.origin["tau"])
+                baseline_answers = take(baseline, baseline.origin["tau"], part_of(bar, 2, num_passes))
             origin["against"] = baseline.origin
     # Caution the user about samples that did not fit in their length
     for (task, length), num_fitting in checkpoint_answers.groupby(["task", "length"], sort=False).size().items():
@@ -222,29 +223,28 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     return commands.Result(samples.SampledTable(name, rows, folder, sample_folder), show)
 
 
-@dataclass(frozen=True)
-class _Exam:
-    """Questions by (task, length), ``number`` of each, that every model answers in one of ``passes``."""
+def _take(
+    cells: Sequence[tuple[str, int]],
+    make: MakeSample,
+    number: int,
+    folder: Path,
+    samples_identity: str,
+    checkpoint: samples.Checkpoint,
+    mode: object,
+    bar: Bar,
+) -> pd.DataFrame:
+    """Answer ``number`` questions of each (task, length) with a checkpoint in its gate ``mode``, which is set already.
 
-    cells: Sequence[tuple[str, int]]
-    make: MakeSample
-    number: int
-    passes: int
-    bar: Bar
-    folder: Path
-    samples_identity: str
-
-    def take(self, pass_index: int, checkpoint: samples.Checkpoint, mode: object) -> pd.DataFrame:
-        """Answer all questions with a checkpoint in its current gate mode, in a pass; finished answers are reused."""
-        frames = []
-        identity = f"{checkpoint.identity(mode)} {self.samples_identity}"
-        for index, (task, length) in enumerate(self.cells, pass_index * len(self.cells)):
-            progress = part_of(self.bar, index, self.passes * len(self.cells), task)
-            make = partial(self.make, task, length)
-            compute = partial(answer, checkpoint.model, checkpoint.tokenizer, make, self.number, progress)
-            lines = samples.kept_samples(self.folder, f"{task}-{length}", identity, compute)
-            frames.append(pd.DataFrame(lines)[["index", "score", "density"]].assign(task=task, length=length))
-        return pd.concat(frames, ignore_index=True)
+    Finished answers are reused.
+    """
+    frames = []
+    identity = f"{checkpoint.identity(mode)} {samples_identity}"
+    for index, (task, length) in enumerate(cells):
+        progress = part_of(bar, index, len(cells), task)
+        compute = partial(answer, checkpoint.model, checkpoint.tokenizer, partial(make, task, length), number, progress)
+        lines = samples.kept_samples(folder, f"{task}-{length}", identity, compute)
+        frames.append(pd.DataFrame(lines)[["index", "score", "density"]].assign(task=task, length=length))
+    return pd.concat(frames, ignore_index=True)
 
 
 class QuestionRounds(criterion.Rounds):
@@ -266,13 +266,9 @@ class QuestionRounds(criterion.Rounds):
         """Draw the (task, length) of all questions, with equal probability, and number the questions of each."""
         self._make, self._tokenizer, self.num_samples = make, tokenizer, number
         self.identity = f"{identity} {seed} {list(cells)}"
-        counts = dict.fromkeys(cells, 0)
-        drawn_cells = np.random.default_rng((seed, _STREAM)).integers(len(cells), size=self.num_rounds * self.size)
-        self._questions: list[tuple[str, int, int]] = []
-        for drawn in drawn_cells.tolist():
-            cell = cells[drawn]
-            self._questions.append((*cell, counts[cell]))
-            counts[cell] += 1
+        drawn = pd.Series(np.random.default_rng((seed, _STREAM)).integers(len(cells), size=self.num_rounds * self.size))
+        numbers = drawn.groupby(drawn).cumcount().tolist()
+        self._questions = [(*cells[cell], index) for cell, index in zip(drawn, numbers, strict=True)]
 
     def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
         """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""

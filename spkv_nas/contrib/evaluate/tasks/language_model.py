@@ -72,13 +72,11 @@ class CheckpointLM(HFLM):
         """Answer log-likelihood requests as lm-eval does; ``UserError`` for an answer without tokens."""
         if any(request.args[:2] == ("", "") for request in requests):
             raise _bad_length("answer ''", 0, self.max_length)
-        answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=True)
-        return answers
+        return list(super().loglikelihood(requests, disable_tqdm=True))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Answer rolling log-likelihood requests as lm-eval does, without its progress bars."""
-        answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=True)
-        return answers
+        return list(super().loglikelihood_rolling(requests, disable_tqdm=True))
 
     @torch.inference_mode()
     def _loglikelihood_tokens(

@@ -217,15 +217,12 @@ def _cells(results: Results) -> list[tuple[str, Cell]]:
 
 
 def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> Cell:
-    values = result.values[metric]
-    aggregate = result.wholes.get(metric)
-    value, error = _spread(aggregate, values)
+    values, aggregate = result.values[metric], result.wholes.get(metric)
+    cell = len(values), *_spread(aggregate, values), result.density
     if against is None:
-        return len(values), value, error, result.density, *(np.nan,) * 4
-    against_values = against.values[metric]
-    against_value, _ = _spread(aggregate, against_values)
-    difference = _spread(aggregate, values, against_values)
-    return len(values), value, error, result.density, against_value, against.density, *difference
+        return *cell, *(np.nan,) * 4
+    others = against.values[metric]
+    return *cell, _spread(aggregate, others)[0], against.density, *_spread(aggregate, values, others)
 
 
 def _spread(metric_function: Callable[[list[Any]], float] | None, *models: list[Any]) -> tuple[float, float]:
@@ -299,20 +296,17 @@ def _run_tasks(
     """Run every task on one checkpoint, reusing finished ones; return results by requested name, and the origin."""
     checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
     identity = checkpoint.identity(f"{checkpoint.origin['tau']} lm-eval {version('lm-eval')}")
-    num_tasks = sum(len(group.tasks) for group in groups)
-    results: list[list[TaskResult]] = []
+    tasks = [task for group in groups for task in group.tasks]
+    results = []
     with checkpoint.hard(), reporter.bar("answering") as bar:
         lm = CheckpointLM(checkpoint.model, checkpoint.tokenizer)
-        for group in groups:
-            results.append([])
-            for task in group.tasks:
-                lm.progress = progress.part_of(bar, sum(map(len, results)), num_tasks, task.task_name)
-                results[-1].append(
-                    run_task(lm, task, sample_folder, identity, limit=options.limit, allow_code=options.allow_code)
-                )
-    num_reused = sum(result.was_kept for group_results in results for result in group_results)
-    reporter.reused(num_reused, num_tasks, "tasks")
-    return results, checkpoint.origin
+        for number, task in enumerate(tasks):
+            lm.progress = progress.part_of(bar, number, len(tasks), task.task_name)
+            options_of_task: Any = {"limit": options.limit, "allow_code": options.allow_code}
+            results.append(run_task(lm, task, sample_folder, identity, **options_of_task))
+    reporter.reused(sum(result.was_kept for result in results), len(tasks), "tasks")
+    remaining = iter(results)
+    return [[next(remaining) for _ in group.tasks] for group in groups], checkpoint.origin
 
 
 class TaskRounds(criterion.Rounds):

@@ -11,6 +11,7 @@ a failure of the law beyond them; predictions of held-out runs test that.
 """
 
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ _EXPONENTS = np.geomspace(1e-3, 3.0, 60)  # outside, the law is indistinguishabl
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the ends of its confidence interval."""
+    """Estimates and the ends of their confidence intervals, all of one shape."""
 
-    value: float
-    low: float
-    high: float
+    value: arrays.Float
+    low: arrays.Float
+    high: arrays.Float
 
 
 @dataclass(frozen=True)
@@ -67,36 +68,37 @@ class ScalingLaw:
     @property
     def irreducible(self) -> Interval:
         """Return L_inf."""
-        return self._interval(np.array([1.0, 0.0, 0.0]))
+        return self._of_sum([1.0, 0.0, 0.0])
 
     @property
     def exponent(self) -> Interval:
         """Return alpha."""
-        return self._interval(np.array([0.0, 0.0, 1.0]))
+        return self._of_sum([0.0, 0.0, 1.0])
 
     @property
     def amplitude(self) -> Interval:
         """Return A, the reducible NLL at 1 FLOP, with a wide interval, as 1 FLOP is far from the runs."""
-        log = self._interval(np.array([0.0, 1.0, np.log(self.reference)]))
+        log = self._of_sum([0.0, 1.0, np.log(self.reference)])
         with np.errstate(over="ignore"):  # with few runs, A may be unbounded
-            return Interval(*(float(np.exp(end)) for end in (log.value, log.low, log.high)))
+            return Interval(*np.exp(astuple(log)))
 
-    def predict(self, compute: float) -> Interval:
+    def predict(self, compute: ArrayLike) -> Interval:
         """Predict the NLL of one more run at ``compute`` FLOPs, with an interval that includes the runs' scatter."""
-        gradient = _jacobian(self.parameters, np.atleast_1d(self._x(compute)))[0]
-        spread = np.sqrt(gradient @ self.covariance @ gradient + self.residual**2)
-        value, half_width = float(self(compute)), self._quantile() * float(spread)
-        return Interval(value, value - half_width, value + half_width)
+        x = self._x(compute)
+        return self._interval(_law(self.parameters, x), _jacobian(self.parameters, x), self.residual)
 
-    def _interval(self, weights: arrays.Float) -> Interval:
-        """Return the interval of a linear combination of the parameters."""
-        value = float(weights @ self.parameters)
-        half_width = self._quantile() * float(np.sqrt(weights @ self.covariance @ weights))
-        return Interval(value, value - half_width, value + half_width)
+    def _of_sum(self, weights: ArrayLike) -> Interval:
+        """Return the interval of a sum of the parameters with ``weights`` [3]."""
+        return self._interval(np.dot(weights, self.parameters), np.asarray(weights))
 
-    def _quantile(self) -> float:
-        """Return the quantile of Student's t; NaN without degrees of freedom."""
-        return float(scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, self.num_runs - 3)) if self.num_runs > 3 else np.nan
+    def _interval(self, value: arrays.Float, gradient: arrays.Float, scatter: float = 0.0) -> Interval:
+        """Return the interval of a value by its ``gradient`` [..., 3], with the deviation ``scatter`` beside the fit's.
+
+        Its ends are NaN without degrees of freedom.
+        """
+        deviation = np.sqrt(((gradient @ self.covariance) * gradient).sum(-1) + scatter**2)
+        half_width = scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, self.num_runs - 3) * deviation
+        return Interval(value, value - half_width, value + half_width)
 
     def _x(self, compute: ArrayLike) -> arrays.Float:
         """Return log(compute / reference)."""
@@ -144,13 +146,8 @@ def read_runs(path: Path) -> pd.DataFrame:
     runs = tables.read_table(path, "runs", _RUNS, others=True)
     if (runs["name"] == "").all():
         runs["name"] = [str(number) for number in range(1, len(runs) + 1)]
-    order = {variant: number for number, variant in enumerate(runs["variant"].unique())}
-    return (
-        runs.assign(held_out=runs["held_out"] == "1", _key=runs["variant"].map(order))
-        .sort_values(["_key", "train_flops"], kind="stable")
-        .drop(columns="_key")
-        .reset_index(drop=True)
-    )
+    runs = runs.assign(held_out=runs["held_out"] == "1", _order=pd.factorize(runs["variant"])[0])
+    return runs.sort_values(["_order", "train_flops"], ignore_index=True).drop(columns="_order")
 
 
 def fit_runs(runs: pd.DataFrame) -> dict[str, ScalingLaw]:
@@ -179,8 +176,10 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
     described = []
     for variant, law in laws.items():
         parameters = {"L_inf": law.irreducible, "A": law.amplitude, "alpha": law.exponent}
-        variant_runs = list(runs[runs["variant"] == variant].itertuples())
-        predictions = [law.predict(run.train_flops) for run in variant_runs]
+        rows = runs.loc[runs["variant"] == variant, ["name", "held_out", "train_flops", "nll"]]
+        predicted = law.predict(rows["train_flops"])
+        numbers = rows[["train_flops", "nll"]].assign(predicted=predicted.value, low=predicted.low, high=predicted.high)
+        errors = 100.0 * (predicted.value / rows["nll"] - 1.0)
         described.append(
             {
                 "variant": variant,
@@ -190,34 +189,24 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
                 "parameters": {name: [_plain(end) for end in astuple(each)] for name, each in parameters.items()},
                 "r_squared": _plain(law.r_squared, 8),
                 "residual": _plain(law.residual),
-                "runs": [
-                    {
-                        "name": run.name,
-                        "held_out": bool(run.held_out),
-                        "train_flops": _plain(run.train_flops),
-                        "nll": _plain(run.nll),
-                        "predicted": _plain(predicted.value),
-                        "low": _plain(predicted.low),
-                        "high": _plain(predicted.high),
-                        "error_percent": _plain(100.0 * (predicted.value / run.nll - 1.0), 3),
-                    }
-                    for run, predicted in zip(variant_runs, predictions, strict=True)
-                ],
+                "runs": rows.assign(**numbers.map(_plain), error_percent=errors.map(partial(_plain, digits=3))).to_dict(
+                    "records"
+                ),
             }
         )
     return described
 
 
 def _law(parameters: arrays.Float, x: arrays.Float) -> arrays.Float:
-    """Evaluate the law at ``x`` = log(compute / reference), [n]."""
+    """Evaluate the law at ``x`` = log(compute / reference), of any shape."""
     irreducible, log_amplitude, exponent = parameters
     return np.asarray(irreducible + np.exp(log_amplitude - exponent * x))
 
 
 def _jacobian(parameters: arrays.Float, x: arrays.Float) -> arrays.Float:
-    """Return the derivatives of ``_law`` by its parameters, [n, 3]."""
+    """Return the derivatives of ``_law`` by its parameters, [..., 3]."""
     reducible = np.exp(parameters[1] - parameters[2] * x)
-    return np.column_stack([np.ones_like(x), reducible, -x * reducible])
+    return np.stack([np.ones_like(x), reducible, -x * reducible], -1)
 
 
 def _start(x: arrays.Float, loss: arrays.Float) -> arrays.Float:
@@ -312,11 +301,8 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> chart.Char
     # Law and interval of each variant
     for number, (variant, law) in enumerate(laws.items()):
         tone, dash = chart.SERIES[number % len(chart.SERIES)]
-        intervals = [law.predict(compute) for compute in compute_grid]
-        low, high = (
-            chart.numbers(np.clip([getattr(interval, side) for interval in intervals], floor, ceiling))
-            for side in ("low", "high")
-        )
+        interval = law.predict(flops)
+        low, high = (chart.numbers(np.clip(end, floor, ceiling)) for end in (interval.low, interval.high))
         label = "" if number else f"{CONFIDENCE:.0%} interval of one run"
         marks += [
             chart.Band(compute_grid, low, high, label, tone, 0.15),
