@@ -97,12 +97,10 @@ def all_evidence(inputs: ReportInputs) -> list[Evidence]:
     collected = [each for source in sources for each in source(inputs)]
     # Tell equal descriptions apart by their source
     occurrences = Counter(evidence.description for evidence in collected)
-    collected = [
-        replace(evidence, description=f"{evidence.description}, in the {evidence.source} {evidence.origin}".rstrip())
-        if occurrences[evidence.description] > 1
-        else evidence
-        for evidence in collected
-    ]
+    for index, each in enumerate(collected):
+        if occurrences[each.description] > 1:
+            where = f"in the {each.source} {each.origin}".rstrip()
+            collected[index] = replace(each, description=f"{each.description}, {where}")
     return sorted(collected, key=lambda evidence: -math.inf if math.isnan(evidence.steps) else -evidence.steps)
 
 

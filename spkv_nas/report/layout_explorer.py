@@ -144,6 +144,7 @@ def _signal(table: head_scores.HeadScores, inputs: ReportInputs) -> dict[str, An
     start_tau = (page_table if page_table.name == table.name else table).tau
     table_taus = np.array([each.tau for each in tables])
     probe_tau, start = (int(abs(table_taus - tau).argmin()) for tau in (table.tau, start_tau))
+    content = json.dumps(tables_at_thresholds(tables), separators=(",", ":")).encode()
     return {
         "name": table.name,
         "command": inputs.commands.get(table.name, f"spkv-nas propose --probe {shlex.quote(table.name)}"),
@@ -159,9 +160,7 @@ def _signal(table: head_scores.HeadScores, inputs: ReportInputs) -> dict[str, An
         "taus": [yaml_line(densest_layout(candidate, 1).provenance["tau"]) for candidate in tables],
         "probe_tau": probe_tau,
         "start": start,
-        "tables": b64encode(
-            compress(json.dumps(tables_at_thresholds(tables), separators=(",", ":")).encode(), mtime=0)
-        ).decode(),
+        "tables": b64encode(compress(content, mtime=0)).decode(),
     }
 
 
@@ -221,15 +220,14 @@ def levels(values: arrays.Float, measure: score_kind.Measure) -> list[int | None
     Value v has level n if v lies in [n, n + 1) / (2 * 10^decimals). Both ``exact`` and the map round at the ends of
     this interval, so its middle is written like v.
     """
-    units = 2 * 10**measure.decimals
-    floors = np.floor(values.ravel() * units).tolist()
-    quantised = [None if math.isnan(level) else int(level) for level in floors]
-    for number, value in enumerate(values.ravel().tolist()):
-        if math.isnan(value):
-            continue
-        # On a boundary, where halves round to even, take the side that is written like the value
-        if abs(value * units - round(value * units)) < 1e-6:
-            below, above = round(value * units) - 1, round(value * units)
-            written, shown = ((measure.exact(v), measure.scale.text(v)) for v in (value, (above + 0.5) / units))
-            quantised[number] = above if shown == written else below
-    return quantised
+    units: int = 2 * 10**measure.decimals
+
+    def level(value: float) -> int:
+        """Return the level; on a boundary, where halves round to even, of the side that is written like the value."""
+        nearest = round(value * units)
+        if abs(value * units - nearest) >= 1e-6:
+            return math.floor(value * units)
+        written, above = ((measure.exact(v), measure.scale.text(v)) for v in (value, (nearest + 0.5) / units))
+        return nearest if above == written else nearest - 1
+
+    return [None if math.isnan(value) else level(value) for value in values.ravel().tolist()]

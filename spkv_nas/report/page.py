@@ -19,11 +19,9 @@ from markupsafe import Markup
 from spkv_nas.base import files, version
 from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.proposal import coverage, strategies
-from spkv_nas.report import density_charts, formatting, layout_explorer, page_svg, plot, tables
-from spkv_nas.report.chart import Bars, Chart, Heatmap, Mark, Panels, Points
-from spkv_nas.report.figures import SEARCH_FIGURES
+from spkv_nas.report import density_charts, formatting, layout_explorer, page_svg, plot, result_charts, tables
+from spkv_nas.report.chart import Chart, Heatmap, Mark, Panels
 from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.result_charts import cache_nll_chart, coverage_budget_chart, coverage_nll_chart, search_charts
 from spkv_nas.report.verdict import Step, Verdict, conclude
 
 _PAGE = "index.html"
@@ -43,7 +41,7 @@ def write_report(
         plot.save_chart(folder, chart)
         progress(number, len(charts))
     # Render the page with the figures that exist
-    names = [chart.name for chart in charts] + [*(SEARCH_FIGURES if groups["search"] else ())]
+    names = [chart.name for chart in charts] + [*(result_charts.SEARCH_FIGURES if groups["search"] else ())]
     names += [chart.name for section in inputs.benchmarks for chart in section.charts]
     figures = [name for name in names if (folder / f"{name}.png").is_file()]
     files.write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures))
@@ -52,15 +50,15 @@ def write_report(
 
 def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
     """Return every chart that has data, by the section of the page that shows it."""
-    table = inputs.table
-    has_cost = inputs.search is not None and bool(inputs.search["cost"].notna().all())
+    table, compared, search = inputs.table, inputs.comparison, inputs.search
+    has_cost = search is not None and bool(search["cost"].notna().all())
     groups: dict[str, list[Chart | Panels | None]] = {
         "density": [density_charts.density_chart(table)],
         "layouts": [density_charts.layout_charts(table, inputs.layouts, inputs.covered)],
         "results": [
-            cache_nll_chart(inputs, verdict),
-            None if inputs.comparison is None else coverage_nll_chart(inputs.comparison, table.measure.noun),
-            coverage_budget_chart(table, inputs.layouts, inputs.covered, inputs.certainty),
+            result_charts.cache_nll_chart(inputs, verdict),
+            None if compared is None else result_charts.coverage_nll_chart(compared, table.measure.noun),
+            result_charts.coverage_budget_chart(table, inputs.layouts, inputs.covered, inputs.certainty),
         ],
         "detail": [
             density_charts.domain_chart(table) if len(table.domains) > 1 else None,
@@ -68,7 +66,7 @@ def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
             density_charts.histogram_chart(table),
         ],
         "certainty": [None if inputs.certainty is None else density_charts.stability_chart(inputs.certainty)],
-        "search": [] if inputs.search is None else [*search_charts(inputs.search, "cost" if has_cost else None)],
+        "search": [] if search is None else [*result_charts.search_charts(search, "cost" if has_cost else None)],
     }
     return {name: [chart for chart in charts if chart is not None] for name, charts in groups.items()}
 
@@ -89,19 +87,13 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
         key=lambda layout: -np.nan_to_num(inputs.covered[layout[0]]),
     )
     # Fill the template
-    choices, folder = layout_explorer.explorer_data(inputs, verdict), Path(__file__).parent
-    shown: dict[str, Any] = {
-        "explorer": choices,
-        "inputs": inputs,
-        "table": table,
-        "measure": table.measure,
-        "verdict": verdict,
-    }
+    explorer, folder = layout_explorer.explorer_data(inputs, verdict), Path(__file__).parent
+    shown = {"inputs": inputs, "table": table, "measure": table.measure, "verdict": verdict, "explorer": explorer}
     shown |= {"steps": steps, "tables": tables, "charts": charts, "layouts": layouts, "figures": figures}
     return render(
         "page.html.j2",
         version=version.__version__,
-        data=Markup(page_data(embedded, choices, layout_explorer.layout_indices(choices))),
+        data=Markup(page_data(embedded, explorer, layout_explorer.layout_indices(explorer))),
         script=Markup(compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))),
         **shown,
         strategy_of=strategies.strategy_of,
@@ -148,18 +140,12 @@ def page_data(
     """
 
     def content(mark: Mark) -> dict[str, Any]:
-        match mark:
-            case Points():
-                layouts = [(indices or {}).get(name, -1) for name in mark.layouts]
-                parts: dict[str, Any] = {"tips": mark.tips, "layouts": layouts}
-            case Bars():
-                parts = {"tips": mark.tips}
-            case Heatmap():
-                rows = np.round(mark.values, 4).tolist() if mark.words else []
-                values = [[None if math.isnan(value) else value for value in row] for row in rows]
-                parts = {"values": values, "words": mark.words}
-            case _:
-                parts = {}
+        layouts = [(indices or {}).get(name, -1) for name in getattr(mark, "layouts", ())]
+        parts = {"tips": getattr(mark, "tips", ()), "layouts": layouts}
+        if isinstance(mark, Heatmap) and mark.words:
+            rows = np.round(mark.values, 4).tolist()
+            values = [[None if math.isnan(value) else value for value in row] for row in rows]
+            parts |= {"values": values, "words": mark.words}
         return {key: part for key, part in parts.items() if part}
 
     marks = {chart.name: [content(mark) for mark in chart.marks] for chart in charts}

@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from matplotlib import colormaps, rc_context
-from matplotlib.axes import Axes
+from matplotlib import axes, colormaps, colors, rc_context, ticker
 from matplotlib.axis import Axis as Ruler
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Affine2D, Bbox, TransformedBbox
 
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -153,7 +150,7 @@ def _legend_shape(chart: Chart) -> tuple[int, int]:
     return math.ceil(len(names) / max(1, columns)), columns
 
 
-def _draw_chart(ax: Axes, chart: Chart) -> None:
+def _draw_chart(ax: axes.Axes, chart: Chart) -> None:
     """Draw a chart of any marks but a heatmap."""
     # Axes
     ax.set(xscale="log" if chart.x.log else "linear", yscale="log" if chart.y.log else "linear")
@@ -180,11 +177,11 @@ def _draw_chart(ax: Axes, chart: Chart) -> None:
 
 def _draw_axis(ruler: Ruler, axis: Axis) -> None:
     ruler.set_ticks([value for value, _ in axis.ticks], [text for _, text in axis.ticks])
-    ruler.set_minor_locator(NullLocator())
+    ruler.set_minor_locator(ticker.NullLocator())
     ruler.set_label_text(axis.title)
 
 
-def _draw_mark(ax: Axes, mark: Any, name: str) -> None:
+def _draw_mark(ax: axes.Axes, mark: Any, name: str) -> None:
     """Draw one mark; ``name`` is the id of its elements with a tooltip, for the page."""
     match mark:
         case Band():
@@ -223,7 +220,7 @@ def _point_style(points: Points) -> dict[str, Any]:
     return {**style, "markeredgecolor": edge, "markeredgewidth": width, "alpha": points.opacity}
 
 
-def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
+def _draw_map(ax: axes.Axes, chart: Chart, cells: Heatmap) -> None:
     """Draw a heatmap with its axes, marked cells and colour bar."""
     import seaborn as sns  # imported here because it is slow and only maps need it
 
@@ -268,7 +265,7 @@ def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
         bar.outline.set_visible(False)
 
 
-def _draw_names(ax: Axes, chart: Chart) -> None:
+def _draw_names(ax: axes.Axes, chart: Chart) -> None:
     """Write the names of rules and points; a name of a point that finds no room is left out."""
     occupied, inside = _obstacles(ax), ax.get_window_extent()
     to_points: Any = ax.transData.transform
@@ -291,7 +288,7 @@ def _draw_names(ax: Axes, chart: Chart) -> None:
                         _write(ax, name, to_points((x, y)), heights, occupied)
 
 
-def _write(ax: Axes, name: str, at: Any, heights: list[float], occupied: list[Bbox], *, gap: float = 10) -> bool:
+def _write(ax: axes.Axes, name: str, at: Any, heights: list[float], occupied: list[Bbox], *, gap: float = 10) -> bool:
     """Write a name right or left of ``at``, at the first free height; return whether there was one."""
     width, inside = LETTER * len(name), ax.get_window_extent()
     for height in heights:
@@ -310,7 +307,7 @@ def _write(ax: Axes, name: str, at: Any, heights: list[float], occupied: list[Bb
     return False
 
 
-def _obstacles(ax: Axes) -> list[Bbox]:
+def _obstacles(ax: axes.Axes) -> list[Bbox]:
     """Return the boxes of bars, lines and points that names should avoid."""
     boxes = [bar.get_window_extent() for bar in ax.patches]
     for drawn in ax.lines:
@@ -330,7 +327,7 @@ def cividis(value: float) -> tuple[str, str]:
     rgb = np.array(colormaps["cividis"](min(1.0, max(0.0, float(value))))[:3])
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     luminance = float(linear @ [0.2126, 0.7152, 0.0722])
-    return to_hex(rgb.tolist()), "#000" if luminance > 0.179 else "#fff"
+    return colors.to_hex(rgb.tolist()), "#000" if luminance > 0.179 else "#fff"
 
 
 def plot_head_scores(scores: HeadScores) -> Picture:

@@ -1,7 +1,9 @@
 """Draw NLL against coverage, density and cache: of layouts, thresholds, pruning rules, searches; coverage by budget."""
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,9 @@ from spkv_nas.artifacts import score_kind, search_table
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.extras import missing_extra
 from spkv_nas.cost.cache_cost import full_bytes
-from spkv_nas.proposal.answers import coverage_by_budget
-from spkv_nas.proposal.coverage import Certainty
+from spkv_nas.proposal import answers, coverage
 from spkv_nas.report import chart
 from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Points, Rule, numbers, points
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result
@@ -183,13 +185,13 @@ def _references(inputs: ReportInputs, evidence: Evidence) -> Iterator[Result]:
 
 
 def coverage_budget_chart(
-    table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float], certainty: Certainty | None
+    table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float], certainty: coverage.Certainty | None
 ) -> Chart | None:
     """Return coverage against budget by strategy, with the layouts as dots; None if no head keeps anything.
 
     ``covered`` is each layout's coverage, in [0, 1]; ``certainty`` gives the band of the curve of highest scores.
     """
-    curve = coverage_by_budget(table)
+    curve = answers.coverage_by_budget(table)
     if curve is None:
         return None
     marks: list[Mark] = []
@@ -229,12 +231,24 @@ def coverage_budget_chart(
 
 _SHAPES: tuple[chart.Shape, ...] = ("circle", "diamond", "triangle", "circle")
 _CHANGE = "Zero-shot ΔNLL, %"
+SEARCH_FIGURES = ("search-retrained", "search-front")
 
 
 def search_charts(rows: pd.DataFrame, cost: str | None) -> list[Chart | chart.Panels]:
     """Return the charts that have data; ``cost`` names the second objective, None without one."""
     charts = (retrained_charts(rows), None if cost is None else front_chart(rows, cost))
     return [each for each in charts if each is not None]
+
+
+def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> None:
+    """Write the figures of ``search.csv`` that have data, remove the others; ``cost`` names a second objective."""
+    from spkv_nas.report.plot import save_chart
+
+    charts = search_charts(rows, cost)
+    for each in charts:
+        save_chart(folder, each)
+    for name in set(SEARCH_FIGURES) - {each.name for each in charts}:
+        _remove(folder, name)
 
 
 def retrained_charts(rows: pd.DataFrame) -> chart.Panels | None:
@@ -325,3 +339,23 @@ def _front(trials: pd.DataFrame, end: float) -> tuple[chart.Numbers, chart.Numbe
     lowest = ordered["zero_shot_delta_percent"].cummin()
     is_lower = lowest != lowest.shift()
     return (*numbers(np.repeat(ordered.loc[is_lower, "cost"], 2)[1:]), end), numbers(np.repeat(lowest[is_lower], 2))
+
+
+def save_figure(folder: Path, drawn: Chart | chart.Panels) -> Path | None:
+    """Write a table's picture, return its PNG; without drawing libraries remove an older one, warn, return None."""
+    try:
+        from spkv_nas.report.plot import save_chart
+
+        save_chart(folder, drawn)
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra(error)) is None:
+            raise
+        warnings.warn(f"without the figure {drawn.name}: {missing}", stacklevel=2)
+        _remove(folder, drawn.name)
+        return None
+    return folder / f"{drawn.name}.png"
+
+
+def _remove(folder: Path, name: str) -> None:
+    for suffix in (".png", ".svg", ".pdf"):
+        (folder / f"{name}{suffix}").unlink(missing_ok=True)

@@ -84,9 +84,8 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> cha
     unit, margin = str(group["unit"].iloc[0]), float(group["margin"].iloc[0])
     # Crop the axis where ends lie far beyond the margin
     ends = group[["low", "high", "loss"]].clip(-_REACH * margin, _REACH * margin)
-    axis = chart.round_axis(
-        f"Loss, {unit}", min(0.0, ends.min(axis=None)), max(margin, ends.max(axis=None)), padded=True
-    )
+    low, high = min(0.0, ends.min(axis=None)), max(margin, ends.max(axis=None))
+    axis = chart.round_axis(f"Loss, {unit}", low, high, padded=True)
     # Name the candidates, and summarise their answers
     names = [f"{short(label, 28)} " for label in group["label"]]
     pairs = zip(group["candidate"], group["answer"], strict=True)

@@ -175,7 +175,7 @@ def _by_costs(answer: answers.Answer, window: int | None) -> str | None:
 
 def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> BudgetsResult:
     """Find the best layout at each of several budgets; write them, curve and figure to ``layouts/<name>/budgets/``."""
-    from spkv_nas.report import figures, result_charts
+    from spkv_nas.report import result_charts
 
     table = with_sinks(lookup.chosen_table(options, reporter), options.sinks)
     reporter.caution(table.missed_price)
@@ -197,7 +197,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     resampled = bootstrap(curve.table)
     certainty = None if resampled is None else Certainty.of(resampled, curve.layouts, curve.knee.budget)
     chart = result_charts.coverage_budget_chart(curve.table, curve.layouts, covered, certainty)
-    figure = None if chart is None else figures.save_figure(folder, replace(chart, name="budgets"))
+    figure = None if chart is None else result_charts.save_figure(folder, replace(chart, name="budgets"))
     return BudgetsResult(curve, caution(curve.table), folder, figure)
 
 

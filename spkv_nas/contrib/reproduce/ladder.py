@@ -13,7 +13,7 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.formulas import attention_flops, flops_per_token
 from spkv_nas.cost.ladder import ladder as levels
 from spkv_nas.report.chart import Chart, Dash, Line, Mark, Panels, Points, Tone, decades_axis, numbers
-from spkv_nas.report.figures import save_figure
+from spkv_nas.report.result_charts import save_figure
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ def flops_charts(rows: pd.DataFrame, context: int, density: float) -> Panels:
     """
     size = numbers(rows["num_parameters"], 1e-9)
     parts = ("attention", "total")
-    columns = [f"{part}_{kind}" for part in parts for kind in ("dense", "sparse")]
-    values = rows[columns].to_numpy(dtype=np.float64) / 1e9
+    values = rows.drop(columns=["name", "num_parameters"]).to_numpy(dtype=np.float64) / 1e9
     # Give all charts the same axes
     axes = (
         decades_axis("Parameters without embeddings, billions", min(size) / 1.2, max(size) * 1.2, multiples=(1, 2, 5)),

@@ -15,7 +15,7 @@ from spkv_nas.contrib.search import driver, recipe_evaluator, results, space
 from spkv_nas.contrib.search.options import SearchOptions, SearchSpecification, specify
 from spkv_nas.evaluation import ranking
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.report.figures import write_study_figures
+from spkv_nas.report.result_charts import write_study_figures
 from spkv_nas.stages import commands, dry_run, printing
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.training import run_plan, variants

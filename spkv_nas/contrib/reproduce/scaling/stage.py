@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from spkv_nas.base import arrays, assets, console, limits, records, replace, tables, version
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.report import chart, figures
+from spkv_nas.report import chart, result_charts
 
 _RUNS = (
     tables.Column("name", default=""),
@@ -179,7 +179,7 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
         rows = runs.loc[runs["variant"] == variant, ["name", "held_out", "train_flops", "nll"]]
         predicted = law.predict(rows["train_flops"])
         numbers = rows[["train_flops", "nll"]].assign(predicted=predicted.value, low=predicted.low, high=predicted.high)
-        errors = 100.0 * (predicted.value / rows["nll"] - 1.0)
+        errors = (100.0 * (predicted.value / rows["nll"] - 1.0)).map(partial(_plain, digits=3))
         described.append(
             {
                 "variant": variant,
@@ -189,9 +189,7 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
                 "parameters": {name: [_plain(end) for end in astuple(each)] for name, each in parameters.items()},
                 "r_squared": _plain(law.r_squared, 8),
                 "residual": _plain(law.residual),
-                "runs": rows.assign(**numbers.map(_plain), error_percent=errors.map(partial(_plain, digits=3))).to_dict(
-                    "records"
-                ),
+                "runs": rows.assign(**numbers.map(_plain), error_percent=errors).to_dict("records"),
             }
         )
     return described
@@ -259,7 +257,7 @@ def scaling(workspace: Workspace, name: str, file: Path | None) -> ScalingResult
     record = {"source": name if file is None else str(file), "fits": described, "environment": version.environment()}
     with replace.replacing(folder) as new:
         records.write_record(new / "scaling.yaml", record)
-    figure = figures.save_figure(folder, scaling_chart(runs, laws))
+    figure = result_charts.save_figure(folder, scaling_chart(runs, laws))
     return ScalingResult(name, described, folder, figure)
 
 
@@ -268,9 +266,8 @@ def show(result: ScalingResult) -> None:
     for law in result.laws:
         # Fitted parameters
         title = f"{result.name}, {law['variant']}" if law["variant"] else result.name
-        grid = console.Table(
-            "", "value", f"{law['confidence']:.0%} interval", title=console.escape(f"{title}: {law['law']}")
-        )
+        title = console.escape(f"{title}: {law['law']}")
+        grid = console.Table("", "value", f"{law['confidence']:.0%} interval", title=title)
         for parameter, (value, low, high) in law["parameters"].items():
             grid.add_row(parameter, f"{value:.4g}", f"{low:.4g} .. {high:.4g}")
         console.out.print(grid)
