@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 import scipy  # submodules load lazily on use
 
-from spkv_nas.artifacts import grid, head_scores, proposal
-from spkv_nas.artifacts.result_tables import PROBE_PAIRS
+from spkv_nas.artifacts import grid, head_scores, proposal, result_tables
 from spkv_nas.base import console, errors, locks
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.compare.options import CompareOptions
@@ -180,7 +179,7 @@ def write_agreement(
     probes, budget = list(dict.fromkeys([*rows["first"], *rows["second"]])), int(rows["budget"].iloc[0])
     origin = {"probes": probes, "budget": budget, "windows": dict(windows or {})}
     with locks.locked(folder, "writes agreement.csv", reporter.announce):
-        PROBE_PAIRS.write(folder, rows, origin, reporter)
+        result_tables.PROBE_PAIRS.write(folder, rows, origin, reporter)
 
 
 def _domains(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:

@@ -17,8 +17,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, Retraining
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.contrib.search.options import SearchSpecification
-from spkv_nas.contrib.search.recipe_evaluator import RecipeEvaluator
+from spkv_nas.contrib.search import options, recipe_evaluator
 from spkv_nas.contrib.search.sampler import SAMPLERS, StudySampler
 from spkv_nas.contrib.search.space import LayoutCost, Trial, best_start, ranked
 from spkv_nas.contrib.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
@@ -42,8 +41,8 @@ class Search:
 
     def __init__(
         self,
-        evaluator: RecipeEvaluator,
-        specification: SearchSpecification,
+        evaluator: recipe_evaluator.RecipeEvaluator,
+        specification: options.SearchSpecification,
         folder: Path,
         *,
         cost: LayoutCost | None = None,

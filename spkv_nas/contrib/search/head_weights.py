@@ -12,7 +12,6 @@ t and the e_j maximise the evidence (MacKay 1992, "Bayesian Interpolation").
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import scipy
@@ -32,8 +31,7 @@ class HeadWeights:
 
     def draw(self, generator: np.random.Generator, spread: float = 1.0) -> Float:
         """Draw weights [H] from the posterior, with deviations from the mean scaled by ``spread``."""
-        drawn: Float = self.mean + spread * (self.root @ generator.standard_normal(self.root.shape[1]))
-        return drawn
+        return np.asarray(self.mean + spread * (self.root @ generator.standard_normal(self.root.shape[1])))
 
     @classmethod
     def of(cls, layouts: Mask, scores: Float, signals: Float) -> "HeadWeights | None":
@@ -168,12 +166,10 @@ class Evidence:
             return -value, -np.exp(scales) * np.array([slope.sum(), *slope[chosen]])
 
         bounds = [(scale - _REACH, scale + _REACH) for scale in start]
-        result: Any = scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds)
-        scales: Float = result.x
-        return scales
+        return np.asarray(scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds).x)
 
 
 def offsets(numbers: Int) -> Float:
     """Return the nuisance regressors [N, 3], a parabola in the numbers [N] of global heads."""
     scaled = (numbers - numbers.mean()) / max(1.0, float(np.ptp(numbers)))
-    return np.stack([np.ones(len(numbers)), scaled, scaled**2], 1)
+    return np.vander(scaled, 3, increasing=True)

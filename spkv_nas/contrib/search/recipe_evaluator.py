@@ -85,8 +85,7 @@ class RecipeEvaluator:
         """Return the tokens of each held-out document that is not used for selection, int64 [documents]."""
         heldout = self._context.corpus.heldout
         counts = np.bincount(heldout.document.ravel(), minlength=len(heldout.documents))
-        unseen_counts: arrays.Int = counts[~self._selection_documents]
-        return unseen_counts
+        return np.asarray(counts[~self._selection_documents])
 
     @cached_property
     def _chosen_on(self) -> TokenBlocks:
@@ -118,9 +117,7 @@ class RecipeEvaluator:
     @property
     def _selection_documents(self) -> np.ndarray:
         """Return bool [documents], True for held-out documents used for selection."""
-        is_selected = np.zeros(len(self._context.corpus.heldout.documents), dtype=bool)
-        is_selected[np.unique(self._chosen_on.document)] = True
-        return is_selected
+        return np.isin(np.arange(len(self._context.corpus.heldout.documents)), self._chosen_on.document)
 
     def _part(self, nll: paired.DocumentNLL, fidelity: search_table.Retraining) -> paired.DocumentNLL:
         """Restrict an NLL to the documents that a retraining is evaluated on; the others get 0 tokens."""

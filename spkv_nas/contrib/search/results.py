@@ -45,9 +45,8 @@ def result_table(trials: Sequence[Trial], table: head_scores.HeadScores) -> pd.D
         }
         # Add the change of NLL at every fidelity
         for fidelity in FIDELITIES:
-            change = trial.change(fidelity)
-            row[f"{fidelity}_delta_percent"] = math.nan if change is None else change.percent
-            row[f"{fidelity}_standard_error"] = math.nan if change is None else change.standard_error
+            change = trial.change(fidelity) or paired.PairedDifference(math.nan, math.nan)
+            row |= {f"{fidelity}_delta_percent": change.percent, f"{fidelity}_standard_error": change.standard_error}
         rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 

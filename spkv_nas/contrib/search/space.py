@@ -73,12 +73,10 @@ class Space:
 
     def contains(self, layout: Layout) -> bool:
         """Return true if the layout has this grid, window and sinks, meets the constraints and fits the budgets."""
-        is_other = layout.windows or (layout.window, layout.sinks) != (self.window, self.sinks)
-        if layout.heads_per_layer != self.table.heads_per_layer or is_other:
+        is_alike = (layout.window, layout.sinks) == (self.window, self.sinks) and not layout.windows
+        if not is_alike or layout.heads_per_layer != self.table.heads_per_layer:
             return False
-        if not self._least <= layout.num_global <= self.budgets[1]:
-            return False
-        return not self.constraints.broken_by(layout)
+        return self._least <= layout.num_global <= self.budgets[1] and not self.constraints.broken_by(layout)
 
     def _best(self, gain: Float, budget: int) -> Layout:
         """Return the layout of highest total gain with at most ``budget`` global heads under the constraints."""

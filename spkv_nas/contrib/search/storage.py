@@ -13,14 +13,11 @@ from functools import partial
 from typing import Any
 
 import optuna
-from optuna.exceptions import ExperimentalWarning, OptunaError, TrialPruned
-from optuna.pruners import MedianPruner
+from optuna import exceptions, pruners
 from optuna.storages import RDBStorage, fail_stale_trials
 from optuna.storages._heartbeat import is_heartbeat_enabled
 from optuna.trial import FrozenTrial, Trial, TrialState
-from sqlalchemy import make_url
-from sqlalchemy.exc import ArgumentError, DatabaseError, SQLAlchemyError
-from sqlalchemy.pool import NullPool
+from sqlalchemy import exc, make_url, pool
 
 from spkv_nas.base import errors, extras
 
@@ -34,8 +31,8 @@ _IF_DAMAGED = "if its file is damaged, remove it: scores and retrained checkpoin
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 Run = Callable[[Trial, int], Sequence[float]]
 _OPTIONS = {
-    "sqlite": {"poolclass": NullPool, "connect_args": {"timeout": 60}},
-    "postgresql": {"poolclass": NullPool, "pool_pre_ping": True},  # reconnect if the server was restarted
+    "sqlite": {"poolclass": pool.NullPool, "connect_args": {"timeout": 60}},
+    "postgresql": {"poolclass": pool.NullPool, "pool_pre_ping": True},  # reconnect if the server was restarted
 }
 
 
@@ -50,12 +47,12 @@ def open_storage(url: str) -> RDBStorage:
                     return RDBStorage(
                         url, engine_kwargs=_OPTIONS.get(dialect, {}), heartbeat_interval=HEARTBEAT, grace_period=GRACE
                     )
-            except SQLAlchemyError as error:
+            except exc.SQLAlchemyError as error:
                 if attempt + 1 == _ATTEMPTS or not any(word in str(error) for word in ("exist", "UNIQUE")):
                     raise
                 time.sleep(random.random())
         raise AssertionError
-    except (SQLAlchemyError, ImportError, ValueError, RuntimeError, OSError) as error:
+    except (exc.SQLAlchemyError, ImportError, ValueError, RuntimeError, OSError) as error:
         raise _cannot_open(url, error) from error
 
 
@@ -69,7 +66,7 @@ def open_study(storage: RDBStorage, name: str, settings: Mapping[str, Any], metr
         study_name=name,
         directions=["minimize"] * len(metrics),
         load_if_exists=True,
-        pruner=MedianPruner(n_startup_trials=STARTUP),
+        pruner=pruners.MedianPruner(n_startup_trials=STARTUP),
     )
     # Record the settings, or compare them with those of the existing study
     if _SETTINGS not in study.user_attrs:  # new, or its creator was killed between two writes
@@ -139,7 +136,7 @@ def _run_free(
     rank, free = sum(each < trial.number for each in waiting), _free(trials, number, num_prior)
     if rank >= len(free):  # other workers were faster
         time.sleep(_POLL)
-        raise TrialPruned
+        raise exceptions.TrialPruned
     # Else a worker that dies before Optuna's first heartbeat holds the task forever
     if is_heartbeat_enabled(trial.storage):
         trial.storage.record_heartbeat(trial._trial_id)
@@ -178,7 +175,7 @@ def storage_errors() -> Iterator[None]:
     """Convert errors while working on a study, such as a full disk or a damaged file, to ``UserError``."""
     try:
         yield
-    except (SQLAlchemyError, OptunaError) as error:
+    except (exc.SQLAlchemyError, exceptions.OptunaError) as error:
         raise errors.UserError(
             f"the study cannot be read or written: {errors.first_line(error.__cause__ or error)}\n"
             f"run the same command again to resume; {_IF_DAMAGED}"
@@ -189,7 +186,7 @@ def storage_errors() -> Iterator[None]:
 def _stable() -> Iterator[None]:
     """Silence Optuna's warning that heartbeats and names of metrics are experimental."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
+        warnings.simplefilter("ignore", exceptions.ExperimentalWarning)
         yield
 
 
@@ -201,9 +198,9 @@ def _cannot_open(url: str, error: Exception) -> errors.UserError:
     # Leave the password out of the message
     try:
         shown = make_url(url).render_as_string()
-    except ArgumentError:
+    except exc.ArgumentError:
         shown = url
     remedy = "use an SQLAlchemy URL, such as sqlite:///study.db or postgresql://user@host/database"
-    if type(error) is DatabaseError:  # the file exists, but is no database
+    if type(error) is exc.DatabaseError:  # the file exists, but is no database
         remedy = _IF_DAMAGED
     return errors.UserError(f"cannot open the storage {shown}: {errors.first_line(error)}\n{remedy}")

@@ -14,21 +14,21 @@ As in Optuna, callbacks are called with the study and each finished trial, and m
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import get_args
 
 import pandas as pd
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import FIDELITIES
+from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.base import arguments, errors
 from spkv_nas.base.progress import LOGGER
 from spkv_nas.contrib.search.results import front, result_table
 from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Effort, Sampler, StudySampler
 from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, starting_layouts
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
-from spkv_nas.evaluation.zero_shot import zero_shot
+from spkv_nas.evaluation import paired, zero_shot
 from spkv_nas.model.windows import default_window
 from spkv_nas.proposal.budget import is_several, parse_budget, parse_budgets
 from spkv_nas.proposal.constraints import Constraints
@@ -51,7 +51,7 @@ class Study:
     def __init__(
         self,
         space: Space,
-        score: Callable[[Sequence[Layout]], list[PairedDifference]],
+        score: Callable[[Sequence[Layout]], list[paired.PairedDifference]],
         starts: Mapping[str, Layout],
         *,
         sampler: str | Sampler = Effort.sampler,
@@ -65,7 +65,7 @@ class Study:
         self._sampler = StudySampler(space, chosen, seed, list(starts.values()))
         self._finished: list[Trial] = []
         # By content hash; may include layouts scored but not tried because of a stop
-        self._scores: dict[str, PairedDifference] = {}
+        self._scores: dict[str, paired.PairedDifference] = {}
         self._goal = 0
 
     def optimize(self, num_trials: int, callbacks: Sequence[Callback] = ()) -> "Study":
@@ -83,10 +83,8 @@ class Study:
                 self._scores[layout.content_hash] = score
             # Record the trials and call back
             for layout in layouts:
-                cost = None if self._cost is None else self._cost.of(layout)
-                trial = Trial(
-                    self._kind, self._seed, len(self._finished), layout, cost, self._scores[layout.content_hash]
-                )
+                cost, score = None if self._cost is None else self._cost.of(layout), self._scores[layout.content_hash]
+                trial = Trial(self._kind, self._seed, len(self._finished), layout, cost, score)
                 self._finished.append(trial)
                 for callback in callbacks:
                     callback(self, trial)
@@ -101,10 +99,8 @@ class Study:
     @property
     def trials(self) -> pd.DataFrame:
         """Return one row per trial, as in ``search.csv``: name, heads, ΔNLL against full attention in %, its error."""
-        retrained = [
-            f"{fidelity}_{quantity}" for fidelity in FIDELITIES[1:] for quantity in ("delta_percent", "standard_error")
-        ]
-        return result_table(self._finished, self._space.table).drop(columns=retrained)
+        rows = result_table(self._finished, self._space.table)
+        return rows.drop(columns=[name for name in rows if name.startswith(get_args(Retraining))])
 
     @property
     def best_trial(self) -> Trial:
@@ -185,16 +181,16 @@ def search_layouts(
 
 def _scorer(
     model: PreTrainedModel, blocks: TokenBlocks, batch_size: int
-) -> Callable[[Sequence[Layout]], list[PairedDifference]]:
+) -> Callable[[Sequence[Layout]], list[paired.PairedDifference]]:
     """Return the function that scores layouts against full attention, which is scored once."""
 
     @cache
-    def full_attention() -> DocumentNLL:
-        return zero_shot(model, [None], blocks, batch_size=batch_size)[0]
+    def full_attention() -> paired.DocumentNLL:
+        return zero_shot.zero_shot(model, [None], blocks, batch_size=batch_size)[0]
 
-    def score(layouts: Sequence[Layout]) -> list[PairedDifference]:
-        document_nlls = zero_shot(model, layouts, blocks, batch_size=batch_size)
-        changes = [paired_difference(nll, full_attention()) for nll in document_nlls]
+    def score(layouts: Sequence[Layout]) -> list[paired.PairedDifference]:
+        document_nlls = zero_shot.zero_shot(model, layouts, blocks, batch_size=batch_size)
+        changes = [paired.paired_difference(nll, full_attention()) for nll in document_nlls]
         LOGGER.info(f"scored {len(changes)} layouts, the best at {min(change.percent for change in changes):+.2f} %")
         return changes
 
