@@ -39,9 +39,8 @@ def scaling(options: ScalingOptions, reporter: progress.Reporter) -> commands.Re
     """
     from spkv_nas.contrib.reproduce.scaling import stage
 
-    return commands.Result(
-        stage.scaling(options.folders, PAPER if options.runs is None else options.runs.stem, options.runs), stage.show
-    )
+    name = PAPER if options.runs is None else options.runs.stem
+    return commands.Result(stage.scaling(options.folders, name, options.runs), stage.show)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.result_tables import AGREEMENT
@@ -59,14 +59,11 @@ class Agreement:
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]], temperature: float) -> "Agreement":
         """Collect the records that ``compare`` returns."""
-        longest = max(len(line["equal"]) for line in lines)
 
         def column(name: str) -> arrays.Float:
             """Return [P, N] from a list per line, padded with NaN."""
-            rows = np.full((len(lines), longest), np.nan)
-            for row, line in zip(rows, lines, strict=True):
-                row[: len(line["equal"])] = line[name]
-            return rows
+            rows = [torch.tensor(line[name], dtype=torch.float64) for line in lines]
+            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=np.nan).numpy()
 
         equal = column("equal")
         # Greedy drafts are accepted where the most probable tokens are equal
@@ -129,7 +126,7 @@ def compare(
     ``temperature`` is not 0 accepted and kept of ``Agreement``. Raises ``UserError`` if logits are not finite.
     """
 
-    def columns(tokens: Tensor, logits: Tensor, dense_logits: Tensor) -> dict[str, Tensor]:
+    def columns(tokens: torch.Tensor, logits: torch.Tensor, dense_logits: torch.Tensor) -> dict[str, torch.Tensor]:
         dense_logits = dense_logits.to(logits.device)
         equal = (logits.argmax(-1) == dense_logits.argmax(-1)).long().cpu()
         if temperature == 0:
@@ -234,15 +231,13 @@ def _measure(
 
 def show(result: AgreementResult) -> None:
     """Print agreement and acceptance, and the tokens per pass of the dense model at each number of drafted tokens."""
-    rows, dense = result.rows, console.escape(result.against)
+    rows, name, dense = result.rows, console.escape(result.name), console.escape(result.against)
     # Print the agreement of greedy decoding, and the acceptance of sampling
     for decoding, row in rows.drop_duplicates("decoding").set_index("decoding").iterrows():
         if decoding == GREEDY:
             agreement = samples.with_error(row["agreement"], row["agreement_standard_error"])
             number = f"{int(row['num_tokens']):,} greedy tokens"
-            console.out.print(
-                f"[bold]{console.escape(result.name)}[/bold]: agreement with {dense} {agreement} over {number}"
-            )
+            console.out.print(f"[bold]{name}[/bold]: agreement with {dense} {agreement} over {number}")
         else:
             acceptance = samples.with_error(row["acceptance"], row["acceptance_standard_error"])
             console.out.print(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base import errors, memory
-from spkv_nas.base.progress import Progress
+from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.contrib.evaluate.baselines import rules
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
@@ -155,7 +155,7 @@ def fit_kvzap(
     *,
     seed: int,
     batch_size: int,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> KVzap:
     """Fit the predictors on ``blocks`` of training text; ``progress`` counts batches read and layers fitted."""
     # Build texts of context, prompt and repeated context [B, 2 context + prompt]
@@ -172,8 +172,7 @@ def fit_kvzap(
     num_layers = int(model.config.get_text_config().num_hidden_layers)
 
     def step(done: int) -> None:
-        if progress is not None:
-            progress(done, len(starts) + num_layers)
+        progress(done, len(starts) + num_layers)
 
     # Read hidden states and KVzip+ scores of all layers
     num_tokens = chosen.num_blocks * context
@@ -186,8 +185,8 @@ def fit_kvzap(
             fits.append(_fit(torch.cat(hidden.pop(0)), torch.cat(target.pop(0)), model.device))
             step(len(starts) + len(fits))
     # Compute the explained variance on held-out contexts
-    error, variance = (sum(part) for part in zip(*((fit[1], fit[2]) for fit in fits), strict=True))
-    return KVzap([fit[0] for fit in fits], 1.0 - error / variance, num_tokens)
+    networks, errors_of_layers, variances = zip(*fits, strict=True)
+    return KVzap([*networks], 1.0 - sum(errors_of_layers) / sum(variances), num_tokens)
 
 
 def _targets(

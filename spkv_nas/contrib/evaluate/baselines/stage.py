@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts import comparison, result_tables
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.base import console, errors
-from spkv_nas.base.progress import SILENT, Progress, Reporter, part_of
+from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, no_progress, part_of
 from spkv_nas.contrib.evaluate.baselines import options as choices
 from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation, expected_attention
 from spkv_nas.contrib.evaluate.baselines.kvzap import fit_kvzap
@@ -73,10 +73,8 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     measurements = _measure(measured, methods, choices.parse_densities(options.densities), protocols, reporter)
     if gated is not None and gates is not None:
         taus = [gates.tau] if options.taus is None else thresholds.parse_taus(options.taus)
-        with reporter.bar("evaluating --against") as progress:
-            measurements += measure_sp_kv(
-                gated, measured.blocks, taus, batch_size=measured.batch_size, progress=progress
-            )
+        with reporter.bar("evaluating --against") as bar:
+            measurements += measure_sp_kv(gated, measured.blocks, taus, batch_size=measured.batch_size, progress=bar)
     # Write the table
     rows, nll = baselines_table(measurements), measurements[0].nll
     settings = {"window": window, "chunk": chunk, "protocol": options.protocol, "seed": SEED, **record}
@@ -139,10 +137,8 @@ def _methods(measured: Measured, names: Sequence[str], seed: int, reporter: Repo
     if choices.KVZAP in names:
         # Fit KVzap's networks
         assert measured.train is not None
-        with reporter.bar("fitting kvzap") as progress:
-            kvzap = fit_kvzap(
-                model, measured.tokenizer, measured.train, seed=seed, batch_size=batch_size, progress=progress
-            )
+        with reporter.bar("fitting kvzap") as bar:
+            kvzap = fit_kvzap(model, measured.tokenizer, measured.train, seed=seed, batch_size=batch_size, progress=bar)
         record = {"kvzap": {"tokens": kvzap.tokens, "explained_variance": float(f"{kvzap.explained:.4g}")}}
         sample = blocks.spread(max(1, _THRESHOLD_TOKENS // blocks.block_size))
 
@@ -212,7 +208,7 @@ def measure_sp_kv(
     taus: Sequence[float],
     *,
     batch_size: int = 8,
-    progress: Progress = lambda done, total: None,
+    progress: Bar = no_progress,
 ) -> list[Measurement]:
     """Measure a model with gates: with open gates (tau 0), and with hard gates at each of ``taus``, in [0, 1].
 
@@ -223,11 +219,7 @@ def measure_sp_kv(
     num_outside = Protocol(gates.window).num_outside(blocks.block_size)
     all_taus = [0.0, *(tau for tau in sorted(set(taus)) if tau > 0.0)]
     measurements: list[Measurement] = []
-
-    def step(done: int, num_blocks: int) -> None:
-        progress(len(measurements) * num_blocks + done, len(all_taus) * num_blocks)
-
-    for tau in all_taus:
+    for index, tau in enumerate(all_taus):
         # Count the kept pairs outside the window in a pass at each threshold
         num_kept, outside = torch.zeros((), dtype=torch.int64, device=model.device), 0
 
@@ -237,7 +229,8 @@ def measure_sp_kv(
             outside += int(num_outside.sum()) * logits.shape[0] * logits.shape[1]
 
         with modes.gate_mode(model, "hard", tau), attention.watch_logits(model, count_kept):
-            nll = document_nll(model, blocks, batch_size=batch_size, progress=step)
+            part = part_of(progress, index, len(all_taus))
+            nll = document_nll(model, blocks, batch_size=batch_size, progress=part)
         measurements.append(Measurement(comparison.SP_KV, gates.sinks, None, int(num_kept) / outside, nll, tau))
     return measurements
 

@@ -25,8 +25,7 @@ from spkv_nas.data.tokenizer import piece_size
 from spkv_nas.evaluation import continuations, micro_batch
 from spkv_nas.model import config_section, modes
 from spkv_nas.model.checkpoint import read_size
-from spkv_nas.stages import commands, printing, sized_model
-from spkv_nas.stages.subject import check_pair
+from spkv_nas.stages import commands, printing, sized_model, subject
 from spkv_nas.training.recipe import Recipe
 
 ALL = "all"
@@ -44,7 +43,7 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
     """Measure LongPPL of a checkpoint: ``reports/<name>/longppl.csv``, with details by text in ``runs/``."""
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
-    check_pair(options.model, options.against)
+    subject.check_pair(options.model, options.against)
     # Find the key tokens in texts of at most the length that every model was made for
     evaluator = options.evaluator or options.against or options.model
     sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]

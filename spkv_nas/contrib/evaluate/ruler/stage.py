@@ -28,8 +28,7 @@ from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.verdict import criterion
 from spkv_nas.model import generation
 from spkv_nas.model.windows import default_window, every_head_local, local_sinks
-from spkv_nas.stages import commands, printing, sized_model
-from spkv_nas.stages.subject import check_pair
+from spkv_nas.stages import commands, printing, sized_model, subject
 
 _TOGETHER = 1 << 15  # prompt tokens per batch
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -56,9 +55,8 @@ class Questions:
         """Read the material, and parse lists by comma; by default all tasks that there is material for."""
         material = Material.read(haystack or [], qa or [])
         names = available(material) if tasks is None else [name.strip() for name in tasks.split(",")]
-        return cls(
-            list(dict.fromkeys(names)), sorted({units.parse_context(text) for text in lengths.split(",")}), material
-        )
+        numbers = sorted({units.parse_context(text) for text in lengths.split(",")})
+        return cls(list(dict.fromkeys(names)), numbers, material)
 
     @property
     def cells(self) -> list[tuple[str, int]]:
@@ -176,7 +174,7 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "ruler"
     # Load the checkpoint, and check that each task's first sample fits
-    check_pair(options.model, options.against)
+    subject.check_pair(options.model, options.against)
     checkpoint = samples.Checkpoint.load(options, options.model, options.tau, reporter)
     model = checkpoint.model
     check_positions(model, lengths[-1], "--lengths")

@@ -16,12 +16,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from lm_eval import defaults, evaluator, utils
 from lm_eval.api import task as tasks_module
 from lm_eval.api.metrics import mean
 from lm_eval.api.task import Task
-from lm_eval.defaults import DEFAULT_OTHER_SEED
-from lm_eval.evaluator import evaluate
-from lm_eval.utils import handle_non_serializable
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import TASKS
@@ -70,7 +68,7 @@ def run_task(
             results = _ask(lm, task, allow_code, limit=limit)
             header = {"task": task.task_name, "num_fewshot": task.get_config("num_fewshot"), "density": lm.stop()}
             lines = [header, *map(_sample, results["samples"][task.task_name])]
-            distributed.on_main(lambda: samples.write_samples(file, lines, default=handle_non_serializable))
+            distributed.on_main(lambda: samples.write_samples(file, lines, default=utils.handle_non_serializable))
     return distributed.on_main(partial(_read, file, task, was_kept))
 
 
@@ -103,7 +101,7 @@ def score_documents(
 def _ask(lm: CheckpointLM, task: Task, allow_code: bool, **selection: Any) -> dict[str, Any]:
     """Return lm-eval's results of a task, whose requests have been built; ``selection`` is that of its samples."""
     tasks, options = {"tasks": {task.task_name: task}}, {"confirm_run_unsafe_code": allow_code, **selection}
-    results: dict[str, Any] = evaluate(lm, tasks, bootstrap_iters=0, **options)
+    results: dict[str, Any] = evaluator.evaluate(lm, tasks, bootstrap_iters=0, **options)
     return results
 
 
@@ -118,7 +116,7 @@ def _content(task: Task, identity: str) -> str:
     """Return a text of everything that the answers to a task, and their scores, depend on."""
     config = {key: value for key, value in task.dump_config().items() if key not in _OF_PLACES}
     requests = [[instance.request_type, instance.args] for instance in task.instances]
-    return json.dumps([identity, config, requests, DEFAULT_OTHER_SEED], sort_keys=True, default=_named)
+    return json.dumps([identity, config, requests, defaults.DEFAULT_OTHER_SEED], sort_keys=True, default=_named)
 
 
 def _named(value: Any) -> str:
@@ -159,7 +157,7 @@ def _requests_built(task: Task, seed: int | None = None, **documents: Any) -> It
 
     All random generators are seeded first, so that few-shot examples and sampled answers depend on nothing before.
     """
-    task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED if seed is None else seed)
+    task.set_fewshot_seed(seed=defaults.DEFAULT_OTHER_SEED if seed is None else seed)
     suite.seed_generators(seed)
     # Hide lm-eval's progress bar
     original = tasks_module.tqdm
@@ -359,9 +357,8 @@ def show(result: samples.SampledTable) -> None:
     """Print every task by metric, with the other checkpoint if there is one."""
     against = result.rows["against"].notna().any()
     pair_columns = ["against", "density %", "difference"] if against else []
-    grid = console.Table(
-        "task", "metric", "shots", "value", "density %", *pair_columns, title=console.escape(result.name)
-    )
+    title = console.escape(result.name)
+    grid = console.Table("task", "metric", "shots", "value", "density %", *pair_columns, title=title)
     for row in result.rows.itertuples():
         shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
         value = samples.with_error(row.value, row.standard_error)

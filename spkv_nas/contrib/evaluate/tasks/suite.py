@@ -146,8 +146,7 @@ def code_allowed(allowed: bool) -> Iterator[None]:
 @cache
 def _known() -> Index:
     """Return the index of lm-eval's own tasks, for which thousands of files are read."""
-    index: Index = TaskManager().task_index
-    return index
+    return dict(TaskManager().task_index)
 
 
 def _index(names: Iterable[str], include: Sequence[str]) -> Index:
@@ -218,9 +217,8 @@ def _load(index: Index, name: str, options: dict[str, Any]) -> list[SelectedTask
     means = (is_group and built.aggregate_metric_list) or []
     if not means:
         return [SelectedTasks(task.task_name, [task]) for task in tasks]
-    return [
-        SelectedTasks(name, tasks, tuple(mean.metric for mean in means), all(mean.weight_by_size for mean in means))
-    ]
+    metrics = tuple(mean.metric for mean in means)
+    return [SelectedTasks(name, tasks, metrics, all(mean.weight_by_size for mean in means))]
 
 
 def _no_data(index: Index, missing: Mapping[str, OSError], number: int) -> UserError:

@@ -19,8 +19,7 @@ import pandas as pd
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from spkv_nas.artifacts import comparison, layout
-from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts import comparison, gate_config, layout
 from spkv_nas.base import console, files, manifest, records, replace, tables, version
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
@@ -223,13 +222,11 @@ def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Attention
     if variant == SLIDING_WINDOW:
-        windows.apply_layout(
-            model, layout.Layout(("L" * settings.num_kv_heads,) * settings.num_layers, window=settings.window)
-        )
+        heads = ("L" * settings.num_kv_heads,) * settings.num_layers
+        windows.apply_layout(model, layout.Layout(heads, window=settings.window))
     elif variant == comparison.SP_KV:
-        attach.attach_gates(
-            model, GateConfig(window=settings.window, bias=settings.bias, tau=settings.tau), seed=settings.seed
-        )
+        gates = gate_config.GateConfig(window=settings.window, bias=settings.bias, tau=settings.tau)
+        attach.attach_gates(model, gates, seed=settings.seed)
     return model
 
 
@@ -276,9 +273,8 @@ def result_table(settings: PalindromeSettings, finished: Sequence[PalindromeRun]
     """Tabulate the variants, columns ``COLUMNS``, with density 1 of full attention and 0 of the sliding window."""
     rows = [{**vars(each), "steps": settings.steps} for each in finished]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
-    return table.assign(
-        density=table["density"].fillna(table["variant"].map({comparison.FULL_ATTENTION: 1.0, SLIDING_WINDOW: 0.0}))
-    )
+    without_gates = table["variant"].map({comparison.FULL_ATTENTION: 1.0, SLIDING_WINDOW: 0.0})
+    return table.assign(density=table["density"].fillna(without_gates))
 
 
 def _background(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> dict[str, Any]:
@@ -304,23 +300,20 @@ def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> chart.Panels:
     ``CURVE_COLUMNS``; ``chance_nll`` is the NLL, in nats per output token, of a model that sees nothing of the list.
     """
     steps = chart.round_axis("Step", 0, float(curves["step"].max()), exact=True)
-    # Loss of each variant
-    losses: list[chart.Mark] = [
-        chart.Rule(chance_nll, f"chance {chance_nll:.2f}", vertical=False, tone="muted", dash="dotted")
-    ]
-    for (variant, curve), (tone, dash) in zip(curves.groupby("variant", sort=False), _STYLES, strict=False):
-        losses.append(
-            chart.Line(chart.numbers(curve["step"]), chart.numbers(curve["loss"]), str(variant), tone, dash, 2.2)
-        )
-    # Gates
+
+    def line(
+        rows: pd.DataFrame, column: str, label: str, tone: chart.Tone = "accent", dash: chart.Dash = "solid"
+    ) -> chart.Line:
+        return chart.Line(chart.numbers(rows["step"]), chart.numbers(rows[column]), label, tone, dash, 2.2)
+
+    # Loss of each variant, and gates
+    chance = chart.Rule(chance_nll, f"chance {chance_nll:.2f}", vertical=False, tone="muted", dash="dotted")
+    by_variant = zip(curves.groupby("variant", sort=False), _STYLES, strict=False)
+    losses = (line(curve, "loss", str(variant), *style) for (variant, curve), style in by_variant)
     gated = curves.dropna(subset=["mean_utility"])
-    gated_steps = chart.numbers(gated["step"])
-    gates = (
-        chart.Line(gated_steps, chart.numbers(gated["mean_utility"]), "mean utility", width=2.2),
-        chart.Line(gated_steps, chart.numbers(gated["density"]), "density", "muted", "dotted", 2.2),
-    )
-    charts = (
-        ("loss", "Training loss, nats per output token", 2 * chance_nll, tuple(losses)),
+    gates = line(gated, "mean_utility", "mean utility"), line(gated, "density", "density", "muted", "dotted")
+    charts: tuple[tuple[str, str, float, tuple[chart.Mark, ...]], ...] = (
+        ("loss", "Training loss, nats per output token", 2 * chance_nll, (chance, *losses)),
         ("gates", "SP-KV gates, mean over heads and tokens", 1.0, gates),
     )
     panels = [
