@@ -98,7 +98,7 @@ class TestBranches:
                 gates = [p.detach().flatten() for m in predictors(model).values() for p in m.parameters()]
                 history.append(torch.cat(gates).clone())
 
-        monkeypatch.setattr(trainer, "GatePhaseCallback", Spy)
+        monkeypatch.setattr(callbacks, "GatePhaseCallback", Spy)
         branch = train_branch(recipe, corpus, dense, tmp_path / "sp-kv", Variant.sp_kv(), device="cpu")
         moved = [not torch.equal(a, b) for a, b in pairwise(history)]
         assert moved == [True] * 5 + [False] * 2  # 8 steps, 6 of them soft
