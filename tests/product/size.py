@@ -24,19 +24,19 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 49_955,
-    "lines without contrib": 42_330,
-    "files": 328,
-    "files without contrib": 280,
-    "lines of commands": 6_920,
+    "lines": 49_334,
+    "lines without contrib": 41_797,
+    "files": 290,
+    "files without contrib": 242,
+    "lines of commands": 6_817,
     "files of commands": 55,
     "option slots": 230,
     "option slots of one command": 20,
-    "imports in 100 lines": 7.6,
-    "comments in 1,000 lines": 26.0,  # lines that hold nothing else; at least, not at most
-    "tracked files": 829,
-    "lines of tests": 41_940,
-    "quick test items": 3_613,
+    "imports in 100 lines": 7.0,
+    "comments in 1,000 lines": 28.0,  # lines that hold nothing else; at least, not at most
+    "tracked files": 791,
+    "lines of tests": 42_134,
+    "quick test items": 3_600,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 
