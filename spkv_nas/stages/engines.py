@@ -57,16 +57,15 @@ def serve(
     """Return the cache of a model in the engine that options name, without rows; None without an engine.
 
     ``sizes`` are the context and the window in tokens. Raises ``UserError`` for layers that have a sliding window by
-    design, which engines' memory is not planned for.
+    design, or share a latent among their heads: engines' memory is not planned for them.
     """
     serving = chosen_engine(options)
     if serving is None:
         return None
-    if num_sliding:
-        raise errors.UserError(
-            f"{num_sliding} layers of the model have a sliding window by design, which --engine does not count: leave "
-            "it out"
-        )
+    sliding = f"{num_sliding} layers of the model have a sliding window by design"
+    if num_sliding or heads.expanded_dim:
+        kind = sliding if num_sliding else "heads share latents"
+        raise errors.UserError(f"{kind}, which --engine does not count: leave it out")
     cache = serving.cache(heads.grid, head_dim=heads.head_dim, dtype=serving.kv_dtype or "bfloat16", **sizes)
     return Served(serving.engine, cache, None if kv_bytes is None else units.parse_bytes(kv_bytes))
 

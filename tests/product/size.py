@@ -35,7 +35,7 @@ BUDGETS: dict[str, float] = {
     "imports in 100 lines": 7.0,
     "comments in 1,000 lines": 28.0,  # lines that hold nothing else; at least, not at most
     "tracked files": 791,
-    "lines of tests": 42_134,
+    "lines of tests": 42_138,
     "quick test items": 3_600,
 }
 AT_LEAST = ("comments in 1,000 lines",)
