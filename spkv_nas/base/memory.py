@@ -14,7 +14,7 @@ from spkv_nas.base.units import format_bytes
 
 Result = TypeVar("Result")
 CHUNK_BYTES = 1 << 28  # of the logits of a chunk of tokens, in float32
-_CPU_BYTES = 1 << 25  # the same with gradients on a CPU, where a chunk of 256 MiB takes up to a sixth longer
+_CPU_PART = 8  # a chunk with gradients on a CPU is this part: a whole one takes up to a sixth longer
 _GPU_PART = 64  # a chunk with gradients takes at most this part of a GPU's memory
 
 
@@ -28,7 +28,7 @@ def chunk_tokens(vocabulary: int, learns_on: str | None = None) -> int:
     """
     num_bytes = CHUNK_BYTES
     if learns_on == "cpu":
-        num_bytes = min(CHUNK_BYTES, _CPU_BYTES)
+        num_bytes = CHUNK_BYTES // _CPU_PART
     elif learns_on is not None and learns_on.startswith("cuda"):
         import torch
 

@@ -27,6 +27,9 @@ from spkv_nas.data.tokenizer import encode
 from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.training.recipe import Recipe
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SOFT_FRACTION = 0.8
 WARMUP_SHARE = 0.1  # recommended warm-up, as a share of a branch's steps
 MIN_STEPS = 20
@@ -34,6 +37,8 @@ STEP_TOKENS, _BLOCK_SIZE = {"cpu": 2048, "cuda": 16384}, {"cpu": 512, "cuda": 20
 _SMALLEST_BLOCK, _MIN_BLOCKS, _HELDOUT_BLOCKS = 32, 64, 8
 _HELDOUT_TOKENS, _MAX_HELDOUT = 20_000, 60_000
 _MODEL_SHARE, _MAX_MODEL_RATE = 0.05, 3e-4
+MAX_CHARACTERS = 20_000_000  # maximum number of characters to count
+_BATCH = 64  # documents per tokenizer call
 
 _TEMPLATE = """\
 # For a model of {layers} layers x {kv_heads} KV heads, {parameters} parameters, and a text of {tokens} tokens.
@@ -181,13 +186,6 @@ def _digits(number: float, digits: int) -> float:
     """Round ``number`` down to the given number of significant digits."""
     unit = 10.0 ** (math.floor(math.log10(number)) - digits + 1)
     return float(f"{math.floor(number / unit * (1 + 1e-9)) * unit:.{digits}g}")
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-MAX_CHARACTERS = 20_000_000  # maximum number of characters to count
-_BATCH = 64  # documents per tokenizer call
 
 
 @dataclass(frozen=True)
