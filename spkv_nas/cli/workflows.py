@@ -207,13 +207,15 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
     untried = "retraining, which recovers part of the loss (--retrain)"
     if options.retrain is not None:
         untried = "full attention retrained alike"
+    # Windows lose recall from afar, which the NLL of a text hardly shows (reports/llama-30m)
+    recall = "" if "recall" in nouns else f"recall from afar (--margin {options.margin},recall=5); "
     name = f"{hybrid.compared.against}{', retrained' if hybrid.file is None else ''}"
     return [
         f"{name}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}",
         f"KV cache at {memory.context:,} tokens: {memory.full / memory.used:.1f} times smaller{requests}",
         f"{'; '.join(losses)}; passes {options.margin} at a risk of {options.risk.replace('%', ' %')}",
         "   ".join(each for each in files if each is not None),
-        f"not tried: {untried}, and tasks other than this text (see --margin)",
+        f"not tried: {untried}; {recall}other tasks",
     ]
 
 

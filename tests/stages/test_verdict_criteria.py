@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from helpers import tiny_model
 from marks import slow_after
 from paths import ROOT
 from transformers import PreTrainedTokenizerBase
@@ -24,10 +26,12 @@ from spkv_nas.evaluation.continuations import write_continuations
 from spkv_nas.evaluation.verdict.criteria import (
     CRITERIA,
     ContinuationRounds,
+    RecallRounds,
     criteria_help,
     one_per_document,
     options_help,
 )
+from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.model.windows import layout_applied
 from spkv_nas.report.verdict_cards import card_title
 
@@ -89,6 +93,34 @@ class TestContinuations:
     def test_a_continuation_as_long_as_a_block(self, folder: Path) -> None:
         with pytest.raises(UserError, match="leaves no prompt in a block of 32 tokens"):
             run("full.yaml", margin="agreement=2:new-tokens=32")
+
+
+class TestRecall:
+    def test_scores_are_the_tokens_predicted_where_a_passage_occurs_again(self, blocks: TokenBlocks) -> None:
+        """By a model that predicts each token's successor, whose passages hold some."""
+        model = tiny_model(vocab_size=300)
+        with torch.no_grad():
+            for name, weights in model.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    weights.zero_()
+            model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
+        tokens = blocks.tokens.copy()
+        tokens[0, 4:12], tokens[1, 4:12] = [7, 8, 9, 10, 11, 12, 50, 51], [7, 8, 9, 3, 4, 9, 1, 2]
+        rounds = RecallRounds(replace(blocks, tokens=tokens), 4, 8, "text")
+        assert rounds.measure(0, model, {})[:2].tolist() == [0.75, 0.5]
+
+    def test_a_passage_is_as_far_from_its_repetition_as_wanted(self, folder: Path) -> None:
+        result = run("full.yaml", margin="recall=50:distance=20")
+        assert result.rows["loss"].item() == 0.0
+        assert result.rows["num_samples"].item() > 1
+        with pytest.raises(UserError, match="distance=25: give 8 to 24 in blocks of 32 tokens"):
+            run("full.yaml", margin="recall=50:distance=25")
+
+    def test_no_document_is_that_long(self, blocks: TokenBlocks, folder: Path) -> None:
+        short = replace(blocks, document=np.arange(blocks.tokens.size, dtype=np.int32).reshape(blocks.tokens.shape))
+        setting = Setting(decisive_model(), None, short)
+        with pytest.raises(UserError, match="no block has 30 tokens of one document: give a shorter distance"):
+            CRITERIA["recall"].prepare(setting)
 
 
 class TestOwnCriterion:

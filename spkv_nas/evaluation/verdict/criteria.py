@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from spkv_nas.base import arrays, limits, registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.evaluation.verdict.criterion import Criterion, MeanShortfall, Prepared, RelativeRise, Rounds, Setting
+from spkv_nas.evaluation.verdict.criterion import (
+    Criterion,
+    MeanDrop,
+    MeanShortfall,
+    Prepared,
+    RelativeRise,
+    Rounds,
+    Setting,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,10 +28,15 @@ if TYPE_CHECKING:
     from spkv_nas.data.blocks import TokenBlocks
 
 Margins = list[tuple[Criterion, float]]  # criteria with the largest loss allowed in each
+_CUE = 4  # first tokens of a repeated passage, by which a model recognises it
 _CRITERION, _OPTION = re.compile(r",(?=\s*[\w-]+=)"), re.compile(r":(?=[\w-]+=)")  # what stands before one
 NewTokens = Annotated[
     int | None,
     Flag("Maximum length of a continuation; the rest of a block is its prompt.", low=1, high=limits.MAX_BLOCK_SIZE),
+]
+
+Distance = Annotated[
+    int | None, Flag("Tokens from a passage to its repetition.", low=2 * _CUE, high=limits.MAX_BLOCK_SIZE)
 ]
 
 
@@ -187,11 +200,55 @@ def _padded(rows: Sequence[Sequence[float]]) -> arrays.Float:
     return padded
 
 
+@dataclass(frozen=True)
+class Recall(Criterion):
+    """Share of the tokens of a passage that are predicted when it occurs again, far from where it occurred first."""
+
+    name, title = "recall", "Recall of repeated passages"
+    help = "drop of the share of tokens predicted where a passage occurs again, in percentage points"
+    test = MeanDrop()
+
+    distance: Distance = default(None, "nearly a block")
+
+    def prepare(self, setting: Setting) -> Rounds:
+        """Return the documents that are longer than the distance, with a passage of each repeated at the end."""
+        blocks, size = setting.blocks, setting.blocks.block_size
+        length = max(2 * _CUE, min(64, size // 16))
+        distance = size - size // 16 - length if self.distance is None else self.distance
+        if not length <= distance <= size - length:
+            raise UserError(f"recall: distance={distance}: give {length} to {size - length} in blocks of {size} tokens")
+        first = size - length - distance
+        is_long = (blocks.document[:, first:] == blocks.document[:, -1:]).all(1)
+        if not is_long.any():
+            raise UserError(f"recall: no block has {distance + length} tokens of one document: give a shorter distance")
+        long = one_per_document(blocks.part(np.flatnonzero(is_long)), length)
+        return RecallRounds(long, first, length, setting.text_hash)
+
+
+class RecallRounds(Rounds):
+    """Shares of the tokens of passages that a model predicts where they occur again, at the end of a block."""
+
+    def __init__(self, blocks: "TokenBlocks", first: int, length: int, identity: str) -> None:
+        """Repeat the ``length`` tokens from position ``first`` on at the end of each block, in random order."""
+        self._blocks, self._passages = blocks, blocks.tokens[:, first : first + length]
+        self.identity, self.num_samples = f"{identity} {first} {length}", blocks.num_blocks
+
+    def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> arrays.Float:
+        """Return the share of each passage of a round whose tokens, but for the first four, are the most probable."""
+        from spkv_nas.evaluation.continuations import predict
+
+        passages = self._passages[self.part(index)]
+        lines = [{"block": block, "tokens": passage.tolist()} for block, passage in enumerate(passages)]
+        predicted = predict(model, self._blocks.part(self.part(index)), lines, passages.shape[1], temperature=0.0)
+        is_right = np.array([line["predicted"] for line in predicted]) == passages
+        return np.asarray(is_right[:, _CUE:].mean(1))
+
+
 CRITERIA: registry.Registry[Criterion] = registry.Registry(
     "spkv_nas.criteria",
     "criterion",
     Criterion,  # type: ignore[type-abstract]
-    (DocumentNLLs(), Agreement(), Acceptance()),
+    (DocumentNLLs(), Agreement(), Acceptance(), Recall()),
 )
 
 
