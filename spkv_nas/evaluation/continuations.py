@@ -32,9 +32,10 @@ def write_continuations(
 ) -> list[Line]:
     """Continue the beginning of every block, all but its last ``new_tokens`` tokens; must be called on all ranks.
 
-    Temperature 0 decodes greedily. A block's sample depends on nothing but ``seed`` and its index, to which ``first``
-    adds the number of blocks of the text before these. Returns a record per block: block; document and name, of the
-    document of its last prompt token; tokens, of which an end-of-text token is the last.
+    Of separate documents, the last one is continued. Temperature 0 decodes greedily. A block's sample depends on
+    nothing but ``seed`` and its index, to which ``first`` adds the number of blocks of the text before these. Returns a
+    record per block: block; document and name, of the document of its last prompt token; tokens, of which an
+    end-of-text token is the last.
     """
     prompt_length = blocks.block_size - new_tokens
     names = [document.name for document in blocks.documents]
@@ -42,11 +43,13 @@ def write_continuations(
     def run(part: range) -> list[Line]:
         """Continue consecutive blocks."""
         # Read the prompts, each with a seed of its own
-        prompts = torch.from_numpy(blocks.tokens[part.start : part.stop, :prompt_length].astype(np.int64))
+        prompts = blocks.tokens[part.start : part.stop, :prompt_length].astype(np.int64)
+        in_last = np.arange(prompt_length) >= prompt_length - 1 - blocks.boundaries.positions(prompts)[:, -1:]
         seeds = [(seed, first + index) for index in part]
         with modes.evaluation_mode(model):
+            inputs = torch.from_numpy(prompts), torch.from_numpy(in_last.astype(np.int64))
             rows = generation.continue_tokens(
-                model, tokenizer, prompts, new_tokens, temperature=temperature, seeds=seeds
+                model, tokenizer, *inputs, new_tokens, temperature=temperature, seeds=seeds
             )
         # Name the document of each prompt's last token
         documents = blocks.document[part.start : part.stop, prompt_length - 1].tolist()
@@ -91,10 +94,11 @@ def by_continuation(
     def run(part: range) -> list[Line]:
         batch = continuations[part.start : part.stop]
         tokens = _continued(blocks, batch, prompt_length)
+        inputs = blocks.boundaries.inputs(tokens)
         with ExitStack() as evaluating:
             for model in models:
                 evaluating.enter_context(modes.evaluation_mode(model))
-            values = columns(tokens[:, prompt_length:], *(_last_logits(model, tokens, new_tokens) for model in models))
+            values = columns(tokens[:, prompt_length:], *(_last_logits(model, inputs, new_tokens) for model in models))
         return [
             {
                 **{key: line[key] for key in ("block", "document", "name") if key in line},
@@ -118,12 +122,13 @@ def _continued(blocks: TokenBlocks, continuations: Sequence[Line], prompt_length
 
 
 @torch.inference_mode()
-def _last_logits(model: PreTrainedModel, tokens: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the logits [B, number, V] by which a model predicts the last ``number`` tokens of ``tokens`` [B, T]."""
-    model_shape.check_tokens(model, int(tokens.max()))  # a dense model of a larger vocabulary wrote them
+def _last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+    """Return the logits [B, number, V] by which a model predicts the last ``number`` tokens of its inputs [B, T]."""
+    model_shape.check_tokens(model, int(inputs["input_ids"].max()))  # a dense model of a larger vocabulary wrote them
     is_possible = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     only = {"logits_to_keep": number + 1} if is_possible else {}
-    logits: torch.Tensor = model(input_ids=tokens.to(model.device), use_cache=False, **only).logits[:, -number - 1 : -1]
+    inputs = {name: values.to(model.device) for name, values in inputs.items()}
+    logits: torch.Tensor = model(**inputs, use_cache=False, **only).logits[:, -number - 1 : -1]
     if not bool(torch.isfinite(logits.amax(-1)).all()):
         raise errors.UserError(generation.NOT_FINITE)
     return logits

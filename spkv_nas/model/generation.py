@@ -205,6 +205,7 @@ def continue_tokens(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: torch.Tensor,
+    mask: torch.Tensor,
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -212,6 +213,7 @@ def continue_tokens(
 ) -> list[list[int]]:
     """Continue ``prompts``, int64 [B, T], token by token, and return the new tokens up to an end-of-text token.
 
+    ``mask``, int64 [B, T], is 0 for the first tokens of each prompt that the model does not see, and 1 after them.
     ``temperature`` 0 decodes greedily. ``seeds`` are those of each prompt for sampling; a sample depends on them alone,
     not on the rest of the batch. Raises ``UserError`` for logits that are not finite.
     """
@@ -219,7 +221,7 @@ def continue_tokens(
     config = generation_config(model, tokenizer, max_new_tokens)
     noise = [_Noise(temperature, seeds)] if temperature else []
     with modes.evaluation_mode(model):
-        generated = _generate(model, prompts, torch.ones_like(prompts), config, *noise)
+        generated = _generate(model, prompts, mask, config, *noise)
     # Cut each row after its first end-of-text token
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     rows = []

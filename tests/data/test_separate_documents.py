@@ -22,12 +22,14 @@ from spkv_nas.contrib.signals.measure.retrieval import needles, retrieval
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
 from spkv_nas.data.splits import load_text
 from spkv_nas.data.tokenizer import train_bpe
+from spkv_nas.evaluation.continuations import predict, write_continuations
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model import loss, modes, windows
 from spkv_nas.model.attention import watch_logits
 from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.gates import predictors
+from spkv_nas.model.generation import continue_tokens
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.sinks import measure_sinks
@@ -208,6 +210,23 @@ def test_attention_is_that_of_documents_alone(model: PreTrainedModel, tokenizer:
     )
     with pytest.raises(UserError, match="cannot hold a needle of 12"):
         retrieval(model, blocks, 2, needle_length=12)
+
+
+def test_continuations_are_those_of_documents_alone(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, blocks: TokenBlocks
+) -> None:
+    lines = write_continuations(model, tokenizer, blocks, 8)
+    predicted = predict(model, blocks, lines, 8, temperature=1.0)
+    positions = blocks.boundaries.positions(blocks.tokens[:, :-8])[:, -1]
+    assert set(positions) > {0}, "in some blocks, the last prompt token is inside a later document"
+    for line, scores, position in zip(lines, predicted, positions, strict=True):
+        prompt = torch.tensor(blocks.tokens[line["block"], -9 - position : -8].astype(np.int64))[None]
+        assert continue_tokens(model, tokenizer, prompt, torch.ones_like(prompt), 8)[0] == line["tokens"]
+        tokens = torch.cat([prompt[0], torch.tensor(line["tokens"])])
+        with torch.inference_mode():
+            log_p = model(tokens[None]).logits[0, position:-1].log_softmax(-1)
+        expected = log_p.gather(-1, tokens[position + 1 :, None])[:, 0]
+        assert scores["predicted"] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_needles_are_in_the_longest_document(blocks: TokenBlocks) -> None:

@@ -131,7 +131,7 @@ class TestGreedy:
     ) -> None:
         result, texts = measure(hybrid(), tiny_tokenizer, 0.0)
         prompts = torch.from_numpy(blocks().tokens[:, : BLOCK - NEW].astype(np.int64))
-        for row, tokens in enumerate(continue_tokens(hybrid(), tiny_tokenizer, prompts, NEW)):
+        for row, tokens in enumerate(continue_tokens(hybrid(), tiny_tokenizer, prompts, torch.ones_like(prompts), NEW)):
             pairs = zip(tokens, texts[row], strict=True)
             first = next((number for number, (mine, theirs) in enumerate(pairs) if mine != theirs), NEW)
             assert (result.equal[row, :first] == 1.0).all()
@@ -158,18 +158,23 @@ class TestSampled:
 
     def test_a_sample_does_not_depend_on_its_batch(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         prompts = torch.randint(3, 300, (5, 6), generator=torch.Generator().manual_seed(0))
-        seeds = [(1, row) for row in range(5)]
-        together = continue_tokens(dense(), tiny_tokenizer, prompts, 8, temperature=1.0, seeds=seeds)
+        seen, seeds = torch.ones_like(prompts), [(1, row) for row in range(5)]
+        together = continue_tokens(dense(), tiny_tokenizer, prompts, seen, 8, temperature=1.0, seeds=seeds)
         for row in range(5):
             one = slice(row, row + 1)
-            alone = continue_tokens(dense(), tiny_tokenizer, prompts[one], 8, temperature=1.0, seeds=seeds[one])
+            alone = continue_tokens(
+                dense(), tiny_tokenizer, prompts[one], seen[one], 8, temperature=1.0, seeds=seeds[one]
+            )
             assert alone == [together[row]]
 
     def test_samples_have_the_models_distribution(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         prompt, number = torch.tensor([[5, 9, 17]]), 2000
+        prompts = prompt.expand(number, -1)
         seeds = [(0, row) for row in range(number)]
         model = dense()
-        drawn = continue_tokens(model, tiny_tokenizer, prompt.expand(number, -1), 1, temperature=0.5, seeds=seeds)
+        drawn = continue_tokens(
+            model, tiny_tokenizer, prompts, torch.ones_like(prompts), 1, temperature=0.5, seeds=seeds
+        )
         share = np.bincount([token for (token,) in drawn], minlength=300) / number
         expected = (logits(model, prompt)[0, -1].double() / 0.5).softmax(-1).numpy()
         errors = np.sqrt(expected * (1 - expected) / number)
@@ -241,10 +246,10 @@ class TestTable:
     def test_an_end_of_text_ends_the_count(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """A continuation that ends early has fewer tokens, and its padding is not compared."""
         reader = dense()
-        first = continue_tokens(reader, tiny_tokenizer, torch.tensor([[5, 9, 17, 4]]), 6)[0]
+        first = continue_tokens(reader, tiny_tokenizer, torch.tensor([[5, 9, 17, 4]]), torch.ones(1, 4), 6)[0]
         assert reader.generation_config is not None
         reader.generation_config.eos_token_id = first[2]
-        ended = continue_tokens(reader, tiny_tokenizer, torch.tensor([[5, 9, 17, 4]]), 6)[0]
+        ended = continue_tokens(reader, tiny_tokenizer, torch.tensor([[5, 9, 17, 4]]), torch.ones(1, 4), 6)[0]
         assert ended == first[: first.index(first[2]) + 1]
         short = [{"block": row, "document": 0, "name": "", "tokens": [7] * (row + 1)} for row in range(6)]
         result = Agreement.of(compare(hybrid(), reader, blocks(), short, NEW, temperature=1.0), 1.0)
