@@ -208,7 +208,7 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
     if options.retrain is not None:
         untried = "full attention retrained alike"
     # Windows lose recall from afar, which the NLL of a text hardly shows (reports/llama-30m)
-    recall = "" if "recall" in nouns else f"recall from afar (--margin {options.margin},recall=5); "
+    recall = "" if "recall" in nouns else f"recall from afar (--margin {options.margin},recall=10); "
     name = f"{hybrid.compared.against}{', retrained' if hybrid.file is None else ''}"
     return [
         f"{name}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}",

@@ -162,6 +162,14 @@ def peak_learning_rate(num_parameters: int) -> float:
     return 1.16 * math.pow(6.0 * TPP * num_parameters**2, -0.148)
 
 
+def batch_tokens(num_parameters: int) -> float:
+    """Return the tokens per step at which N parameters train best: 0.292 C^0.3271, with the training FLOPs C as above.
+
+    From DeepSeek LLM (arXiv 2401.02954, eq. 1); the paper's own law does not reach down to small models.
+    """
+    return 0.292 * math.pow(6.0 * TPP * num_parameters**2, 0.3271)
+
+
 def predictor_learning_rate(num_parameters: int) -> float:
     """Return the rate of new predictors: 5 times the peak, as in the paper, but at most the embedded model's 9e-3."""
     return min(5.0 * peak_learning_rate(num_parameters), 9e-3)

@@ -3,8 +3,10 @@
 - Steps and batch size are those at which the embedded model's gates separate its heads; a GPU uses 8 times the tokens.
 - The window is a sixteenth of a block, at most the paper's 128: a longer one hides nothing, so all layouts are equal.
 - Branches learn half from the dense checkpoint's predictions and half from the text (``docs/guides/training.md``).
-- The model's learning rate is a twentieth of the paper's peak for its size (``cost.ladder``), at most 3e-4; predictors
-  get the paper's 5 times that peak, at most 9e-3.
+- The model's learning rate is a twentieth of the paper's peak for its size (``cost.ladder``), at most 3e-4, and falls
+  with the square root of the tokens per step below a 20th of the batch that trains a model of this size best: in steps
+  of 2,048 tokens, the full rate harms a model of 30 M parameters (``reports/llama-30m``).
+- Predictors get the paper's 5 times that peak, at most 9e-3.
 - The target density is the paper's share of global heads; it sets the price of keys.
 """
 
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING
 from spkv_nas.artifacts import defaults, gate_config
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base import errors, files
-from spkv_nas.cost.ladder import peak_learning_rate, predictor_learning_rate
+from spkv_nas.cost.ladder import batch_tokens, peak_learning_rate, predictor_learning_rate
 from spkv_nas.data.config import AUTO, JOINED, DataConfig, SourceConfig
 from spkv_nas.data.sources import documents
 from spkv_nas.data.tokenizer import encode
@@ -36,7 +38,7 @@ MIN_STEPS = 20
 STEP_TOKENS, _BLOCK_SIZE = {"cpu": 2048, "cuda": 16384}, {"cpu": 512, "cuda": 2048}
 _SMALLEST_BLOCK, _MIN_BLOCKS, _HELDOUT_BLOCKS = 32, 64, 8
 _HELDOUT_TOKENS, _MAX_HELDOUT = 20_000, 60_000
-_MODEL_SHARE, _MAX_MODEL_RATE = 0.05, 3e-4
+_MODEL_SHARE, _MAX_MODEL_RATE, _FULL_RATE_BATCH = 0.05, 3e-4, 0.05
 MAX_CHARACTERS = 20_000_000  # maximum number of characters to count
 _BATCH = 64  # documents per tokenizer call
 
@@ -65,9 +67,10 @@ data:
 """
 
 
-def finished_model_rate(num_parameters: int) -> float:
+def finished_model_rate(num_parameters: int, step_tokens: int) -> float:
     """Return the learning rate at which a finished model of N parameters without embeddings is retrained."""
-    return _digits(min(_MODEL_SHARE * peak_learning_rate(num_parameters), _MAX_MODEL_RATE), 2)
+    small_steps = min(1.0, math.sqrt(step_tokens / (_FULL_RATE_BATCH * batch_tokens(num_parameters))))
+    return _digits(min(_MODEL_SHARE * peak_learning_rate(num_parameters), _MAX_MODEL_RATE) * small_steps, 2)
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class Draft:
     def text_of_recipe(self) -> str:
         """Return the commented YAML text of the recipe."""
         # Learning rates
-        rate = finished_model_rate(self.size.without_embeddings)
+        rate = finished_model_rate(self.size.without_embeddings, self.batch_size * self.block_size)
         multiplier = _digits(predictor_learning_rate(self.size.without_embeddings) / rate, 2)
         # Optional keys
         memory, separator = "", ""

@@ -207,7 +207,8 @@ def _recipe_of_blocks(
     Without a learning rate, it is that of ``init`` for a finished model. Raises ``UserError``: a setting is invalid.
     """
     if learning_rate is None:
-        learning_rate = first_recipe.finished_model_rate(checkpoint.read_size(str(dense)).without_embeddings)
+        num_parameters = checkpoint.read_size(str(dense)).without_embeddings
+        learning_rate = first_recipe.finished_model_rate(num_parameters, batch_size * corpus.train.block_size)
     branch = {
         "steps": steps,
         "batch_size": batch_size,

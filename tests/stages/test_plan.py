@@ -26,7 +26,7 @@ from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.train import TrainOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.stages.train import run as train
-from spkv_nas.training.first_recipe import Draft, TextSize
+from spkv_nas.training.first_recipe import Draft, TextSize, finished_model_rate
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import newest_step
 from spkv_nas.training.run_plan import FINISHED, Planner
@@ -216,9 +216,14 @@ class TestFirstRecipe:
         """The paper trains 7 B at 5e-4, and the predictors at 5 times that."""
         draft = Draft.of("mine", "m", ("t",), size_of(32, 4096), TextSize(40, 10**8), "cuda")
         recipe = draft.recipe(tmp_path)
-        assert recipe.branch.learning_rate == pytest.approx(2.5e-5, rel=0.2)
+        assert recipe.branch.learning_rate == pytest.approx(5.3e-6, rel=0.1)
         assert recipe.branch.learning_rate * recipe.gates.learning_rate_multiplier == pytest.approx(2.5e-3, rel=0.2)
         assert (recipe.data.block_size, recipe.branch.batch_size, recipe.gates.window) == (2048, 8, 128)
+
+    def test_steps_of_few_tokens_have_a_smaller_learning_rate(self) -> None:
+        """The rates of the embedded model, and of 30 M parameters, where 1.3e-4 at 2,048 tokens harms the model."""
+        assert [finished_model_rate(2_133_024, tokens) for tokens in (2048, 16_384)] == [2.8e-4, 2.8e-4]
+        assert [finished_model_rate(25_965_056, tokens) for tokens in (2048, 32_768)] == [6.1e-5, 1.3e-4]
 
     @pytest.mark.parametrize("steps", [20, 160, 1000])
     def test_a_finished_model_starts_with_warm_up(self, steps: int, tmp_path: Path) -> None:
