@@ -113,14 +113,17 @@ class TestRecall:
         result = run("full.yaml", margin="recall=50:distance=20")
         assert result.rows["loss"].item() == 0.0
         assert result.rows["num_samples"].item() > 1
-        with pytest.raises(UserError, match="distance=25: give 8 to 24 in blocks of 32 tokens"):
+        with pytest.raises(UserError, match="passages of 8 tokens cannot be 25 apart: blocks of 32 have up to 32"):
             run("full.yaml", margin="recall=50:distance=25")
 
-    def test_no_document_is_that_long(self, blocks: TokenBlocks, folder: Path) -> None:
-        short = replace(blocks, document=np.arange(blocks.tokens.size, dtype=np.int32).reshape(blocks.tokens.shape))
-        setting = Setting(decisive_model(), None, short)
-        with pytest.raises(UserError, match="no block has 30 tokens of one document: give a shorter distance"):
-            CRITERIA["recall"].prepare(setting)
+    def test_documents_are_shorter_than_blocks(self, blocks: TokenBlocks) -> None:
+        """Most blocks end with 20 tokens of a document, the others with 16."""
+        document = np.repeat(np.arange(2 * len(blocks)), 16).reshape(-1, 32).astype(np.int32)
+        document[::2] = np.where(np.arange(32) < 12, 0, document[::2, -1:])
+        rounds = CRITERIA["recall"].prepare(Setting(decisive_model(), None, replace(blocks, document=document)))
+        assert isinstance(rounds, RecallRounds)
+        assert rounds.identity.endswith(" 12 8"), "a distance of 12: the median of 20 tokens, less a passage"
+        assert rounds.num_samples == -(-len(blocks) // 2)
 
 
 class TestOwnCriterion:

@@ -208,21 +208,23 @@ class Recall(Criterion):
     help = "drop of the share of tokens predicted where a passage occurs again, in percentage points"
     test = MeanDrop()
 
-    distance: Distance = default(None, "nearly a block")
+    distance: Distance = default(None, "nearly a block, at most the median of what blocks have of their last document")
 
     def prepare(self, setting: Setting) -> Rounds:
         """Return the documents that are longer than the distance, with a passage of each repeated at the end."""
         blocks, size = setting.blocks, setting.blocks.block_size
         length = max(2 * _CUE, min(64, size // 16))
-        distance = size - size // 16 - length if self.distance is None else self.distance
-        if not length <= distance <= size - length:
-            raise UserError(f"recall: distance={distance}: give {length} to {size - length} in blocks of {size} tokens")
-        first = size - length - distance
-        is_long = (blocks.document[:, first:] == blocks.document[:, -1:]).all(1)
-        if not is_long.any():
-            raise UserError(f"recall: no block has {distance + length} tokens of one document: give a shorter distance")
-        long = one_per_document(blocks.part(np.flatnonzero(is_long)), length)
-        return RecallRounds(long, first, length, setting.text_hash)
+        # Tokens of the last document of each block
+        last = (blocks.document == blocks.document[:, -1:]).sum(1)
+        farthest = min(size - size // 16, int(np.median(last))) - length
+        distance = farthest if self.distance is None else self.distance
+        if not length <= distance <= last.max() - length:
+            raise UserError(
+                f"recall: passages of {length} tokens cannot be {distance} apart: blocks of {size} have up to "
+                f"{last.max()} tokens of one document"
+            )
+        long = one_per_document(blocks.part(np.flatnonzero(last >= distance + length)), length)
+        return RecallRounds(long, size - length - distance, length, setting.text_hash)
 
 
 class RecallRounds(Rounds):
