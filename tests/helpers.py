@@ -139,8 +139,9 @@ class MessageLog:
 
     def __init__(self) -> None:
         self.announced: list[str] = []
+        self.cautioned: list[str] = []
         self.bars: dict[str, list[tuple[int, int]]] = {}
-        self.reporter = Recorder(self._bar, self.announced.append)
+        self.reporter = Recorder(self._bar, self.announced.append, self.cautioned.append)
 
     @contextmanager
     def _bar(self, title: str) -> Iterator[Bar]:

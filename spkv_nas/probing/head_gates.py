@@ -20,7 +20,7 @@ which also ranks the heads that end at exactly 0 or 1, by how early they got the
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.model import attention, windows
-from spkv_nas.model.loss import mean_divergence
+from spkv_nas.model.loss import mean_divergence, replaced
 from spkv_nas.probing import frozen, heads
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
@@ -102,7 +102,8 @@ def head_gates(
     table_metadata |= {"sinks": sinks, **sink_facts} if sinks else {}
     facts: dict[str, Any] = {"name": name, "metadata": table_metadata, "tokens_seen": steps * size * blocks.block_size}
     facts["heads_per_layer"] = attention.heads_per_layer(states)
-    return frozen.learned_table("head-gates", kinds.GATE_UNIT, learning.mean.numpy(), blocks, window, **facts)
+    mean_gates = learning.of_all_layers(learning.total / steps)
+    return frozen.learned_table("head-gates", kinds.GATE_UNIT, mean_gates.numpy(), blocks, window, **facts)
 
 
 def _slope(
@@ -142,14 +143,10 @@ def _slope(
 @contextmanager
 def unobserved(states: Sequence[attention.LayerState]) -> Iterator[None]:
     """Remove the layers' observers inside the ``with`` block, so that attention is unchanged."""
-    observers = [state.observer for state in states]
-    for state in states:
-        state.observer = None
-    try:
+    with ExitStack() as without:
+        for state in states:
+            without.enter_context(replaced(state, "observer", None))
         yield
-    finally:
-        for state, observer in zip(states, observers, strict=True):
-            state.observer = observer
 
 
 class _Learning:
@@ -168,11 +165,6 @@ class _Learning:
         self.total = torch.zeros_like(self.gates)
         self._direction = torch.zeros_like(self.gates)
         self._square = 0.0
-
-    @property
-    def mean(self) -> torch.Tensor:
-        """Return the mean of the gates over all steps, float64 [all layers, KV heads]."""
-        return self.of_all_layers(self.total / self._steps)
 
     def of_all_layers(self, gates: torch.Tensor) -> torch.Tensor:
         """Return ``gates`` [H] as [all layers, KV heads], a copy, with 0 where there is no gate."""

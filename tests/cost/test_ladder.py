@@ -86,12 +86,7 @@ class TestRecipe:
         assert recipe.data.block_size == 8192
         assert recipe.dense is not None
         dense, branch = recipe.dense, recipe.branch
-        assert (dense.batch_size, dense.learning_rate, dense.warmup_steps, dense.steps) == (
-            256,
-            8.66e-4,
-            502,
-            70289,
-        )
+        assert (dense.batch_size, dense.learning_rate, dense.warmup_steps, dense.steps) == (256, 8.66e-4, 502, 70289)
         assert (branch.batch_size, branch.learning_rate, branch.warmup_steps) == (256, 8.66e-4, 0)
         assert (branch.steps, branch.final_learning_rate) == (10041, 0.01)
         assert Recipe.model_validate(recipe.model_dump()) == recipe  # what results record is a recipe again

@@ -98,23 +98,14 @@ class TestDuo:
                 layer.self_attn.o_proj.weight *= 8.0
                 layer.self_attn.o_proj.weight[:, 16:] = 0.0  # KV head 1
         seen: list[tuple[int, int]] = []
-        table = duo(
-            model,
-            blocks,
-            WINDOW,
-            sinks=0,
-            steps=40,
-            learning_rate=0.1,
-            regularisation=0.05,
-            progress=lambda *step: seen.append(step),
-        )
+        options: Any = {"sinks": 0, "steps": 40, "learning_rate": 0.1, "regularisation": 0.05}
+        table = duo(model, blocks, WINDOW, progress=lambda *step: seen.append(step), **options)
         assert seen == [(step, 40) for step in range(1, 41)]
         assert table.density[:, 1].max() == 0.0
         assert table.density[:, 0].min() > 0.3
         assert table.metadata["distillation_loss"] > 0.0
         assert all(p.requires_grad and p.grad is None for p in model.parameters())
-        again = duo(model, blocks, WINDOW, sinks=0, steps=40, learning_rate=0.1, regularisation=0.05)
-        assert np.array_equal(again.density, table.density)
+        assert np.array_equal(duo(model, blocks, WINDOW, **options).density, table.density)
 
 
 class TestMeasure:
@@ -193,10 +184,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("extra", "message"),
         [
-            (
-                ["--signal", "entropy"],
-                "unknown signal 'entropy'; expected one of density, head-gates, add-one-head",
-            ),
+            (["--signal", "entropy"], "unknown signal 'entropy'; expected one of density, head-gates, add-one-head"),
             (["--signal", "duo", "--tau", "0.5"], "--tau does not apply to --signal duo; it applies to density"),
             (["--signal", "density", "--granularity", "layer"], "--granularity does not apply to --signal density"),
             (["--signal", "attention-mass", "--steps", "3"], "it applies to density, head-gates, duo"),

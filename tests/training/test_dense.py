@@ -21,11 +21,7 @@ from spkv_nas.training.branch_config import GateSchedule, LearningRateSchedule
 from spkv_nas.training.corpus import BlockDataset, Corpus
 from spkv_nas.training.dense import new_model, train_dense
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run_files import (
-    OPTIMIZER_STATE,
-    write_density_log,
-    write_train_log,
-)
+from spkv_nas.training.run_files import OPTIMIZER_STATE, write_density_log, write_train_log
 from spkv_nas.training.variants import Variant
 
 

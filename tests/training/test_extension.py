@@ -58,11 +58,7 @@ class TestOrder:
         epoch = [longer.at(len(unread) + number) for number in range(len(parts))]
         assert sorted(epoch) == list(range(len(parts)))
 
-    @given(
-        seed=st.integers(0, MAX_SEED),
-        start=st.integers(0, 80),
-        share=st.sampled_from([0.0, 0.017, 0.3, 1.0]),
-    )
+    @given(seed=st.integers(0, MAX_SEED), start=st.integers(0, 80), share=st.sampled_from([0.0, 0.017, 0.3, 1.0]))
     def test_unchanged_blocks_continue(self, seed: int, start: int, share: float) -> None:
         order, mixture = BlockOrder(mixed_order, 23, seed, 20), Mixture.drawn(share, 23, seed)
         later, mixed = order.longer(1, start), mixture.longer(1, start)

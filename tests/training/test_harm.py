@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import RECIPE, Recorder, fails, make_comparison, write_project
+from helpers import RECIPE, MessageLog, fails, make_comparison, write_project
 from rich.console import Console
 
 from spkv_nas.artifacts.comparison import (
@@ -61,15 +61,6 @@ def rows(recipe: Recipe) -> pd.DataFrame:
     variants = {FULL_ATTENTION: Variant.full_attention(), "a": Variant.hybrid(Layout(("GL", "LG"), 8, "a"))}
     untrained = {DENSE: nll(0.0, 0.0), "a": nll(3.0)}
     return comparison_rows(finished, variants, {"a": 0.5}, untrained, recipe, {})
-
-
-class MessageLog:
-    """Records the messages of a reporter."""
-
-    def __init__(self) -> None:
-        self.announced: list[str] = []
-        self.cautioned: list[str] = []
-        self.reporter = Recorder(announced=self.announced.append, cautioned=self.cautioned.append)
 
 
 class TestTable:
@@ -200,16 +191,13 @@ def test_the_control_is_compared_before_layouts_are_trained(
     order: list[str] = []
     train = BranchContext.train
 
-    def watched_train(context: BranchContext, variant: Variant, seed: int | None = None) -> Branch:
+    def watched(context: BranchContext, variant: Variant, *seed: int) -> Branch:
         order.append(variant.name)
-        return train(context, variant, seed)
+        return train(context, variant, *seed)
 
-    def watched_compare(*arguments: Any) -> None:
-        order.append("compared")
-        compare_control(*arguments)
-
-    monkeypatch.setattr(BranchContext, "train", watched_train)
-    monkeypatch.setattr("spkv_nas.training.hybrids.compare_control", watched_compare)
+    monkeypatch.setattr(BranchContext, "train", watched)
+    compare: Any = lambda *inputs: order.append("compared") or compare_control(*inputs)  # noqa: E731
+    monkeypatch.setattr("spkv_nas.training.hybrids.compare_control", compare)
     command = ["train-hybrid", str(layout), "--probe", str(table), "--recipe", str(recipe_file), *options]
     main([*command, "--no-reference"])
     assert order == [FULL_ATTENTION, "compared", "mine"]

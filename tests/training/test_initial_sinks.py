@@ -13,7 +13,7 @@ from helpers import tiny_model, train_branch, weights
 from interruptions import assert_same, cut
 from marks import slow
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -58,6 +58,18 @@ class TestRecipe:
         assert branch_key(recipe, "origin", HYBRID, 0) != branch_key(learned, "origin", HYBRID, 0)
 
 
+def scores_by_layer(model: PreTrainedModel, blocks: TokenBlocks) -> list[Tensor]:
+    """Return the scores [B, Hq, T, T] of every layer with full attention, in float64."""
+    scores: list[Tensor] = []
+    with torch.no_grad(), full_attention(model) as states:
+        for state in states:
+            state.observer = lambda q, k, v, scale, sink_logits: scores.append(
+                q.double() @ k.double().repeat_interleave(2, 1).mT * scale
+            )
+        model(input_ids=torch.from_numpy(blocks.tokens).long())
+    return scores
+
+
 class TestFirstValues:
     LAYOUT = Layout(("GL", "LL", "GG", "LG"), 6, sinks=2)
 
@@ -66,31 +78,15 @@ class TestFirstValues:
         monkeypatch.setattr(branch_setup, "_SINK_TOKENS", 4 * blocks.block_size)
         model = tiny_model()
         actual = measure_initial_sinks(model, self.LAYOUT, blocks)
-        tensors: list[list[tuple[Tensor, Tensor, float]]] = [[] for _ in range(4)]
-        with torch.no_grad(), full_attention(model) as states:
-            for calls, state in zip(tensors, states, strict=True):
-                state.observer = lambda q, k, v, scale, sink_logits, calls=calls: calls.append(
-                    (q.double(), k.double(), scale)
-                )
-            model(input_ids=torch.from_numpy(blocks.spread(4).tokens).long())
-        for layer, [(q, k, scale)] in enumerate(tensors):
-            for head in range(4):
-                scores = q[:, head] @ k[:, head // 2].mT * scale
-                assert float(actual[layer][head]) == pytest.approx(float(scores[:, 8:, 2].mean()), rel=1e-5)
+        for values, scores in zip(actual, scores_by_layer(model, blocks.spread(4)), strict=True):
+            assert values.numpy() == pytest.approx(scores[:, :, 8:, 2].mean((0, 2)).numpy(), rel=1e-5)
 
     @pytest.mark.parametrize("native", [10, 16])
     def test_of_queries_within_a_native_window(self, native: int, blocks: TokenBlocks) -> None:
         """In a model whose layers all have one, it also hides the token, from later queries."""
         model = tiny_model("mistral", vocab_size=300, sliding_window=native)
-        actual = measure_initial_sinks(model, self.LAYOUT, blocks)[0]
-        calls: list[tuple[Tensor, Tensor, float]] = []
-        with torch.no_grad(), full_attention(model) as states:
-            states[0].observer = lambda q, k, v, scale, sink_logits: calls.append((q.double(), k.double(), scale))
-            model(input_ids=torch.from_numpy(blocks.tokens).long())
-        [(q, k, scale)] = calls
-        for head in range(4):
-            scores = q[:, head] @ k[:, head // 2].mT * scale
-            assert float(actual[head]) == pytest.approx(float(scores[:, 8 : 2 + native, 2].mean()), rel=1e-5)
+        actual, scores = measure_initial_sinks(model, self.LAYOUT, blocks)[0], scores_by_layer(model, blocks)[0]
+        assert actual.numpy() == pytest.approx(scores[:, :, 8 : 2 + native, 2].mean((0, 2)).numpy(), rel=1e-5)
 
     def test_of_a_window_as_wide_as_the_native_one(self, blocks: TokenBlocks) -> None:
         model = tiny_model("mistral", vocab_size=300, sliding_window=self.LAYOUT.window)

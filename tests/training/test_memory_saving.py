@@ -94,9 +94,8 @@ def test_the_same_command_resumes_bit_for_bit(
 
     whole = train("whole")
     cut(train, "torn", monkeypatch, step)
-    newest = newest_checkpoint(tmp_path / "torn")
-    assert newest is not None
-    assert newest.name == f"checkpoint-{step // 3 * 3}"
+    newest = tmp_path / "torn" / f"checkpoint-{step // 3 * 3}"
+    assert newest_checkpoint(tmp_path / "torn") == newest
     is_partial = (variant == Variant.sp_kv() and "gates" in changes) or "lora" in changes
     saved = [file.name for file in newest.glob("*.safetensors")]
     assert saved == ["learned.safetensors" if is_partial else "model.safetensors"]

@@ -32,10 +32,8 @@ def test_the_trainer_gets_the_trackers(recipe: Recipe, tmp_path: Path) -> None:
 
 
 def test_a_finished_run_is_found_whatever_tracks_it(recipe: Recipe) -> None:
+    """And after the default of ``compile`` became auto."""
     assert parse(recipe, report_to=["wandb"]).content_hash(*HASHED) == recipe.content_hash(*HASHED)
-
-
-def test_a_finished_run_is_found_after_the_default_became_auto(recipe: Recipe) -> None:
     default, never, always = (
         parse(recipe, **keys).content_hash() for keys in ({}, {"compile": False}, {"compile": True})
     )

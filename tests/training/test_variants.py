@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from helpers import RECIPE, train_branch, weights
+from interruptions import assert_same, cut
 from marks import slow
 from pydantic import ValidationError
 
@@ -19,7 +20,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.report.chart import Line
 from spkv_nas.report.density_charts import density_evolution_chart
 from spkv_nas.report.plot import save_chart
-from spkv_nas.training import callbacks
 from spkv_nas.training.branch_config import GateSchedule
 from spkv_nas.training.branch_setup import branch_recipe, set_up
 from spkv_nas.training.branches import Branch
@@ -135,20 +135,8 @@ class TestRuns:
     def test_an_interrupted_run_resumes_bit_for_bit(
         self, gates: dict[str, Any], at: int, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        whole = train("whole", **gates)
-
-        def die(self: callbacks.TokenProgressCallback, args: object, state: object, *_: object, **__: object) -> None:
-            if state.global_step == at:  # type: ignore[attr-defined]
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(callbacks.TokenProgressCallback, "on_step_end", die)
-            with pytest.raises(KeyboardInterrupt):
-                train("torn", **gates)
-        resumed = train("torn", **gates)
-        before, after = weights(whole.checkpoint), weights(resumed.checkpoint)
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        assert np.array_equal(whole.nll.total, resumed.nll.total)
+        cut(lambda name: train(name, **gates), "torn", monkeypatch, at)
+        assert_same(train("whole", **gates), train("torn", **gates))
 
 
 @pytest.mark.usefixtures("whole_pictures")
