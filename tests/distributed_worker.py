@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from helpers import train_branch
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 
 from spkv_nas.artifacts.layout import Layout
@@ -131,6 +133,11 @@ def with_ddp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
     for stop_at in (7, 0):
         train("sampled/resumed", recipe, corpus, folder, stop_at=stop_at)
     train("sp-kv/moved", recipe, corpus, folder, stop_at=7)
+    # Gates become hard in step 5; checkpoints follow steps 3, 6 and 8, and every tenth step would be logged
+    target = Recipe(**merged(recipe.model_dump(), VARIANTS["target"]))
+    with reads_by_step() as by_step:
+        train_branch(target, corpus, folder / "dense" / "final", folder / "counted", Variant.sp_kv(), device="cpu")
+    assert [step for step, count in by_step.items() if count] == [1, 4, 7], by_step
     with pytest.raises(UserError, match="sharding: fsdp needs GPUs; on cpu"):
         train("hybrid/sharded", recipe, corpus, folder, sharding="fsdp")
     with pytest.MonkeyPatch.context() as patch:
@@ -152,6 +159,40 @@ def with_fsdp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
         with pytest.raises(UserError, match="was written with sharding: fsdp"):
             train(name, recipe, corpus, folder)
         train(name, recipe, corpus, folder, sharding="fsdp")
+
+
+# Operators whose results the host waits for, and methods of tensors that copy to it
+READS, COPIES = ("_local_scalar_dense", "nonzero", "equal", "allclose", "unique", "masked_select"), ("cpu", "tolist")
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operators of ``READS``, and with ``copied`` the methods of ``COPIES``."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operator.overloadpacket.__name__ in READS
+        return operator(*args, **(kwargs or {}))
+
+    def copied(self, method: Any, tensor: torch.Tensor) -> Any:
+        self.count += 1
+        return method(tensor)
+
+
+@contextmanager
+def reads_by_step() -> Iterator[dict[int, int]]:
+    """Count what each training step reads from the device; step 1 includes what precedes it."""
+    reads, by_step = Reads(), dict[int, int]()
+
+    def on_step_end(_self: object, _args: object, state: Any, *_: object, **__: object) -> None:
+        by_step[state.global_step], reads.count = reads.count, 0
+
+    with reads, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callbacks.TokenProgressCallback, "on_step_end", on_step_end)
+        for name in COPIES:
+            method = partial(reads.copied, getattr(torch.Tensor, name))
+            patch.setattr(torch.Tensor, name, lambda tensor, method=method: method(tensor))
+        yield by_step
 
 
 def refuse() -> None:

@@ -58,8 +58,8 @@ def own_share(number: int) -> range:
     return range(number * index // processes, number * (index + 1) // processes)
 
 
-def connect(device: str | None = None, *, offloads: bool = False) -> None:
-    """Join the process group: NCCL, or gloo on CPUs; both if it ``offloads``, that is exchanges CPU tensors too."""
+def connect(device: str | None = None) -> None:
+    """Join the process group: gloo for what is on the CPU, and NCCL for what is on GPUs unless ``device`` is "cpu"."""
     if num_processes() == 1:
         return
     import torch
@@ -68,9 +68,9 @@ def connect(device: str | None = None, *, offloads: bool = False) -> None:
     global _connected
     _connected = True
     if not torch.distributed.is_initialized():
-        # Start the process group, with gloo beside NCCL if CPU tensors are exchanged too
+        # Start the process group, with gloo beside NCCL
         on_cpu = device == "cpu" or not torch.cuda.is_available()
-        if offloads and not on_cpu:
+        if not on_cpu:
             torch.distributed.init_process_group("cuda:nccl,cpu:gloo", timeout=TIMEOUT)
         PartialState(cpu=on_cpu, timeout=TIMEOUT)
 
@@ -168,16 +168,20 @@ def gathered(value: Result) -> list[Result]:
 
 
 def sum_over_processes(values: Values) -> Values:
-    """Sum over processes, integers exactly, else in float64; all get the same bits. Collective."""
+    """Sum over processes, integers exactly, else in float64; all get the same bits. Collective.
+
+    Arrays are summed on the CPU, which waits for no GPU.
+    """
     if num_connected() == 1:
         return values
     import torch
     from accelerate import PartialState
 
-    # Copy the values to the device of the process group, in a dtype that sums precisely
+    # Copy the values, tensors to the device of the process group, in a dtype that sums precisely
     tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
     dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
-    total = tensor.detach().to(PartialState().device, dtype, copy=True).contiguous()
+    device = PartialState().device if isinstance(values, torch.Tensor) else "cpu"
+    total = tensor.detach().to(device, dtype, copy=True).contiguous()
     torch.distributed.all_reduce(total)
     total = total.to(tensor.device)
     return total if isinstance(values, torch.Tensor) else total.numpy()

@@ -52,7 +52,7 @@ class GateSettings:
     tau: float = 0.5  # threshold of the utility, in [0, 1]
     anneal: float = 0.0  # weight a of the binary gate, in [0, 1]
     p_min: float = 0.0  # minimum probability of either outcome of a sampled gate, in [0, 0.5]
-    price: float = 0.0  # weight of each layer's mean utility in the loss
+    price: Tensor | float | None = None  # weight of each layer's mean utility in the loss, float32 [] on any device
 
 
 @dataclass
@@ -268,7 +268,7 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             extra["spkv_starts"] = starts = attention_calls.document_starts(mask, kwargs, hidden_states)
         is_text = attention_calls.text_tokens(mask, starts, hidden_states)
         logits = predictor(hidden_states, sinks=cache is None, starts=starts, is_text=is_text)
-        if settings.price and isinstance(predictor, UtilityPredictor):
+        if settings.price is not None and isinstance(predictor, UtilityPredictor):
             logits = priced(logits, settings.price, is_text)
         # Let windows override the gate
         if state.windows is None:

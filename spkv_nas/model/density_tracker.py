@@ -35,8 +35,8 @@ class DensityTracker:
         self._watch = ExitStack()
         self._started = False
         self._tau = 0.0
-        # layer -> kept tokens, NaN utilities and tokens of its heads, int64 [3, Hkv], on the device
-        self._seen: dict[int, torch.Tensor] = {}
+        # kept tokens, NaN utilities and tokens of heads, int64 [3, layers, Hkv], on the device; None before any
+        self._counts: torch.Tensor | None = None
         self._real: torch.Tensor | None = None
 
     def only(self, real: torch.Tensor | None) -> None:
@@ -49,7 +49,7 @@ class DensityTracker:
     def start(self) -> None:
         """Start counting, at the current threshold of the gates."""
         self.close()
-        self._started, self._seen = True, {}
+        self._started, self._counts = True, None
         self._tau = modes.gate_settings(self._model).tau
         self._watch = attention.watch_logits(self._model, self._count)
 
@@ -62,49 +62,67 @@ class DensityTracker:
         flags = torch.stack([gates.keeps(logits, self._tau), is_wrong, torch.ones_like(is_wrong)])
         # Leave out padding and filling
         flags &= (is_text if self._real is None else self._real)[:, None].to(logits.device)
-        counts = flags.sum((1, 3))
-        self._seen[layer] = counts if layer not in self._seen else self._seen[layer] + counts
+        if self._counts is None:
+            self._counts = self._zeros(logits.device)
+        self._counts[:, layer, : logits.shape[1]] += flags.sum((1, 3)).to(self._counts.device)
+
+    def _zeros(self, device: torch.device | str) -> torch.Tensor:
+        """Return counts of no token."""
+        states = attention.layer_states(self._model)
+        return torch.zeros(3, len(states), max(attention.heads_per_layer(states)), dtype=torch.int64, device=device)
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
         """Discard the counts of a pass that fails inside the ``with`` block."""
-        before = dict(self._seen)
+        before = None if self._counts is None else self._counts.clone()
         try:
             yield
         except Exception:
-            self._seen = before
+            self._counts = before
             raise
 
     def close(self) -> None:
         """Stop counting and remove the hooks."""
         self._watch.close()
 
-    def stop(self, *, alone: bool = False) -> NDArray[np.float64] | None:
-        """Stop counting and return densities [layers, KV heads]: NaN for layers without gates; None if no gate ran.
+    def stop_counting(self, *, alone: bool = False) -> torch.Tensor | None:
+        """Stop counting and return kept tokens, NaN utilities and tokens, int64 [3, layers, KV heads], on the device.
 
-        Must be called on all ranks if counting was started, unless ``alone``, which returns the counts of this process.
-        Raises ``UserError``: a utility was NaN, which no gate keeps: the density would look like 0.
+        None without a ``start``. Otherwise must be called on all ranks, unless ``alone``, which returns the counts of
+        this process.
         """
         if not self._started:
             return None
         self.close()
-        # Collect counts [3, layers, KV heads], with one read from the device, as this may be in every step
-        states = attention.layer_states(self._model)
-        grid = len(states), max(attention.heads_per_layer(states))
-        counts = np.zeros((3, *grid), dtype=np.int64)  # kept tokens, NaN utilities, tokens
-        if self._seen:
-            device = next(iter(self._seen.values())).device
-            seen = pad_sequence([layer.T.to(device) for layer in self._seen.values()], batch_first=True)
-            counts[:, list(self._seen), : seen.shape[1]] = seen.cpu().numpy().transpose(2, 0, 1)
-        # Sum them over ranks, and check
         self._started = False
-        kept, wrong, tokens = counts if alone else sum_over_processes(counts)
-        if not tokens.any():
-            return None
-        if wrong.any():
-            first = tuple(np.argwhere(wrong)[0].tolist())
-            raise UserError(not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first))
-        return np.where(tokens > 0, kept / np.maximum(tokens, 1), np.nan)
+        counts = self._zeros("cpu") if self._counts is None else self._counts
+        return counts if alone else sum_over_processes(counts)
+
+    def stop(self, *, alone: bool = False) -> NDArray[np.float64] | None:
+        """Stop as ``stop_counting``, and return ``head_densities``; None without a ``start``."""
+        counts = self.stop_counting(alone=alone)
+        return None if counts is None else head_densities(counts)
+
+
+def head_densities(counts: torch.Tensor) -> NDArray[np.float64] | None:
+    """Read counts of ``DensityTracker`` as densities [layers, KV heads]: NaN for heads without gates; None without any.
+
+    Raises ``UserError``: a utility was NaN, which no gate keeps: the density would look like 0.
+    """
+    kept, wrong, tokens = counts.cpu().numpy()
+    if not tokens.any():
+        return None
+    if wrong.any():
+        first = tuple(np.argwhere(wrong)[0].tolist())
+        raise UserError(not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first))
+    return np.where(tokens > 0, kept / np.maximum(tokens, 1), np.nan)
+
+
+def mean_density(counts: torch.Tensor) -> torch.Tensor:
+    """Compute the mean density of heads with gates, float64, on the device; NaN if a utility was, or without gates."""
+    kept, wrong, tokens = counts.double()
+    mean: torch.Tensor = (kept / tokens).nanmean().masked_fill(wrong.any(), math.nan)
+    return mean
 
 
 def layout_density(model: torch.nn.Module) -> float:
@@ -125,44 +143,45 @@ _MIN_SHARE = 0.1  # minimum first price, as a share of the mean absolute benefit
 
 
 class Price:
-    """Controller of the price of keys, which sets each step's price from the densities of the steps before."""
+    """Controller of the price of keys, which sets each step's price from the densities of the steps before.
+
+    It computes on the device: the host waits where the first price is set and where ``state`` is read.
+    """
 
     def __init__(self, target: float) -> None:
         """Start at price 0 with a ``target`` density."""
         self.target = target  # share of the keys to keep, in [0, 1]
-        self.value = 0.0  # price of the next step; 0 in the first step, which measures benefits
-        self._first = self._sum = self._largest_rate = 0.0
-
-    @property
-    def is_measured(self) -> bool:
-        """Return whether benefits have been measured, which set the first price."""
-        return self._first > 0.0
+        # price of the next step, float64 on the device; 0 in the first step, which measures benefits
+        self.value: torch.Tensor | float = 0.0
+        self._sum: torch.Tensor | float = 0.0
+        self.first = self._largest_rate = 0.0  # price that the benefits set, above 0 as soon as they are measured
 
     def begin(self, benefits: NDArray[np.float64]) -> None:
         """Set the first price from the benefits of heads [layers, KV heads]; NaN for heads without a gate."""
         gated = benefits[np.isfinite(benefits)]
         quantile = float(np.quantile(gated, 1.0 - self.target)) if gated.size else 0.0
         least = _MIN_SHARE * float(np.abs(gated).mean()) if gated.size else 0.0
-        self._first = max(quantile, least, float(np.finfo(np.float32).tiny))
+        self.first = max(quantile, least, float(np.finfo(np.float32).tiny))
 
-    def move(self, density: float, learning_rate: float) -> None:
-        """Update the price after a step of mean density ``density``, taken at ``learning_rate``."""
+    def move(self, density: torch.Tensor, learning_rate: float) -> None:
+        """Update the price after a step of mean density ``density``, float64, taken at ``learning_rate``."""
         self._largest_rate = max(self._largest_rate, learning_rate)
         response = max(_MIN_RATE, learning_rate / self._largest_rate)
         error = (density - self.target) / response
-        self._sum = min(self._sum + INTEGRAL * error, _MAX_EXPONENT)
-        proportional = max(-_MAX_PROPORTIONAL, min(PROPORTIONAL * error, _MAX_PROPORTIONAL))
-        exponent = min(self._sum + proportional, _MAX_EXPONENT)
+        self._sum = (self._sum + INTEGRAL * error).clamp(max=_MAX_EXPONENT)
+        proportional = (PROPORTIONAL * error).clamp(-_MAX_PROPORTIONAL, _MAX_PROPORTIONAL)
+        exponent = (self._sum + proportional).clamp(max=_MAX_EXPONENT)
         # Exponential above the first price, linear below, so that negative prices can raise the density
-        self.value = self._first * (math.exp(exponent) if exponent > 0.0 else 1.0 + exponent)
+        self.value = self.first * exponent.exp().where(exponent > 0.0, 1.0 + exponent)
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
-        return {"value": self.value, "first": self._first, "sum": self._sum, "largest_rate": self._largest_rate}
+        """Read the state for a checkpoint."""
+        numbers = {"value": self.value, "first": self.first, "sum": self._sum, "largest_rate": self._largest_rate}
+        return {name: float(number) for name, number in numbers.items()}
 
     def restore(self, state: dict[str, float]) -> None:
         """Restore the state that ``state`` returned."""
-        self.value, self._first, self._sum = state["value"], state["first"], state["sum"]
+        self.value, self.first, self._sum = state["value"], state["first"], state["sum"]
         self._largest_rate = state["largest_rate"]
 
 

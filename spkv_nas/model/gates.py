@@ -171,10 +171,10 @@ class _Priced(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, price: float, is_text: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, price: Tensor | float, is_text: Tensor) -> Tensor:
         """Return the logits unchanged."""
         ctx.save_for_backward(logits, is_text)
-        ctx.price = price
+        ctx.price = price.to(logits.device) if isinstance(price, Tensor) else price
         return logits.view_as(logits)
 
     @staticmethod
@@ -185,7 +185,7 @@ class _Priced(torch.autograd.Function):
         return grad + ctx.price / number * u * (1.0 - u) * is_text[:, None], None, None
 
 
-def priced(logits: Tensor, price: float, is_text: Tensor) -> Tensor:
+def priced(logits: Tensor, price: Tensor | float, is_text: Tensor) -> Tensor:
     """Add the gradient of ``price * mean(u)`` over text, bool [B, T], to that of ``logits`` [B, Hkv, T]."""
     result: Tensor = _Priced.apply(logits, price, is_text)  # type: ignore[no-untyped-call]
     return result

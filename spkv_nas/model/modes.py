@@ -52,14 +52,16 @@ def set_gate_mode(
     _put(model, settings, replace(settings, mode=mode, tau=tau, anneal=anneal, p_min=p_min))
 
 
-def set_price(model: torch.nn.Module, price: float) -> None:
+def set_price(model: torch.nn.Module, price: torch.Tensor | float) -> None:
     """Set the price of keys: the loss gains ``price * mean(u)``, averaged over gated layers, heads and tokens.
 
-    SP-KV paper, appendix "Controlling sparsity at train time", "Regularization", where lambda_aux is -price.
+    SP-KV paper, appendix "Controlling sparsity at train time", "Regularization", where lambda_aux is -price. A tensor
+    is not read back from its device.
     """
     num_layers = len(gates.predictors(model))
     if num_layers:
-        gate_settings(model).price = price / num_layers
+        part = price / num_layers
+        gate_settings(model).price = part.float() if isinstance(part, torch.Tensor) else part or None
 
 
 @contextmanager

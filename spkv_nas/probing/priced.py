@@ -11,9 +11,8 @@ and the activations of one pass. Activation checkpointing is used if the activat
 A step that still runs out of GPU memory is repeated in smaller micro-batches.
 """
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -43,6 +40,7 @@ from spkv_nas.probing import frozen
 
 _WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01
 _SAVE_EVERY = 20  # steps
+_FILE = "gates.pt"  # checkpoint to resume from
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ class _Learning:
         ``sizes`` are the tokens to predict and those of text (``Boundaries.num_measured``) of all ranks.
         """
         price = self._price
-        self.last_price = self._config.price if price is None else price.value
+        self.last_price = self._config.price if price is None else float(price.value)
 
         # Gradients, summed over ranks
         gradients = partial(self._add_gradients, sizes=sizes)
@@ -166,7 +164,7 @@ class _Learning:
         if price is not None:
             if benefits is not None:
                 price.begin(distributed.sum_over_processes(benefits))
-            price.move(self.density, self._rates[number])
+            price.move(torch.tensor(self.density, dtype=torch.float64), self._rates[number])
         # Update the predictors
         for group in self._optimizer.param_groups:
             group["lr"] = self._rates[number]
@@ -178,7 +176,7 @@ class _Learning:
         Return this rank's share of the step's mean loss, and benefits of keys until the first price is set.
         """
         # Estimate the benefit of keys once, to start the price from
-        measures = self._price is not None and not self._price.is_measured
+        measures = self._price is not None and not self._price.first
         benefits = KeyBenefitEstimator(self._model) if measures else None
         self._optimizer.zero_grad()
         self._tracker.start()
@@ -197,74 +195,46 @@ class _Learning:
         return total, estimates
 
     def save(self, folder: Path, step: int) -> None:
-        """Write a checkpoint after ``step`` steps."""
-        numbers = {"density": self.density, "last_price": self.last_price}
-        if self._price is not None:
-            numbers |= {f"price.{key}": value for key, value in self._price.state().items()}
-        tensors = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        for name, parameter in self._parameters.items():
-            tensors |= {f"{name}|{moment}": self._optimizer.state[parameter][moment] for moment in _MOMENTS}
-        GateState(tensors, step, numbers).write(folder)
+        """Write a checkpoint after ``step`` steps, atomically over an earlier one, with a manifest against damage.
 
-    def restore(self, folder: Path | None) -> int:
-        """Restore the checkpoint in ``folder``, if there is one, and return the number of finished steps."""
-        saved = None if folder is None else GateState.read(folder)
-        if saved is None:
-            return 0
-        saved.restore(self._parameters, self._optimizer)
-        self.density, self.last_price = saved.numbers["density"], saved.numbers["last_price"]
-        if self._price is not None:
-            self._price.restore({key: saved.numbers[f"price.{key}"] for key in self._price.state()})
-        return saved.step
-
-
-_FILE = "gates.safetensors"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class GateState:
-    """State from which gate training resumes: one safetensors file, and a manifest of hashes, which detects damage."""
-
-    # parameters by name, and their moments by "<name>|exp_avg" and "<name>|exp_avg_sq"
-    tensors: dict[str, torch.Tensor]
-    step: int  # number of finished steps
-    numbers: dict[str, float]  # scalars of the price controller and of the log
-
-    def write(self, folder: Path) -> None:
-        """Write the checkpoint atomically over an earlier one. Raises ``UserError``: ``folder`` cannot be written."""
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
-        header = {"step": str(self.step), "numbers": json.dumps(self.numbers)}
+        Raises ``UserError``: ``folder`` cannot be written.
+        """
+        state = {
+            "step": step,
+            "density": self.density,
+            "last_price": self.last_price,
+            "price": None if self._price is None else self._price.state(),
+            "parameters": {name: parameter.detach() for name, parameter in self._parameters.items()},
+            "optimizer": self._optimizer.state_dict(),
+        }
         folder.parent.mkdir(parents=True, exist_ok=True)
         with replace.new_folder(folder) as new_path:
             try:
-                save_file(tensors, new_path / _FILE, metadata=header)
-            except (OSError, SafetensorError) as error:
+                torch.save(state, new_path / _FILE)
+            except (OSError, RuntimeError) as error:
                 raise UserError(
                     f"cannot write {folder}: {first_line(error)}\ncheck disk space and permissions"
                 ) from error
             manifest.write_manifest(new_path)
 
-    @classmethod
-    def read(cls, folder: Path) -> "GateState | None":
-        """Read the checkpoint in ``folder``; None without a complete one. Raises ``UserError``: it is damaged."""
-        if not manifest.is_complete(folder):
-            return None
-        manifest.check_manifest(folder, what="gates")
-        with safe_open(folder / _FILE, "pt") as file:
-            header = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return cls(tensors, int(header["step"]), json.loads(header["numbers"]))
-
     @torch.no_grad()
-    def restore(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Copy the state into ``parameters`` and ``optimizer``. Raises ``UserError``: it is that of other gates."""
-        if {name for name in self.tensors if "|" not in name} != set(parameters):
+    def restore(self, folder: Path | None) -> int:
+        """Restore the checkpoint in ``folder``, if there is a complete one, and return the number of finished steps.
+
+        Raises ``UserError``: it is damaged, or that of other gates.
+        """
+        if folder is None or not manifest.is_complete(folder, [_FILE]):
+            return 0
+        manifest.check_manifest(folder, what="gates")
+        saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
+        if set(saved["parameters"]) != set(self._parameters):
             raise UserError(
                 "the saved gates belong to another model: give another folder for the checkpoint of the gates"
             )
-        for name, parameter in parameters.items():
-            parameter.copy_(self.tensors[name])
-            moments = {moment: self.tensors[f"{name}|{moment}"].to(parameter.device) for moment in _MOMENTS}
-            state: dict[str, Any] = {"step": torch.tensor(float(self.step)), **moments}
-            optimizer.state[parameter] = state
+        for name, parameter in self._parameters.items():
+            parameter.copy_(saved["parameters"][name])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self.density, self.last_price = saved["density"], saved["last_price"]
+        if self._price is not None:
+            self._price.restore(saved["price"])
+        return int(saved["step"])

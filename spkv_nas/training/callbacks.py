@@ -36,9 +36,8 @@ class InterruptCallback(TrainerCallback):
 
     def on_step_end(self, _args: object, _state: object, control: TrainerControl, **_: object) -> None:
         """Stop on all ranks if any of them received a signal."""
-        self.ended = self._pending.number is not None
-        if distributed.num_connected() > 1:  # all ranks stop at the same step
-            self.ended = bool(distributed.sum_over_processes(torch.tensor(float(self.ended))) > 0)
+        ended = np.array([self._pending.number is not None], np.int64)
+        self.ended = bool(distributed.sum_over_processes(ended)[0])
         if self.ended:
             control.should_save = control.should_training_stop = True
 
@@ -94,13 +93,20 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         """Follow the gate phases of ``schedule``."""
         self._schedule, self._options = schedule, options
         self._tracker: density_tracker.DensityTracker | None = None
-        # float64 [layers, KV heads] of the last measured step; None before the first
-        self.density: arrays.Float | None = None
+        self._counts: torch.Tensor | None = None  # those of the tracker in the last measured step, on the device
         self._controller = None if options.target_density is None else density_tracker.Price(options.target_density)
         self._benefits: density_tracker.KeyBenefitEstimator | None = None
 
     @property
-    def price(self) -> float:
+    def density(self) -> arrays.Float | None:
+        """Read the densities [layers, KV heads] of the last measured step; None before the first.
+
+        Raises ``UserError``: a utility was not finite.
+        """
+        return None if self._counts is None else density_tracker.head_densities(self._counts)
+
+    @property
+    def price(self) -> torch.Tensor | float:
         """Return the price of a key in the next step: the recipe's, or the one adjusted to the target density."""
         return self._options.price if self._controller is None else self._controller.value
 
@@ -127,18 +133,19 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         phase, options = self._schedule.at(state.global_step), self._options
         modes.set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min)
         modes.set_price(kwargs["model"], 0.0 if phase.frozen else self.price / args.gradient_accumulation_steps)
-        if self._controller is not None or (state.global_step + 1) % args.logging_steps == 0:
+        adjusts_price = self._controller is not None and not phase.frozen
+        if adjusts_price or (state.global_step + 1) % args.logging_steps == 0:
             self._tracker.start()
-        if self._controller is not None and not self._controller.is_measured and not phase.frozen:
+        if self._controller is not None and not phase.frozen and not self._controller.first:
             self._benefits = density_tracker.KeyBenefitEstimator(kwargs["model"])
 
     def on_pre_optimizer_step(self, _args: object, state: TrainerState, _control: object, **kwargs: Any) -> None:
         """Record the density, leave frozen predictors out of the update, and adjust the price."""
         # Record the density
         assert self._tracker is not None
-        measured = self._tracker.stop()
-        if measured is not None:
-            self.density = measured
+        counts = self._tracker.stop_counting()
+        if counts is not None:
+            self._counts = counts
         # Set the first price from the benefits of keys, averaged over ranks
         if self._benefits is not None and self._controller is not None:
             self._controller.begin(distributed.sum_over_processes(self._benefits.stop()) / distributed.num_processes())
@@ -147,8 +154,8 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         if self.frozen(state.global_step):
             for parameter in gates.predictor_parameters(kwargs["model"]):
                 parameter.grad = None
-        elif self._controller is not None and measured is not None:
-            self._controller.move(float(np.nanmean(measured)), kwargs["optimizer"].param_groups[0]["lr"])
+        elif self._controller is not None and counts is not None:
+            self._controller.move(density_tracker.mean_density(counts), kwargs["optimizer"].param_groups[0]["lr"])
 
 
 class ExtensionCallback(TrainerCallback):

@@ -30,7 +30,7 @@ from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
 from spkv_nas.model import checkpoint, loss, weight_files
 from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.recipe import OFFLOAD, DenseConfig, Recipe
+from spkv_nas.training.recipe import DenseConfig, Recipe
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Digest
@@ -84,7 +84,7 @@ def join_processes(recipe: Recipe, device: str | None = None) -> None:
     for phase in (recipe.dense, recipe.branch):
         if phase is not None:
             distributed.blocks_per_process(phase.batch_size, recipe.least_blocks(phase))
-    distributed.connect(device, offloads=recipe.sharding == OFFLOAD)
+    distributed.connect(device)
 
 
 def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter = SILENT) -> Corpus:

@@ -190,7 +190,7 @@ class SPKVTrainer(Trainer):
         if heads is not None and self._phases is not None:
             logs["density"] = float(np.nanmean(heads))
             if self._gate_options.target_density is not None:
-                logs["price"] = self._phases.price
+                logs["price"] = float(self._phases.price)
         # Log, and keep the density of every head in the history
         super().log(logs, start_time)
         if heads is not None:
@@ -214,6 +214,8 @@ class SPKVTrainer(Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Save a checkpoint after checking that all numbers are finite, and complete it with a manifest."""
+        if self._phases is not None:
+            self._recorded.append((self.state.global_step, "price of keys", torch.as_tensor(self._phases.price)))
         self._check_recorded()
         self.check_finite()
         self._log_state.take()
@@ -257,14 +259,12 @@ class SPKVTrainer(Trainer):
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm of the gradients, on the device, after recording it.
 
-        Recorded numbers are checked before the update of every step that reads from the device anyway, because it logs
-        or adjusts the price of keys. Other steps wait for nothing.
+        Recorded numbers are checked before the update of a step that logs. Other steps wait for nothing.
         """
         norm = super()._get_grad_norm(model, grad_norm)
         step = self.state.global_step
         self._recorded.append((step, "gradient norm", norm.detach()))
-        adjusts_price = self._phases is not None and self._gate_options.target_density is not None
-        if adjusts_price or (step + 1) % self.args.logging_steps == 0:
+        if (step + 1) % self.args.logging_steps == 0:
             self._check_recorded()
         return norm
 

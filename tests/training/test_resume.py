@@ -26,6 +26,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.locks import FolderLock, locked
 from spkv_nas.base.manifest import MANIFEST, write_manifest
+from spkv_nas.base.schema import merged
 from spkv_nas.training import callbacks, run_files, trainer
 from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.corpus import Corpus, load_corpus, tokenizer_folder
@@ -199,12 +200,26 @@ class TestSignals:
 
 class TestNotFinite:
     @pytest.fixture
-    def run(self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Callable[[], Branch]:
-        return lambda: train_branch(recipe, corpus, dense, tmp_path / "run", Variant.full_attention(), device="cpu")
+    def run(self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Callable[..., Branch]:
+        recipe = Recipe(**merged(recipe.model_dump(), {"gates": {"target_density": 0.3}}))
 
-    @pytest.mark.parametrize("value", slow_after(1, [float("inf"), float("nan")]))
+        def run(variant: Callable[[], Variant] = Variant.full_attention) -> Branch:
+            return train_branch(recipe, corpus, dense, tmp_path / "run", variant(), device="cpu")
+
+        return run
+
+    @pytest.mark.parametrize(
+        ("value", "variant"),
+        slow_after(1, [(float("inf"), Variant.full_attention), (float("nan"), Variant.sp_kv)]),
+        ids=["infinite", "NaN with a target density"],
+    )
     def test_a_loss_that_is_not_finite_is_never_saved(
-        self, value: float, run: Callable[[], Branch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        value: float,
+        variant: Callable[[], Variant],
+        run: Callable[..., Branch],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """It makes every weight NaN. It is read before the next checkpoint or log, and the error names its step."""
         original = trainer.Trainer.compute_loss
@@ -215,7 +230,7 @@ class TestNotFinite:
 
         monkeypatch.setattr(trainer.Trainer, "compute_loss", poisoned)
         with pytest.raises(UserError, match=rf"step 4: the loss is {value}(.|\n)*checkpoint-3"):
-            run()
+            run(variant)
         assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
         assert not (tmp_path / "run" / "final").exists()
 
