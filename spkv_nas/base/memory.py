@@ -18,23 +18,25 @@ _CPU_PART = 8  # a chunk with gradients on a CPU is this part: a whole one takes
 _GPU_PART = 64  # a chunk with gradients takes at most this part of a GPU's memory
 
 
-def chunk_tokens(vocabulary: int, learns_on: str | None = None) -> int:
-    """Return the number of tokens, at least one, in a chunk of logits for a vocabulary of this size.
+def chunk_bytes(device: str, gpu_memory: float | None = None) -> int:
+    """Return the bytes, in float32, of the logits of a chunk with gradients, in training and in forecasts.
 
-    ``learns_on`` is the device of chunks with gradients. On a GPU they are as large as a power of two within 1/64 of
-    all its memory, 1 GiB on an H100, as each costs the host some time; forecasts count ``CHUNK_BYTES``. Free memory
-    would depend on other programs, so that a repeated or resumed run would round otherwise; a pass that it does not
-    suffice for is halved.
+    On a GPU they are the largest power of two within 1/64 of all its memory, or of ``gpu_memory`` for a GPU that is not
+    here: 1 GiB on an H100, as each chunk costs the host some time. Free memory would depend on other programs, so that
+    a repeated or resumed run would round otherwise; a pass that it does not suffice for is halved.
     """
-    num_bytes = CHUNK_BYTES
-    if learns_on == "cpu":
-        num_bytes = CHUNK_BYTES // _CPU_PART
-    elif learns_on is not None and learns_on.startswith("cuda"):
+    if not device.startswith("cuda"):
+        return CHUNK_BYTES // _CPU_PART if device == "cpu" else CHUNK_BYTES
+    if gpu_memory is None:
         import torch
 
-        share = torch.cuda.get_device_properties(learns_on).total_memory // _GPU_PART
-        num_bytes = max(CHUNK_BYTES, 1 << (share.bit_length() - 1))
-    return max(1, num_bytes // (4 * vocabulary))
+        gpu_memory = torch.cuda.get_device_properties(device).total_memory
+    return max(CHUNK_BYTES, 1 << (int(gpu_memory // _GPU_PART).bit_length() - 1))
+
+
+def chunk_tokens(vocabulary: int, num_bytes: int | None = None) -> int:
+    """Return the tokens, at least one, of a chunk of ``num_bytes`` of logits; by default one without gradients."""
+    return max(1, (CHUNK_BYTES if num_bytes is None else num_bytes) // (4 * vocabulary))
 
 
 def available_bytes(device: str = "cpu") -> int:

@@ -30,7 +30,7 @@ width of a predictor's hidden layer::
 Norms (2 d of what is kept, 4 d if all weights are trained) and predictors compute in float32, everything else in the
 dtype of the pass. In bfloat16 each linear layer casts its input; with float32 weights (autocast) the residual stream
 stays float32. With activation checkpointing, layers keep only their input, d, and one layer at a time is recomputed,
-after the logits have been freed. Logits are held for a chunk of tokens only (``base.memory.CHUNK_BYTES``). Not counted
+after the logits have been freed. Logits are held for a chunk of tokens only (``base.memory``). Not counted
 are the activations that adapters keep by their rank, and the allocator's overhead. For other families, what autograd
 keeps is within a tenth; for Gemma 3, with twice the norms, it is a quarter more if all weights are trained.
 reports/LOG.md compares with measured peaks.
@@ -203,10 +203,10 @@ def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | 
     return int(counts[candidates].sum()) / sum(layout.heads_per_layer[layer] for layer in candidates)
 
 
-def logit_bytes(vocabulary: int, num_tokens: int, *, item: int) -> int:
-    """Return the peak bytes of logits, of ``item`` bytes each, and of their loss and its gradient."""
+def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, chunk: int | None = None) -> int:
+    """Return the peak bytes of a ``chunk_tokens`` of logits, of ``item`` bytes each, their loss and its gradient."""
     copies = 4 + (4 if item < FLOAT32 else 0)  # log-softmax, which becomes the gradient, and the logits in float32
-    return min(num_tokens, chunk_tokens(vocabulary)) * vocabulary * (item + copies)
+    return min(num_tokens, chunk_tokens(vocabulary, chunk)) * vocabulary * (item + copies)
 
 
 def num_predictor_parameters(size: ModelSize, gates: gate_config.GateConfig) -> int:
@@ -248,6 +248,7 @@ class PassMemory:
     attentions: int = 1  # kinds of attention that heads mix, and whose results they keep
     autocast: bool = False  # whether the model's weights are float32 and cast for every product
     on_cpu: bool = False  # whether gated attention computes and stores float32
+    chunk: int | None = None  # bytes of a chunk's logits with gradients (``base.memory.chunk_bytes``)
 
     def forward(self, num_tokens: int) -> int:
         """Return the bytes of a pass without gradients, up to the last hidden states."""
@@ -273,7 +274,7 @@ class PassMemory:
         teacher's predictions, whose logits count too; the teacher's last hidden states are kept.
         """
         kept = self.kept(num_tokens, learns=learns, recomputes=recomputes)
-        logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item)
+        logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item, chunk=self.chunk)
         if taught:  # also the teacher's logits, its log-softmax and probabilities
             kept, logits = kept + num_tokens * self.item * self.size.hidden_size, 5 * logits // 2
         if not recomputes:

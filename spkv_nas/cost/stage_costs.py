@@ -8,7 +8,7 @@ memory bandwidth. It is None if the device is unknown.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize
@@ -67,10 +67,10 @@ class Training:
         """Return the bytes of one of the model's weights."""
         return FLOAT32 if self.learns is Learns.ALL else self.frozen_item
 
-    def passes(self, size: ModelSize, gates: GateConfig | None = None, *, on_cpu: bool = False) -> PassMemory:
-        """Return the memory of its passes on one device."""
+    def passes(self, size: ModelSize, gates: GateConfig | None = None, **site: Any) -> PassMemory:
+        """Return the memory of its passes on one device; ``site`` has those fields of ``PassMemory`` that it sets."""
         item = BFLOAT16 if self.bfloat16 else FLOAT32
-        return PassMemory(size, item, gates, autocast=item < self.weight_item, on_cpu=on_cpu)
+        return PassMemory(size, item, gates, autocast=item < self.weight_item, **site)
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Site:
     bandwidth: float | None = None  # memory bandwidth in bytes/s; None: unknown
     devices: int = 1  # devices that training is sharded across; everything else runs on one
     is_cpu: bool = False  # whether the memory is the machine's
+    chunk: int | None = None  # bytes of a chunk's logits with gradients (``base.memory.chunk_bytes``)
 
     def holds(self, memory: "Bytes") -> bool:
         """Return whether the memory fits on a device."""
@@ -146,7 +147,8 @@ class Stages:
         learning = (FLOAT32 + MOMENTS) * self.num_predictor_parameters if of_keys else 0
         weights = self._weights(gated=of_keys)
         gates = self.gates if of_keys else None
-        passes = PassMemory(self.size, self.item, gates, attentions=mixes or 1, on_cpu=self.site.is_cpu)
+        site: Any = {"on_cpu": self.site.is_cpu, "chunk": self.site.chunk}
+        passes = PassMemory(self.size, self.item, gates, attentions=mixes or 1, **site)
         step_blocks = max(1, step_tokens // self.block_size)
         room = formulas.FROZEN_ROOM * (self.site.memory - weights)
         blocks, recomputes = formulas.fitting_pass(passes, self.block_size, step_blocks, room)
@@ -245,7 +247,8 @@ class Stages:
         learns, recomputes = training.learns, training.recomputes
         # Count trained parameters
         is_sharded = training.sharded and devices > 1
-        size, passes = self.size, training.passes(self.size, self.gates if gated else None, on_cpu=self.site.is_cpu)
+        size, site = self.size, {"on_cpu": self.site.is_cpu, "chunk": self.site.chunk}
+        passes = training.passes(size, self.gates if gated else None, **site)
         predictors = self.num_predictor_parameters if gated else 0
         learning = predictors + training.adapters + (size.num_parameters if learns is Learns.ALL else 0)
         # Activations, weights, gradients and moments

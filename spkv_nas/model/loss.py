@@ -287,7 +287,7 @@ class DecoderPass:
     def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Yield chunks of last hidden states [n, C], of targets [n], and of the states of ``taught`` if it is set."""
         device = str(self._output.last_hidden_state.device)
-        size = _chunk_tokens(self._model, device if torch.is_grad_enabled() else None)
+        size = _chunk_tokens(self._model, memory.chunk_bytes(device) if torch.is_grad_enabled() else None)
         hidden, taught = (
             () if output is None else torch.split(output.last_hidden_state[:, :-1].flatten(0, 1), size)
             for output in (self._output, self.taught)
@@ -359,9 +359,9 @@ def _large_pass(model: PreTrainedModel, tokens: Tensor, **positions: Tensor) -> 
     return decoder_pass if decoder_pass.makes(last, model) else None
 
 
-def _chunk_tokens(model: PreTrainedModel, learns_on: str | None = None) -> int:
+def _chunk_tokens(model: PreTrainedModel, num_bytes: int | None = None) -> int:
     """Return ``memory.chunk_tokens`` of a model's vocabulary."""
-    return memory.chunk_tokens(model.config.get_text_config().vocab_size, learns_on)
+    return memory.chunk_tokens(model.config.get_text_config().vocab_size, num_bytes)
 
 
 def _keeps_some(model: PreTrainedModel, loss: Any = ForCausalLMLoss, *, warns: bool = True) -> bool:

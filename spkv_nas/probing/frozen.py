@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts import defaults, head_scores, local_layers
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base import arrays, distributed, errors
-from spkv_nas.base.memory import AdaptiveBatchSize, Result
+from spkv_nas.base.memory import AdaptiveBatchSize, Result, chunk_bytes
 from spkv_nas.cost.formulas import FROZEN_ROOM, PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import model_shape, modes, weights
@@ -77,8 +77,9 @@ def passes(
 
     The arguments are those of ``frozen_within_memory``; ``gates`` and ``attentions`` as in ``PassMemory``.
     """
-    item, on_cpu = int(model.dtype.itemsize), model.device.type == "cpu"
-    memory = PassMemory(model_shape.model_size(model), item, gates, attentions, on_cpu=on_cpu)
+    item, device = int(model.dtype.itemsize), str(model.device)
+    options: Any = {"on_cpu": device == "cpu", "chunk": chunk_bytes(device)}
+    memory = PassMemory(model_shape.model_size(model), item, gates, attentions, **options)
     return fitting_pass(memory, length, step_blocks, FROZEN_ROOM * weights.memory_for_passes(model))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from spkv_nas.artifacts import defaults, gate_config, shape
 from spkv_nas.base import console, limits, progress, units
 from spkv_nas.base.device import choose_device, choose_dtype, dtype_name
-from spkv_nas.base.memory import available_bytes
+from spkv_nas.base.memory import available_bytes, chunk_bytes
 from spkv_nas.cost.formulas import BFLOAT16
 from spkv_nas.cost.stage_costs import Site, StageCost, Stages
 from spkv_nas.data.config import DataConfig
@@ -73,7 +73,7 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
     stages = Stages(
         size,
         gates or gate_config.GateConfig(window=options.window or gate_config.suitable_window(data.block_size)),
-        Site(device, memory, speed, is_cpu=device == "cpu"),
+        Site(device, memory, speed, is_cpu=device == "cpu", chunk=chunk_bytes(device)),
         data.block_size,
         BATCH_SIZE,
         num_bytes,

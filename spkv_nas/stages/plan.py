@@ -114,10 +114,11 @@ def _site(options: PlanOptions) -> Site:
     """Return the requested hardware, or this machine, of which only the memory is known."""
     if options.hardware is None:
         device = choose_device(options.device)
-        return Site(device, memory.available_bytes(device), devices=options.devices, is_cpu=device == "cpu")
-    hardware = find_hardware(options.hardware)
-    speed = _UTILISATION * hardware.peak
-    return Site(hardware.name, hardware.memory, speed, hardware.bandwidth, options.devices)
+        free, chunk = memory.available_bytes(device), memory.chunk_bytes(device)
+        return Site(device, free, devices=options.devices, is_cpu=device == "cpu", chunk=chunk)
+    name, bandwidth, peak, num_bytes = find_hardware(options.hardware)
+    chunk = memory.chunk_bytes("cuda", num_bytes)
+    return Site(name, num_bytes, _UTILISATION * peak, bandwidth, options.devices, chunk=chunk)
 
 
 def _training(

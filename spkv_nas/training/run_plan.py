@@ -224,7 +224,8 @@ class Planner:
     @cached_property
     def _stages(self) -> stage_costs.Stages:
         """Return the formulas of memory and FLOPs for the recipe's model on the device."""
-        site = stage_costs.Site(self.device, math.inf, is_cpu=self.device == "cpu")
+        chunk = memory.chunk_bytes(self.device)
+        site = stage_costs.Site(self.device, math.inf, is_cpu=self.device == "cpu", chunk=chunk)
         return stage_costs.Stages(self.size, self.recipe.gates.of_model(), site, self.recipe.data.block_size, 1)
 
     def _training(self, kind: Kind) -> stage_costs.Training:

@@ -154,6 +154,7 @@ class TestMemory:
     def test_logits_are_those_of_a_chunk(self) -> None:
         assert logit_bytes(1000, 10, item=4) == 10 * 1000 * 8
         assert logit_bytes(128_256, 1 << 20, item=2) == logit_bytes(128_256, 1 << 21, item=2) < 1 << 30
+        assert logit_bytes(1000, 1 << 20, item=4, chunk=7 * 4000) == 7 * 1000 * 8
 
     def test_activations_are_recomputed_only_where_nothing_else_fits(self) -> None:
         memory = PassMemory(model_size(tiny_model()), gates=GATES)
@@ -211,6 +212,8 @@ class TestStages:
         assert 2 < fixed(8, sharded=True) < 2.5
         assert fixed(1, moment_bytes=2) == 12
         assert fixed(1, learns=Learns.ADAPTERS, adapters=number) == 4 + 16 + 2
+        larger = replace(stages, site=replace(stages.site, chunk=1 << 30)).train("", training, gated=False).memory
+        assert larger.passing > stages.train("", training, gated=False).memory.passing + (1 << 30)
 
     def test_suggested_changes(self, stages: Stages) -> None:
         training = Training(160, 8)

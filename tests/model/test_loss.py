@@ -302,8 +302,9 @@ def test_sizes_of_chunks(tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> Non
     for gib, num_bytes in ((8, 1 << 28), (80, 1 << 30), (139, 1 << 31)):
         properties = SimpleNamespace(total_memory=gib << 30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
-        assert memory.chunk_tokens(1 << 10, "cuda:0") == num_bytes >> 12
-    assert memory.chunk_tokens(1 << 10, "cpu") == 1 << 13 < memory.chunk_tokens(1 << 10)
+        assert memory.chunk_bytes("cuda:0") == memory.chunk_bytes("cuda", gib << 30) == num_bytes
+    assert memory.chunk_bytes("cpu") == 1 << 25 < memory.CHUNK_BYTES
+    assert memory.chunk_tokens(1 << 10, 1 << 25) == 1 << 13
     model = tiny_model()
     monkeypatch.setattr(memory, "CHUNK_BYTES", 1)
     torch.testing.assert_close(token_nll(model, tokens), reference(model, tokens))
