@@ -6,7 +6,8 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -310,6 +311,41 @@ def test_sizes_of_chunks(tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(token_nll(model, tokens), reference(model, tokens))
 
 
+class Passes(TorchDispatchMode):
+    """Lists the operators that read or write every element of the logits of ``CHUNK`` tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+        sizes = {tensor.numel() for tensor in tree_leaves((args, result)) if isinstance(tensor, Tensor)}
+        if CHUNK * VOCABULARY in sizes and not function.is_view and name not in ("_unsafe_view", "gather", "scatter_"):
+            self.names.append(name)
+        return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_passes_without_a_compiler(dtype: torch.dtype, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products write logits once and read their gradient twice. The loss takes three passes, nine with a teacher.
+
+    In bfloat16 logits and gradients are converted besides. Compiled (``test_compiled_losses``), three passes do.
+    """
+    model, convert = tiny_model(tie_word_embeddings=False).to(dtype), ["_to_copy"] * (dtype is torch.bfloat16)
+    log_softmax, gradient = [*convert, "_log_softmax"], ["mul_", *convert, "mm", "mm"]
+    taught = [*log_softmax, *log_softmax, "exp", "sub_", "mul_", "sum", "exp_", "sub_", *gradient]
+    for measure, expected in (
+        (mean_nll, ["mm", *log_softmax, "exp_", *gradient]),
+        (partial(mean_divergence, reference=nullcontext), ["mm", "mm", *taught]),
+    ):
+        with monkeypatch.context() as patch, in_chunks(model), Passes() as passes:
+            patch.setattr(memory, "_CPU_PART", 1)
+            measure(model, tokens[:, :11]).backward()
+        assert passes.names == 3 * expected
+
+
 def random_chunk(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, a teacher's logits [6, V] and targets [6], of which one is filling."""
     generator = torch.Generator().manual_seed(2)
@@ -339,7 +375,11 @@ def test_losses_in_float64() -> None:
 @pytest.mark.parametrize(("weight", "temperature"), WEIGHTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_compiled_losses(dtype: torch.dtype, weight: float, temperature: float) -> None:
-    """The gradient is all that is stored of the logits' shape, in their dtype; at a temperature, more is."""
+    """The gradient is all that is stored of the logits' shape, in their dtype; at a temperature, more is.
+
+    Three loops read the logits: for their maximum, for the sum of exponentials, and for the gradient. Two more read a
+    teacher's, which the last one reads again.
+    """
     logits, taught, targets = random_chunk(dtype)
     arguments = (logits, taught if weight else None, targets, weight, temperature)
     expected = token_losses(*arguments)
@@ -351,5 +391,6 @@ def test_compiled_losses(dtype: torch.dtype, weight: float, temperature: float) 
         torch.testing.assert_close(one, other)
     stored = re.findall(rf"empty_strided_cpu\(\(\w+, {VOCABULARY}\), .*, (torch.\w+)\)", code[0])
     assert temperature != 1.0 or stored == [str(dtype)]
+    assert temperature != 1.0 or code[0].count("for(int64_t x1=") == (5 if weight else 3)
     assert not same[1].any()
     assert not same[2].any()
