@@ -65,9 +65,11 @@ def train(name: str, recipe: Recipe, corpus: Corpus, folder: Path, *, sharding: 
     Writes what every step logged, and a random number of after the first, to ``FOLDER/NAME-RANK.json``.
     ``stop_at`` interrupts the run after that many steps.
     """
-    options = dict(VARIANTS[name.partition("/")[0]])
+    kind = name.partition("/")[0]
+    options = dict(VARIANTS[kind])
     variant = options.pop("variant", Variant.sp_kv())
-    recipe = Recipe(**merged(recipe.model_dump(), {**options, "sharding": sharding}))
+    compiles = sharding != "none" and kind == "distilled"  # the shards of student and teacher
+    recipe = Recipe(**merged(recipe.model_dump(), {**options, "sharding": sharding, "compile": compiles}))
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     with _recorded(target.with_name(f"{target.name}-{process_index()}.json"), stop_at):

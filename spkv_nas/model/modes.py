@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from spkv_kernels.timing import interleaved
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -16,9 +17,11 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model import attention, config_section, gates, loss
 
 _COMPILING = 40.0  # seconds that it takes to compile the layers of a model for a GPU
-# Seconds that a compiled layer saves per token and channel on an H100: half of the difference between 245 and 822
-# thousand tokens/s (a plain compiled loop, less a teacher's pass) of a model of 12 layers and 512 channels
-_SAVED = 0.23e-9
+# Bytes of memory traffic that a compiled layer saves per token and channel: half of the difference between 245 and 822
+# thousand tokens/s (a plain compiled loop, less a teacher's pass) of a model of 12 layers and 512 channels on an H100,
+# on which a copy reaches 3.0 TB/s
+_SAVED = 690
+_COPIED = 1 << 27  # bytes of the copy whose speed is measured
 
 
 def gate_settings(model: torch.nn.Module) -> attention.GateSettings:
@@ -164,13 +167,21 @@ def compiled_if_faster(model: PreTrainedModel, num_tokens: int) -> AbstractConte
 def gains_by_compiling(model: PreTrainedModel, num_tokens: int, device: str) -> bool:
     """Return whether compiled layers save more time than compiling takes, in training on ``num_tokens`` of a process.
 
-    They do on a GPU, if they save more than ``_COMPILING`` seconds, unless the class has no recognisable layers or the
-    model is on several devices. Warns, and returns False, where they would, but nothing can be compiled.
+    They do on a GPU, if they save more than ``_COMPILING`` seconds at the speed of a copy, which is measured, unless
+    the class has no recognisable layers or the model is on several devices. Warns, and returns False, where they would,
+    but nothing can be compiled.
     """
+    if not device.startswith("cuda") or not decoder_layers(model) or hasattr(model, "hf_device_map"):
+        return False
     config = model.config.get_text_config()
-    saved = _SAVED * num_tokens * config.num_hidden_layers * config.hidden_size
-    can_gain = device.startswith("cuda") and bool(decoder_layers(model)) and not hasattr(model, "hf_device_map")
-    return can_gain and saved > _COMPILING and _can_compile(device)
+    saved = _SAVED * num_tokens * config.num_hidden_layers * config.hidden_size  # bytes
+    return saved / _copy_speed(device) > _COMPILING and _can_compile(device)
+
+
+def _copy_speed(device: str) -> float:
+    """Measure the bytes that a copy reads and writes in a second."""
+    source = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+    return 2 * _COPIED / interleaved({"copy": source.clone}, 5, device)["copy"]
 
 
 def _can_compile(device: str) -> bool:

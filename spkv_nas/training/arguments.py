@@ -81,13 +81,12 @@ def _micro_batch_size(recipe: Recipe, phase: DenseConfig | BranchConfig, rank_bl
 def compiles(recipe: Recipe, phase: DenseConfig | BranchConfig, model: PreTrainedModel, device: str | None) -> bool:
     """Return whether to compile the decoder layers of a phase: as the recipe says, or where it saves time.
 
-    ``compile: auto`` does as ``gains_by_compiling`` says, which may warn. It leaves out shards: FSDP2 gathers a layer
-    in hooks inside its compiled call, which needs several GPUs to be tested.
+    ``compile: auto`` does as ``gains_by_compiling`` says, which may warn.
     """
     if recipe.compile != "auto":
         return recipe.compile
     tokens = phase.steps * blocks_per_process(phase.batch_size) * recipe.data.block_size
-    return recipe.sharding == "none" and modes.gains_by_compiling(model, tokens, choose_device(device))
+    return modes.gains_by_compiling(model, tokens, choose_device(device))
 
 
 def make_optimizer(model: torch.nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:

@@ -25,6 +25,7 @@ from spkv_nas.base.schema import merged
 from spkv_nas.cost.stage_costs import Site, Stages
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import evaluate
+from spkv_nas.model import modes
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import watch_logits
 from spkv_nas.model.checkpoint import load, read_size, save
@@ -173,9 +174,14 @@ class TestCompiled:
         assert np.allclose(result[0].nll.total, result[1].nll.total, rtol=1e-5)
 
     def test_long_runs_on_a_gpu_are_compiled(self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-        for device, steps, expected in (("cuda", 10, False), ("cuda", 10**7, True), ("cpu", 10**7, False)):
-            monkeypatch.setattr("spkv_nas.training.arguments.choose_device", lambda _, device=device: device)
-            monkeypatch.setattr("spkv_nas.model.modes._can_compile", lambda _: True)
+        """The share of the steps' memory traffic that is saved takes longer where copies are slower."""
+        assert modes._copy_speed("cpu") > 0
+        monkeypatch.setattr(modes, "_can_compile", lambda _: True)
+        slower, faster, long = 3e11, 3e12, 10**7  # bytes/s, steps
+        cases = (("cuda", faster, 10**4, False), ("cuda", slower, 10**4, True), ("cuda", faster, long, True))
+        for device, speed, steps, expected in (*cases, ("cpu", slower, long, False)):
+            monkeypatch.setattr(arguments, "choose_device", lambda _, device=device: device)
+            monkeypatch.setattr(modes, "_copy_speed", lambda _, speed=speed: speed)
             for key in ("auto", True, False):
                 one = changed(recipe, {"compile": key, "branch": {"steps": steps, "batch_size": 1024}})
                 assert arguments.compiles(one, one.branch, tiny_model(), None) is (expected if key == "auto" else key)
