@@ -116,9 +116,8 @@ def _site(options: PlanOptions) -> Site:
         device = choose_device(options.device)
         free, chunk = memory.available_bytes(device), memory.chunk_bytes(device)
         return Site(device, free, devices=options.devices, is_cpu=device == "cpu", chunk=chunk)
-    name, bandwidth, peak, num_bytes = find_hardware(options.hardware)
-    chunk = memory.chunk_bytes("cuda", num_bytes)
-    return Site(name, num_bytes, _UTILISATION * peak, bandwidth, options.devices, chunk=chunk)
+    name, bandwidth, peak, room = find_hardware(options.hardware)
+    return Site(name, room, _UTILISATION * peak, bandwidth, options.devices, chunk=memory.chunk_bytes("cuda", room))
 
 
 def _training(
