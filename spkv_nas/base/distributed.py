@@ -170,7 +170,7 @@ def gathered(value: Result) -> list[Result]:
 def sum_over_processes(values: Values) -> Values:
     """Sum over processes, integers exactly, else in float64; all get the same bits. Collective.
 
-    Arrays are summed on the CPU, which waits for no GPU.
+    Arrays are summed on the CPU, which waits for no GPU, unless another program made a process group without gloo.
     """
     if num_connected() == 1:
         return values
@@ -180,7 +180,8 @@ def sum_over_processes(values: Values) -> Values:
     # Copy the values, tensors to the device of the process group, in a dtype that sums precisely
     tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
     dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
-    device = PartialState().device if isinstance(values, torch.Tensor) else "cpu"
+    on_cpu = not isinstance(values, torch.Tensor) and "cpu:" in torch.distributed.get_backend_config()
+    device = "cpu" if on_cpu else PartialState().device
     total = tensor.detach().to(device, dtype, copy=True).contiguous()
     torch.distributed.all_reduce(total)
     total = total.to(tensor.device)
