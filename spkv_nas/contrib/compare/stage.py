@@ -112,12 +112,10 @@ def parse_probe(
     label = text if names_file else table.name
     if separator:
         try:
-            table = table.at_tau(float(tau))
-        except errors.UserError:
-            raise
+            threshold = float(tau)
         except ValueError as error:
             raise errors.UserError(f"'{text}': the threshold after the @ must be a number in [0, 1]") from error
-        label = f"{label}@{tau}"
+        table, label = table.at_tau(threshold), f"{label}@{tau}"
     # Split it by domain or into halves
     parts = {"domain": _domains, "half": _halves}
     for part, values in parts[split_by](table) if split_by else [("", table)]:
@@ -205,22 +203,20 @@ def _halves(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.He
             "probe two parts of the text under different names (--data, --name), and compare these"
         )
     # Keep the domains with two documents or more
-    counts = np.bincount(documents.domain, minlength=len(documents.domains))
-    domains = [name for name, count in zip(documents.domains, counts, strict=True) if count > 1]
-    if not domains:
+    names = pd.Series(documents.domains)
+    rows = table.rows[table.rows["domain"].isin(names[np.bincount(documents.domain, minlength=len(names)) > 1])]
+    if rows.empty:
         raise errors.UserError(
             f"the probe '{table.name}' has only one document per domain, so it cannot be split into halves\n"
             "probe text with more documents"
         )
     # Number the documents within their domain
     rank = pd.Series(documents.domain).groupby(documents.domain).cumcount().to_numpy()
-    rows = table.rows[table.rows["domain"].isin(domains)]
-    # Recompute densities from each half
+    domain = rows["domain"].map(documents.domains.index)
+    # Recompute scores from each half
     for part, parity in (("even", 0), ("odd", 1)):
         half = documents.take(rank % 2 == parity)
-        density = dict(zip(half.domains, half.density(), strict=True))
-        tokens = dict(zip(half.domains, np.bincount(half.domain, half.tokens, len(counts)), strict=True))
-        cells = zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
-        values = [density[domain][layer, head] for domain, layer, head in cells]
-        halved = rows.assign(density=values, num_tokens=rows["domain"].map(tokens).astype(int), standard_error=np.nan)
+        num_tokens = np.bincount(half.domain, half.tokens, len(names)).astype(int)[domain]
+        scores = half.density()[domain, rows["layer"], rows["kv_head"]]
+        halved = rows.assign(score=scores, num_tokens=num_tokens, standard_error=np.nan)
         yield part, replace(table, rows=halved, documents=None, histogram=None)
