@@ -24,8 +24,8 @@ from spkv_nas.base import console, files, manifest, records, replace, tables, ve
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.reproduce.palindrome.options import BATCH_SIZE, NAME, STEPS, PalindromeOptions
-from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, GateWatch, Measures, Palindromes, take_measures
-from spkv_nas.model import attach, checkpoint, windows
+from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, Measures, Palindromes, take_measures
+from spkv_nas.model import attach, attention, checkpoint, windows
 from spkv_nas.report import chart, plot
 from spkv_nas.stages.commands import Result
 from spkv_nas.training.branch_config import GateSchedule, GatesConfig, LearningRateSchedule
@@ -234,19 +234,20 @@ class UtilityCallback(TrainerCallback):
     """Callback that adds the mean utility of each logged step to the log history."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach to the model."""
-        self._gates = GateWatch(kwargs["model"])
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start recording in steps that will be logged."""
-        if (state.global_step + 1) % args.logging_steps == 0:
-            self._gates.start()
+        """Keep the mean utility of each layer in its latest pass."""
+        means = self._means = dict[int, torch.Tensor]()
+        self._watch = attention.watch_logits(
+            kwargs["model"], lambda layer, logits, _: means.update({layer: logits.detach().sigmoid().mean()})
+        )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the mean utility to the last log entry."""
-        means = self._gates.stop()
-        if means is not None:
-            state.log_history[-1]["mean_utility"] = float(means[0].mean())
+        if self._means:
+            state.log_history[-1]["mean_utility"] = float(torch.stack([*self._means.values()]).mean())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Detach from the model."""
+        self._watch.close()
 
 
 def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> TrainingArguments:

@@ -10,18 +10,17 @@ reaches N ln(100) / (2N - 1) nats per output token: 2.34 for N = 32 numbers.
 """
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.histogram import threshold_logit
-from spkv_nas.model import attention, modes
+from spkv_nas.model import attention, gates, modes
 
 INSTRUCTION = (
     "now read the list of numbers above once more and write it down again in the opposite order so that the last "
@@ -110,21 +109,17 @@ def take_measures(
     model: PreTrainedModel, sequences: Palindromes, tau: float = 0.5, *, batch_size: int = 64
 ) -> Measures:
     """Evaluate a model on ``sequences``, with soft gates and with hard gates at threshold ``tau``."""
-    watch = GateWatch(model, tau)
     # Soft gates
-    watch.start()
-    nll = output_nll(model, sequences, batch_size)
-    if (soft := watch.stop()) is None:
+    with watched_gates(model, tau) as soft:
+        nll = output_nll(model, sequences, batch_size)
+    if not soft:
         return Measures(nll)
     # Hard gates
-    watch.start()
-    with modes.gate_mode(model, "hard", tau):
+    with watched_gates(model, tau) as hard, modes.gate_mode(model, "hard", tau):
         hard_nll = output_nll(model, sequences, batch_size)
-    hard = watch.stop()
-    assert hard is not None
-    utility, density, kinds = soft[0], hard[1], np.array(sequences.kinds)
+    density, kinds = torch.cat(hard, 1)[1].mean(0).cpu().numpy(), np.array(sequences.kinds)  # by position
     kept = {kind: float(density[kinds == kind].mean()) for kind in KINDS}
-    return Measures(nll, hard_nll, float(utility.mean()), float(density.mean()), kept)
+    return Measures(nll, hard_nll, float(torch.cat(soft, 1)[0].mean()), float(density.mean()), kept)
 
 
 @torch.inference_mode()
@@ -141,31 +136,14 @@ def output_nll(model: PreTrainedModel, sequences: Palindromes, batch_size: int) 
     return total / (len(sequences) * sequences.num_outputs)
 
 
-class GateWatch:
-    """Recorder of mean utility and density (``u >= tau``) of all gates by position, between ``start`` and ``stop``."""
+@contextmanager
+def watched_gates(model: torch.nn.Module, tau: float) -> Iterator[list[torch.Tensor]]:
+    """Collect utility and openness (``u >= tau``) of all gates in the block, [2, B * H, T] by pass and layer."""
+    collected: list[torch.Tensor] = []
 
-    def __init__(self, model: torch.nn.Module, tau: float = 0.5) -> None:
-        """Record the gates of ``model``, with density at threshold ``tau``."""
-        self._model = model
-        self._threshold_logit = threshold_logit(tau)
-        self._hooks = ExitStack()
-        self._sums: list[torch.Tensor] = []  # [2, T] sums over heads and sequences, by forward pass and layer
-        self._num_rows = 0
-
-    def start(self) -> None:
-        """Start recording, and discard what was recorded before."""
-        self.stop()
-        self._hooks = attention.watch_logits(self._model, self._add)
-
-    def _add(self, _layer: int, logits: torch.Tensor, _is_text: torch.Tensor) -> None:
+    def add(_layer: int, logits: torch.Tensor, _is_text: torch.Tensor) -> None:
         """Add the utility logits [B, H, T] of one layer."""
-        logits = logits.detach().flatten(0, 1)  # [B * H, T]
-        self._sums.append(torch.stack([torch.sigmoid(logits).sum(0), (logits >= self._threshold_logit).float().sum(0)]))
-        self._num_rows += len(logits)
+        collected.append(torch.stack([logits.sigmoid(), gates.keeps(logits, tau)]).flatten(1, 2).double())
 
-    def stop(self) -> NDArray[np.float64] | None:
-        """Stop, and return mean utility and density by position [2, T], over all else; None if no gate ran."""
-        self._hooks.close()
-        means = torch.stack(self._sums).double().sum(0).cpu().numpy() / self._num_rows if self._sums else None
-        self._sums, self._num_rows = [], 0
-        return means
+    with attention.watch_logits(model, add):
+        yield collected

@@ -50,8 +50,8 @@ class Interval:
 class ScalingLaw:
     """A fitted scaling law.
 
-    ``parameters`` [3] are L_inf, the log of the amplitude at ``reference`` FLOPs, and alpha; ``residual`` is the
-    standard deviation of runs about the law. It and ``covariance`` [3, 3] are NaN without degrees of freedom.
+    ``parameters`` [3] are L_inf, the log of the amplitude at ``reference`` FLOPs, and alpha; ``covariance`` is theirs,
+    ``residual`` the standard deviation of runs about the law.
     """
 
     parameters: arrays.Float
@@ -63,7 +63,7 @@ class ScalingLaw:
 
     def __call__(self, compute: ArrayLike) -> arrays.Float:
         """Return the NLL at ``compute`` FLOPs."""
-        return _law(self.parameters, self._x(compute))
+        return _law(self._x(compute), *self.parameters)
 
     @property
     def irreducible(self) -> Interval:
@@ -85,17 +85,14 @@ class ScalingLaw:
     def predict(self, compute: ArrayLike) -> Interval:
         """Predict the NLL of one more run at ``compute`` FLOPs, with an interval that includes the runs' scatter."""
         x = self._x(compute)
-        return self._interval(_law(self.parameters, x), _jacobian(self.parameters, x), self.residual)
+        return self._interval(_law(x, *self.parameters), _jacobian(x, *self.parameters), self.residual)
 
     def _of_sum(self, weights: ArrayLike) -> Interval:
         """Return the interval of a sum of the parameters with ``weights`` [3]."""
         return self._interval(np.dot(weights, self.parameters), np.asarray(weights))
 
     def _interval(self, value: arrays.Float, gradient: arrays.Float, scatter: float = 0.0) -> Interval:
-        """Return the interval of a value by its ``gradient`` [..., 3], with the deviation ``scatter`` beside the fit's.
-
-        Its ends are NaN without degrees of freedom.
-        """
+        """Return the interval of a value by its ``gradient`` [..., 3]; the deviation ``scatter`` adds to the fit's."""
         deviation = np.sqrt(((gradient @ self.covariance) * gradient).sum(-1) + scatter**2)
         half_width = scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, self.num_runs - 3) * deviation
         return Interval(value, value - half_width, value + half_width)
@@ -108,33 +105,21 @@ class ScalingLaw:
 def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     """Fit the law to runs of ``compute`` FLOPs and ``nll``, both [n], by least squares.
 
-    Raises ``UserError`` if there are fewer than 3 different computes, or the runs do not follow such a law: the NLL
-    does not fall, or falls along or below a straight line in log compute, so that L_inf cannot be estimated.
+    Raises ``UserError`` if there are fewer than ``MIN_RUNS`` different computes, or the runs do not follow such a law:
+    the NLL does not fall, or falls along or below a straight line in log compute, so that L_inf cannot be estimated.
     """
     flops, loss = np.asarray(compute, dtype=np.float64), np.asarray(nll, dtype=np.float64)
-    if len(np.unique(flops)) < 3:
-        raise UserError(
-            f"a law of three parameters needs runs at 3 or more amounts of compute; found {len(np.unique(flops))}"
-        )
+    if (number := len(np.unique(flops))) < MIN_RUNS:
+        raise UserError(f"{number} different amounts of compute; a law of three parameters needs at least {MIN_RUNS}")
     # Fit from the initial parameters
     reference = float(np.exp(np.log(flops).mean()))
     x = np.log(flops / reference)
-    start = _start(x, loss)
-    options = {"x_scale": "jac", "method": "lm", **dict.fromkeys(("xtol", "ftol", "gtol"), 1e-14)}
-    solution = scipy.optimize.least_squares(lambda p: _law(p, x) - loss, start, lambda p: _jacobian(p, x), **options)
-    # Covariance, linearised at the solution
-    errors = float(solution.fun @ solution.fun)
-    degrees_of_freedom = len(flops) - 3
-    variance = errors / degrees_of_freedom if degrees_of_freedom else np.nan
-    inverse = np.linalg.inv(np.linalg.qr(solution.jac, mode="r"))
-    return ScalingLaw(
-        parameters=solution.x,
-        covariance=variance * (inverse @ inverse.T),
-        reference=reference,
-        residual=float(np.sqrt(variance)),
-        r_squared=1.0 - errors / float(((loss - loss.mean()) ** 2).sum()),
-        num_runs=len(flops),
-    )
+    options = {"jac": _jacobian, "method": "lm", **dict.fromkeys(("xtol", "ftol", "gtol"), 1e-14)}
+    parameters, covariance = scipy.optimize.curve_fit(_law, x, loss, _start(x, loss), **options)
+    # Describe how well it fits
+    errors = float(((_law(x, *parameters) - loss) ** 2).sum())
+    residual, r_squared = (errors / (len(flops) - 3)) ** 0.5, 1.0 - errors / float(((loss - loss.mean()) ** 2).sum())
+    return ScalingLaw(parameters, covariance, reference, residual, r_squared, num_runs=len(flops))
 
 
 def read_runs(path: Path) -> pd.DataFrame:
@@ -154,17 +139,11 @@ def fit_runs(runs: pd.DataFrame) -> dict[str, ScalingLaw]:
     """Fit the law of each variant of ``read_runs``; ``UserError`` if one has too few runs or follows no law."""
     laws = {}
     for variant, rows in runs.groupby("variant", sort=False):
-        where = f"variant '{variant}': " if variant else ""
         fitted = rows[~rows["held_out"]]
-        count = fitted["train_flops"].nunique()
-        if count < MIN_RUNS:
-            raise UserError(
-                f"{where}{count} different amounts of compute; a law of three parameters needs at least {MIN_RUNS}"
-            )
         try:
             laws[str(variant)] = fit(fitted["train_flops"], fitted["nll"])
         except UserError as error:
-            raise UserError(f"{where}{error}") from error
+            raise UserError(f"variant '{variant}': {error}" if variant else str(error)) from error
     return laws
 
 
@@ -195,29 +174,26 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
     return described
 
 
-def _law(parameters: arrays.Float, x: arrays.Float) -> arrays.Float:
+def _law(x: arrays.Float, irreducible: float, log_amplitude: float, exponent: float) -> arrays.Float:
     """Evaluate the law at ``x`` = log(compute / reference), of any shape."""
-    irreducible, log_amplitude, exponent = parameters
     return np.asarray(irreducible + np.exp(log_amplitude - exponent * x))
 
 
-def _jacobian(parameters: arrays.Float, x: arrays.Float) -> arrays.Float:
+def _jacobian(x: arrays.Float, _irreducible: float, log_amplitude: float, exponent: float) -> arrays.Float:
     """Return the derivatives of ``_law`` by its parameters, [..., 3]."""
-    reducible = np.exp(parameters[1] - parameters[2] * x)
+    reducible = np.exp(log_amplitude - exponent * x)
     return np.stack([np.ones_like(x), reducible, -x * reducible], -1)
 
 
 def _start(x: arrays.Float, loss: arrays.Float) -> arrays.Float:
-    """Return initial parameters of the fit, by a search of the exponent, as the other two are linear given it."""
-
-    def solve(exponent: float) -> tuple[float, arrays.Float]:
-        basis = np.column_stack([np.ones_like(x), np.exp(-exponent * x)])
-        linear = np.linalg.lstsq(basis, loss, rcond=None)[0]
-        return float(((basis @ linear - loss) ** 2).sum()), linear
-
-    # Search the exponent on a grid, and reject data without a power law
-    best = int(np.argmin([solve(exponent)[0] for exponent in _EXPONENTS]))
-    if not solve(_EXPONENTS[best])[1][1] > 0.0:
+    """Return initial parameters of the fit: the best exponent of a grid, and the other two, linear given it."""
+    # Solve for the linear parameters at each exponent
+    bases = np.stack([np.ones((len(_EXPONENTS), len(x))), np.exp(-_EXPONENTS[:, None] * x)], -1)  # [exponents, n, 2]
+    linear = np.linalg.pinv(bases) @ loss
+    best = int(((bases @ linear[..., None] - loss[:, None]) ** 2).sum((1, 2)).argmin())
+    irreducible, amplitude = linear[best]
+    # Reject data without a power law
+    if not amplitude > 0.0:
         raise UserError("the NLL does not fall with compute, so there is no power law to fit")
     if best in (0, len(_EXPONENTS) - 1):
         raise UserError(
@@ -225,11 +201,7 @@ def _start(x: arrays.Float, loss: arrays.Float) -> arrays.Float:
             if best == 0
             else "the runs show no power law: the NLL falls in one step"
         )
-    # Refine the exponent
-    bounds = (_EXPONENTS[best - 1], _EXPONENTS[best + 1])
-    exponent = float(scipy.optimize.minimize_scalar(lambda e: solve(e)[0], bounds=bounds, method="bounded").x)
-    irreducible, amplitude = solve(exponent)[1]
-    return np.array([irreducible, np.log(amplitude), exponent])
+    return np.array([irreducible, np.log(amplitude), _EXPONENTS[best]])
 
 
 def _plain(value: float, digits: int = 6) -> float:
