@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,37 +25,35 @@ from spkv_nas.stages.subject import load
 _MAX_BYTES = 1 << 34
 
 
-def sample_file(folder: Path, name: str, depends_on: str) -> Path:
-    """Return the path of the answers called ``name``, with a hash of ``depends_on`` in its name."""
+def kept_samples(
+    folder: Path,
+    name: str,
+    depends_on: str,
+    compute: Callable[[], list[dict[str, Any]]],
+    default: Callable[[Any], Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Read the records of a finished computation, or compute and write them, one JSON line each; call on all ranks.
+
+    The file is called ``name``, with a hash of ``depends_on``. ``default`` converts values that JSON does not support.
+    Raises ``UserError`` if the file is damaged.
+    """
     digest = hashlib.sha256(depends_on.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    return folder / f"{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}-{digest}.jsonl"
+    file = folder / f"{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}-{digest}.jsonl"
+    if not distributed.on_main(lambda: files.is_file(file)):
+        lines = [json.dumps(line, default=default, ensure_ascii=False) + "\n" for line in compute()]
+        distributed.on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
+        distributed.on_main(lambda: files.write_atomic(file, "".join(lines)))
+    return distributed.on_main(lambda: _read(file))
 
 
-def write_samples(file: Path, lines: Iterable[Mapping[str, Any]], default: Callable[[Any], Any] | None = None) -> None:
-    """Write one JSON line per mapping, atomically; ``default`` converts values that JSON does not support."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomic(file, "".join(json.dumps(line, default=default, ensure_ascii=False) + "\n" for line in lines))
-
-
-def read_samples(file: Path) -> list[dict[str, Any]]:
-    """Read a file written by ``write_samples``. Raises ``UserError`` if the file is damaged."""
+def _read(file: Path) -> list[dict[str, Any]]:
+    """Read a file of ``kept_samples``."""
     try:
         text = files.read_text(file, "samples", max_bytes=_MAX_BYTES)
         # Not splitlines(): other line breaks may occur inside samples
         return [files.parse_json(line) for line in text.removesuffix("\n").split("\n")]
     except ValueError as error:
         raise errors.UserError(f"{file} is damaged\nremove it and run the command again") from error
-
-
-def kept_samples(
-    folder: Path, name: str, depends_on: str, compute: Callable[[], list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
-    """Read the records of a finished computation (``sample_file``), or compute and write them; call on all ranks."""
-    file = sample_file(folder, name, depends_on)
-    if not distributed.on_main(file.is_file):
-        lines = compute()
-        distributed.on_main(lambda: write_samples(file, lines))
-    return distributed.on_main(lambda: read_samples(file))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from lm_eval.api.task import Task
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import TASKS
-from spkv_nas.base import console, distributed, errors, files, progress, statistics
+from spkv_nas.base import console, distributed, errors, progress, statistics
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.tasks import suite
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
@@ -58,18 +58,33 @@ def run_task(
     lm: CheckpointLM, task: Task, folder: Path, identity: str, *, limit: int | None = None, allow_code: bool = False
 ) -> TaskResult:
     """Run the first ``limit`` samples of a task, or read its cached answers; must be called on all ranks."""
-    # Build the requests, which the file name depends on
+    was_kept, name = True, task.task_name
+
+    def answer() -> list[dict[str, Any]]:
+        """Return a header, and every sample."""
+        nonlocal was_kept
+        was_kept = False
+        lm.start()
+        results = _ask(lm, task, allow_code, limit=limit)
+        header = {"task": name, "num_fewshot": task.get_config("num_fewshot"), "density": lm.stop()}
+        return [header, *map(_sample, results["samples"][name])]
+
+    # Build the requests, which the file name depends on, and answer them unless an earlier run has
     with _requests_built(task, limit=limit):
-        file = samples.sample_file(folder, task.task_name, _content(task, identity))
-        was_kept = distributed.on_main(partial(files.is_file, file))
-        # Answer them unless an earlier run has
-        if not was_kept:
-            lm.start()
-            results = _ask(lm, task, allow_code, limit=limit)
-            header = {"task": task.task_name, "num_fewshot": task.get_config("num_fewshot"), "density": lm.stop()}
-            lines = [header, *map(_sample, results["samples"][task.task_name])]
-            distributed.on_main(lambda: samples.write_samples(file, lines, default=utils.handle_non_serializable))
-    return distributed.on_main(partial(_read, file, task, was_kept))
+        content = _content(task, identity)
+        header, *rows = samples.kept_samples(folder, name, content, answer, utils.handle_non_serializable)
+    # Collect the values of every metric, by filter if there are several
+    has_filters = len({sample["filter"] for sample in rows}) > 1
+    values: dict[str, list[Any]] = {}
+    wholes = {}
+    for sample in rows:
+        for metric, value in sample["metrics"].items():
+            label = f"{metric} ({sample['filter']})" if has_filters else metric
+            values.setdefault(label, []).append(value)
+            aggregate = task.aggregation().get(metric, mean)
+            if aggregate is not mean:
+                wholes[label] = aggregate
+    return TaskResult(values, header["density"], wholes, was_kept)
 
 
 def score_documents(
@@ -133,22 +148,6 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
         "asked": [request[1:] for request in sample["arguments"]],
         "metrics": {metric: sample[metric] for metric in sample["metrics"]},
     }
-
-
-def _read(file: Path, task: Task, was_kept: bool) -> TaskResult:
-    header, *rows = samples.read_samples(file)
-    has_filters = len({sample["filter"] for sample in rows}) > 1
-    values: dict[str, list[Any]] = {}
-    wholes = {}
-    # Collect the values of every metric, by filter if there are several
-    for sample in rows:
-        for metric, value in sample["metrics"].items():
-            name = f"{metric} ({sample['filter']})" if has_filters else metric
-            values.setdefault(name, []).append(value)
-            aggregate = task.aggregation().get(metric, mean)
-            if aggregate is not mean:
-                wholes[name] = aggregate
-    return TaskResult(values, header["density"], wholes, was_kept)
 
 
 @contextmanager

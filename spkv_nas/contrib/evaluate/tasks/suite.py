@@ -6,16 +6,16 @@ user. The paper's sixteen tasks use its number of few-shot examples (appendix "E
 
 import difflib
 import logging
-import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate.utils import patch_environment
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
@@ -128,19 +128,10 @@ def quiet_libraries() -> None:
     datasets.disable_progress_bars()
 
 
-@contextmanager
-def code_allowed(allowed: bool) -> Iterator[None]:
+def code_allowed(allowed: bool) -> AbstractContextManager[None]:
     """Let the library ``evaluate`` run code that a model writes while open, if ``allowed``."""
-    original = os.environ.get(_ALLOW_CODE)
-    if allowed:
-        os.environ[_ALLOW_CODE] = "1"
-    try:
-        yield
-    finally:
-        if allowed:
-            os.environ.pop(_ALLOW_CODE)
-            if original is not None:
-                os.environ[_ALLOW_CODE] = original
+    context: AbstractContextManager[None] = patch_environment(**({_ALLOW_CODE: 1} if allowed else {}))
+    return context
 
 
 @cache
