@@ -111,7 +111,7 @@ def _draw(
         gain = ranks(signal) + generator.random(len(signal))
     else:
         gain = weights.draw(generator, spread=generator.random())
-    return space.optimum(gain.reshape(space.grid), budget, tried)
+    return space.optimum(gain.reshape(space.table.grid), budget, tried)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,21 @@
 """Define the search space of layouts, the effort of a search, and its trials with their Pareto order."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import BASELINE, Fidelity
+from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES
 from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import CONSTRAINED, Constraints, solve
+from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import layout_by
 from spkv_nas.proposal.strategies import STRATEGIES, densest
@@ -36,18 +39,13 @@ class Space:
             solve(self.table, budget, self.constraints, window=self.window)
 
     @property
-    def grid(self) -> Grid:
-        """Return (L, Hkv)."""
-        return self.table.grid
-
-    @property
     def sinks(self) -> int:
         """Return the sink tokens of local heads, which are those of the table."""
         return self.table.sinks
 
     def random(self, generator: np.random.Generator) -> Layout:
         """Return a random layout of a random budget."""
-        noise = generator.random(self.grid)
+        noise = generator.random(self.table.grid)
         low, high = self.budgets
         return self._best(noise, int(generator.integers(low, high + 1)))
 
@@ -150,10 +148,6 @@ class Trial:
         """Return the name, such as "surrogate-0-17"; for a baseline, the name of its layout."""
         return self.layout.strategy if self.sampler == BASELINE else f"{self.sampler}-{self.seed}-{self.number}"
 
-    def change(self, fidelity: Fidelity) -> PairedDifference | None:
-        """Return the change of NLL at a fidelity; None if it was not measured."""
-        return {"zero_shot": self.zero_shot, "short": self.short, "full": self.full}[fidelity]
-
     @property
     def values(self) -> list[float]:
         """Return the objectives without training: change of NLL in percent, then the cost if there is one."""
@@ -186,3 +180,32 @@ def first_front(values: Float) -> list[int]:
     dominated = np.all(values[:, None] >= values[None], -1) & np.any(values[:, None] > values[None], -1)
     front: list[int] = np.flatnonzero(~dominated.any(1)).tolist()
     return sorted(front, key=lambda index: tuple(values[index]))
+
+
+def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
+    """Tabulate the trials with columns ``COLUMNS``; unmeasured values are NaN, ``heads`` has a word per layer."""
+    rows = []
+    for trial in trials:
+        row: dict[str, Any] = {
+            "name": trial.name,
+            "sampler": trial.sampler,
+            "seed": trial.seed,
+            "trial": trial.number,
+            "hash": trial.layout.hash,
+            "num_global": trial.layout.num_global,
+            "coverage_percent": 100 * coverage(table, trial.layout),
+            "cost": math.nan if trial.cost is None else trial.cost,
+            "heads": " ".join(trial.layout.heads),
+        }
+        # Add the change of NLL at every fidelity
+        for fidelity in FIDELITIES:
+            change = getattr(trial, fidelity) or PairedDifference(math.nan, math.nan)
+            row |= {f"{fidelity}_delta_percent": change.percent, f"{fidelity}_standard_error": change.standard_error}
+        rows.append(row)
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def front(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the distinct trials on the Pareto front of the zero-shot objectives, lowest NLL first."""
+    distinct = list({trial.layout.content_hash: trial for trial in reversed(trials)}.values())
+    return [distinct[index] for index in first_front(np.array([trial.values for trial in distinct]))]

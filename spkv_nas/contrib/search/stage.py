@@ -1,24 +1,42 @@
 """Search: score and retrain layouts on a recipe's dense checkpoint, with results in ``reports/<name>/search.csv``."""
 
-from dataclasses import dataclass
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import optuna
 import pandas as pd
 
+from spkv_nas.artifacts import histogram, selection
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import ALARM, ResultTable, inputs_of
+from spkv_nas.artifacts.search_table import BASELINE, Retraining
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base import console, progress, statistics
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.workspace import SEARCH
-from spkv_nas.contrib.search import driver, recipe_evaluator, results, space
+from spkv_nas.contrib.search import driver, recipe_evaluator
 from spkv_nas.contrib.search.options import SearchOptions, SearchSpecification, specify
-from spkv_nas.evaluation import ranking
+from spkv_nas.contrib.search.space import LayoutCost, Trial, best_start, front, result_table
+from spkv_nas.evaluation import paired, ranking
+from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
+from spkv_nas.proposal.coverage import provenance
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.result_charts import write_study_figures
 from spkv_nas.stages import commands, dry_run, printing
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.training import run_plan, variants
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The layout to take, named after its trial, and why."""
+
+    layout: Layout
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -28,7 +46,7 @@ class SearchResult:
     rows: pd.DataFrame  # table of all layouts
     work: driver.Search  # the finished search
     folder: Path  # of the table
-    recommended: results.Recommendation | None  # the layout to take; None without one, or if the numbers make no sense
+    recommended: Recommendation | None  # the layout to take; None without one, or if the numbers make no sense
     layouts: Path  # folder of the layouts' files
     alarm: str | None = None  # sentence if the numbers make no sense (``evaluation.alarms``)
 
@@ -63,7 +81,7 @@ def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -
         storage=options.storage,
         reporter=reporter,
     )
-    rows, alarm, recommended = results.write_results(work, work.run(), folder, layouts, reporter)
+    rows, alarm, recommended = write_results(work, work.run(), folder, layouts, reporter)
     write_study_figures(folder, rows, None if work.cost is None else work.cost.name)
     result = SearchResult(rows, work, folder, recommended, layouts, alarm)
     if result.file is None:
@@ -76,7 +94,126 @@ def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -
     return commands.Result(result, show, document, next=[commands.Suggestion.of(retrain, reason)])
 
 
-def cache_bytes(specification: SearchSpecification, shape: Shape) -> space.LayoutCost | None:
+def write_results(
+    search: driver.Search, trials: Sequence[Trial], folder: Path, layouts: Path, reporter: progress.Reporter
+) -> tuple[pd.DataFrame, str | None, Recommendation | None]:
+    """Write ``search.csv`` and ``search.yaml`` to ``folder``, and the layouts worth keeping to ``layouts``.
+
+    Return the table, a sentence if its numbers make no sense (else None), and the layout to take, if any.
+    """
+    rows = result_table(trials, search.space.table)
+    alarm = search.evaluator.alarm([trial.zero_shot for trial in trials])
+    recommended = recommend(search, trials) if alarm is None else None
+    # Write table and record, and the documents that layouts were measured on
+    retrained = [fidelity for fidelity in get_args(Retraining) if rows[f"{fidelity}_delta_percent"].notna().any()]
+    documents = frozenset[str]().union(*map(search.evaluator.documents, ("zero_shot", *retrained)))
+    # The result depends on these inputs besides the number of trials
+    space, evaluator = search.space, search.evaluator
+    inputs = {
+        "identity": evaluator.identity,
+        "recipe": dict(evaluator.settings),
+        "probe": space.table.content_hash,
+        "layouts": [list(space.budgets), space.window, space.sinks, dict(space.constraints.named)],
+        "objective": None if search.cost is None else search.cost.name,
+        "seed": search.effort.seed,
+        "steps": [evaluator.steps("short"), evaluator.steps("full")],
+    }
+    record = {"inputs": inputs_of(inputs), ALARM: alarm, **_origin(search, rows, retrained)}
+    record[selection.SELECTION] = selection.digest(documents)
+    earlier = ResultTable("search").write(folder, rows, record, reporter, documents)
+    # Replace the layouts worth keeping: the front, those retrained in full, and the recommended one
+    worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
+    kept = {trial.name: (trial.layout, trial.seed) for trial in worth_keeping if trial.sampler != BASELINE}
+    if recommended is not None:
+        kept[recommended.layout.strategy] = recommended.layout, search.effort.seed
+    if earlier is not None and layouts.is_dir():
+        shutil.copytree(layouts, layouts.with_name(f"{layouts.name}-{earlier}"), dirs_exist_ok=True)
+    with replacing(layouts, stale=[file.name for file in layouts.glob("*.yaml")]) as new:
+        for name, (layout, seed) in kept.items():
+            origin = provenance(search.space.table, layout, search.space.budgets[1], seed)
+            replace(layout, strategy=name, provenance=origin).write(new / f"{name}.yaml")
+    return rows, alarm, recommended
+
+
+def _origin(search: driver.Search, rows: pd.DataFrame, retrained: Sequence[Retraining]) -> dict[str, Any]:
+    """Return the content of ``search.yaml``; layouts, and thus the control, were ``retrained`` at these fidelities."""
+    space, effort, evaluator = search.space, search.effort, search.evaluator
+    return {
+        "probe": space.table.name,
+        "tau": histogram.rounded_tau(space.table.tau),
+        "budget": list(space.budgets),
+        "window": space.window,
+        **({"sinks": space.sinks} if space.sinks else {}),
+        "constraints": dict(space.constraints.named),
+        "objectives": ["nll", *([search.cost.name] if search.cost else [])],
+        "trials": effort.trials,
+        "seeds": [effort.seed],
+        "tokens": {"chosen_on": evaluator.num_selection_tokens, "judged_on": int(evaluator.evaluation_tokens.sum())},
+        "documents": {"chosen_on": evaluator.num_selection_documents},
+        "num_documents": int((evaluator.evaluation_tokens > 0).sum()),
+        "effective_documents": round(statistics.effective_number(evaluator.evaluation_tokens), 1),
+        "control": {fidelity: vars(evaluator.control(fidelity)) for fidelity in retrained},
+        "steps": {"short": evaluator.steps("short"), "full": evaluator.steps("full")},
+        "sampler": effort.sampler,
+        "rank_correlation": ranking.correlations(rows),
+        "recipe": dict(evaluator.settings),
+    }
+
+
+def recommend(search: driver.Search, trials: Sequence[Trial]) -> Recommendation | None:
+    """Return the layout to take; None without starts if documents are too few to rank, or without any layout.
+
+    A layout beats the start if the whole 95 % interval of their paired difference is below 0, after full retraining on
+    documents that the search did not use, where there is any. None may cost more than the start.
+    """
+    evaluator, start = search.evaluator, best_start(trials, search.starts)
+    tokens, number = evaluator.evaluation_tokens, evaluator.num_selection_documents
+    # Do not rank by few documents
+    if number < MIN_DOCUMENTS:
+        first = next(iter(search.starts.values()), None)
+        reason = f"{number} documents are too few to rank layouts (at least {MIN_DOCUMENTS}): search on more text"
+        return None if first is None else Recommendation(first, f"{reason}; {first.strategy} is the first start")
+    # Select by short retraining among those retrained in full, else by scores; the full result stays unbiased
+    known = set() if start is None else {layout.content_hash for layout in search.starts.values()}
+    others = [each for each in trials if each.layout.content_hash not in known and search.space.contains(each.layout)]
+    if start is not None and start.cost is not None:
+        others = [trial for trial in others if trial.cost is not None and trial.cost <= start.cost]
+    retrained = [trial for trial in others if trial.full is not None]
+    is_fair = bool(retrained) and (tokens > 0).sum() >= MIN_DOCUMENTS and (start is None or start.full is not None)
+    pool = retrained if is_fair else others
+    if not pool:
+        return (
+            None if start is None else Recommendation(_named(start), f"the search found nothing besides {start.name}")
+        )
+    best = min(pool, key=lambda trial: (trial.short if is_fair and trial.short else trial.zero_shot).percent)
+    num_layouts = len(known | {trial.layout.content_hash for trial in others})
+    where = f"on the {number} documents that selected it among {num_layouts} layouts, without training"
+    if is_fair:
+        where = f"after full retraining, on {(tokens > 0).sum()} documents that selected nothing"
+    if start is None:
+        by = "after short retraining" if is_fair else where
+        return Recommendation(_named(best), f"{best.name} has the lowest NLL {by}")
+    # Compare it with the start, paired by document
+    pair = [best.layout], start.layout
+    (change,) = evaluator.retrained("full", *pair) if is_fair else evaluator.score(*pair)
+    errors = statistics.critical_errors(statistics.effective_number(tokens) if is_fair else number)
+    if change.percent + errors * change.standard_error < 0:
+        verb, to_do = ("beats", "") if is_fair else ("scores lower than", "; retrain it to confirm that")
+        reason = f"{best.name} {verb} {start.name}, the best start: {_text(change)} {where}{to_do}"
+        return Recommendation(_named(best), reason)
+    reason = f"{best.name} does not beat {start.name}, the best start: {_text(change)} {where}"
+    return Recommendation(_named(start), reason)
+
+
+def _named(trial: Trial) -> Layout:
+    return replace(trial.layout, strategy=trial.name)
+
+
+def _text(change: paired.PairedDifference) -> str:
+    return f"{change.percent:+.3f} ± {change.standard_error:.3f} % of NLL"
+
+
+def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost | None:
     """Return the objective kv-bytes: keys and values at the context, in the probe's dtype or bfloat16; None for NLL."""
     table, context = specification.space.table, specification.context
     if context is None:
@@ -87,7 +224,7 @@ def cache_bytes(specification: SearchSpecification, shape: Shape) -> space.Layou
     memory = requirements.cache_cost(table, specification.space.window)
     assert memory is not None  # as there is a context
     # Count the heads of layers that are not local by design
-    return space.LayoutCost(
+    return LayoutCost(
         f"KV bytes at {context:,} tokens",
         lambda layout: float(memory.total(int(layout.global_mask[table.layers].sum()), layout.num_heads)),
     )
@@ -98,7 +235,7 @@ def show(result: SearchResult) -> None:
     printing.show_alarm(result.alarm)
     rows, cost, evaluator = result.rows, result.work.cost, result.work.evaluator
     number, tokens = evaluator.num_selection_documents, evaluator.evaluation_tokens
-    is_ranked = number >= ranking.MIN_DOCUMENTS
+    is_ranked = number >= MIN_DOCUMENTS
     # Table of the best layouts
     shown = ranking.best_layouts(rows) if is_ranked else rows.drop_duplicates("hash").head(12)
     columns = ["layout", "global heads", "coverage %", *([cost.name] if cost else [])]
@@ -161,7 +298,7 @@ def plan(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) 
     num_documents = min(num_tokens // data.block_size, round(text.documents * heldout / text.tokens / 2))
     reporter.announce(
         f"selects on {num_tokens:,} of {heldout:,} held-out tokens of about {num_documents} documents, with one "
-        f"standard error per layout, paired by document; below {ranking.MIN_DOCUMENTS} documents it ranks nothing"
+        f"standard error per layout, paired by document; below {MIN_DOCUMENTS} documents it ranks nothing"
     )
     # Score the known layouts and those yet to be found
     full_attention = variants.Variant.full_attention()

@@ -100,12 +100,11 @@ def work(
     ``run`` returns the values of a task; it may report to its trial, and raise ``TrialPruned``. ``num_prior`` maps a
     task to the number of first tasks that must be finished before it starts.
     """
-    first_seen: dict[int, float] = {}  # time at which this worker first saw a trial without a task, by its number
     while len(done := finished(study, number)) < number:
         progress(len(done), number)
         if _free(_read(study), number, num_prior):
             try:
-                study.optimize(partial(_run_free, number, run, num_prior, first_seen), n_trials=1)
+                study.optimize(partial(_run_free, number, run, num_prior), n_trials=1)
             except (ValueError, AssertionError, UnboundLocalError) as error:
                 if "Cannot tell" in f"{error} {error.__context__}":
                     continue  # another worker took it for dead, and runs the task
@@ -125,23 +124,19 @@ def work(
     return done
 
 
-def _run_free(
-    number: int, run: Run, num_prior: Callable[[int], int], first_seen: dict[int, float], trial: Trial
-) -> Sequence[float]:
-    """Run a free task as a trial; of several trials without a task, the first takes the first, and so on."""
-    trials, now = _read(trial.study), time.monotonic()
-    waiting = [each.number for each in trials if each.state == TrialState.RUNNING and INDEX not in each.user_attrs]
-    # Pass over trials of workers that died before their first heartbeat, which Optuna never fails
-    waiting = [each for each in waiting if now - first_seen.setdefault(each, now) < GRACE]
-    rank, free = sum(each < trial.number for each in waiting), _free(trials, number, num_prior)
-    if rank >= len(free):  # other workers were faster
-        time.sleep(_POLL)
+def _run_free(number: int, run: Run, num_prior: Callable[[int], int], trial: Trial) -> Sequence[float]:
+    """Run the first free task as a trial; of several trials that take it at once, the first keeps it."""
+    free = _free(_read(trial.study), number, num_prior)
+    if not free:  # other workers were faster
         raise exceptions.TrialPruned
     # Else a worker that dies before Optuna's first heartbeat holds the task forever
     if is_heartbeat_enabled(trial.storage):
         trial.storage.record_heartbeat(trial._trial_id)
-    trial.set_user_attr(INDEX, free[rank])
-    return run(trial, free[rank])
+    trial.set_user_attr(INDEX, free[0])
+    if free[0] not in _free(_read(trial.study)[: trial.number], number, lambda _: 0):
+        trial.set_user_attr(INDEX, None)
+        raise exceptions.TrialPruned
+    return run(trial, free[0])
 
 
 def _read(study: optuna.Study) -> list[FrozenTrial]:

@@ -24,9 +24,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.base import arguments, errors
 from spkv_nas.base.progress import LOGGER
-from spkv_nas.contrib.search.results import front, result_table
 from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Effort, Sampler, StudySampler
-from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, starting_layouts
+from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, front, result_table, starting_layouts
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, zero_shot
 from spkv_nas.model.windows import default_window

@@ -21,12 +21,13 @@ from spkv_nas.artifacts.search_table import Fidelity, Retraining, read_search
 from spkv_nas.artifacts.selection import SELECTION, Selection, digest
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT
 from spkv_nas.base.records import read_record
 from spkv_nas.contrib.search.driver import Search
 from spkv_nas.contrib.search.options import SearchSpecification, _budgets
-from spkv_nas.contrib.search.results import front, write_results
 from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Effort, Sampler, StudySampler
-from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, ranked
+from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, front, ranked
+from spkv_nas.contrib.search.stage import write_results
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import densest
@@ -243,7 +244,7 @@ class TestSearch:
         idle.done = evaluator.done[:]
         assert again.run() == trials
         assert idle.done == evaluator.done
-        rows, *_ = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
+        rows, *_ = write_results(search, trials, tmp_path / "report", tmp_path / "layouts", SILENT)
         selection = digest(frozenset(["0", "1"]))
         assert read_record(tmp_path / "report" / "search.yaml", "search")[SELECTION] == selection
         names = sorted(path.name for path in (tmp_path / "report").glob("[!.]*"))
@@ -339,7 +340,7 @@ class TestSearch:
     ) -> None:
         search, _ = self.search(table, tmp_path / "study", Effort(trials=20, num_retrained=retrained), **options)
         trials = search.run()
-        _, _, result = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
+        _, _, result = write_results(search, trials, tmp_path / "report", tmp_path / "layouts", SILENT)
         assert result is not None
         assert re.search(words, result.reason)
         assert (result.layout.strategy != "start") is beats
