@@ -233,17 +233,13 @@ def show(result: AgreementResult) -> None:
     """Print agreement and acceptance, and the tokens per pass of the dense model at each number of drafted tokens."""
     rows, name, dense = result.rows, console.escape(result.name), console.escape(result.against)
     # Print the agreement of greedy decoding, and the acceptance of sampling
-    for decoding, row in rows.drop_duplicates("decoding").set_index("decoding").iterrows():
-        if decoding == GREEDY:
-            agreement = samples.with_error(row["agreement"], row["agreement_standard_error"])
-            number = f"{int(row['num_tokens']):,} greedy tokens"
-            console.out.print(f"[bold]{name}[/bold]: agreement with {dense} {agreement} over {number}")
-        else:
-            acceptance = samples.with_error(row["acceptance"], row["acceptance_standard_error"])
-            console.out.print(
-                f"acceptance as a draft model {acceptance} over {int(row['num_tokens']):,} tokens sampled at "
-                f"temperature {row['temperature']:g}"
-            )
+    greedy, sampled = (rows[rows["decoding"] == decoding].iloc[0] for decoding in (GREEDY, SAMPLED))
+    agreement = samples.with_error(greedy["agreement"], greedy["agreement_standard_error"])
+    number = f"{greedy['num_tokens']:,} greedy tokens"
+    console.out.print(f"[bold]{name}[/bold]: agreement with {dense} {agreement} over {number}")
+    acceptance = samples.with_error(sampled["acceptance"], sampled["acceptance_standard_error"])
+    number = f"{sampled['num_tokens']:,} tokens sampled at temperature {sampled['temperature']:g}"
+    console.out.print(f"acceptance as a draft model {acceptance} over {number}")
     # Print the tokens per pass, by number of drafted tokens
     grid = console.Table("drafted tokens", *rows["decoding"].unique(), title=f"tokens per pass of {dense}")
     for number, group in rows.groupby("draft_tokens"):

@@ -58,10 +58,6 @@ class Protocol:
         """
         if self.kind not in PROTOCOLS:
             raise UserError(f"--protocol must be {' or '.join(PROTOCOLS)}; found '{self.kind}'")
-        if self.chunk > self.window:
-            raise UserError(
-                f"--chunk {self.chunk} is larger than the window of {self.window} keys: give a smaller --chunk"
-            )
         if self.window + self.sinks >= block_size:
             raise UserError(
                 f"blocks of {block_size} tokens have no keys to prune beyond a window of {self.window} keys and "

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import comparison, result_tables
-from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
+from spkv_nas.artifacts.gate_config import suitable_window
 from spkv_nas.base import console, errors
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, no_progress, part_of
 from spkv_nas.contrib.evaluate.baselines import options as choices
@@ -61,7 +61,8 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     check_pair(subject.source, options.against)
     measured = subject.load(reporter, tokens=choices.TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks, options.max_tokens)
-    gated, gates = _load_gated(options, measured)
+    gated = _load_gated(options, measured)
+    gates = None if gated is None else config_section.gate_config(gated)
     # Fix the protocol
     window = options.window or (suitable_window(measured.blocks.block_size) if gates is None else gates.window)
     chunk = min(_CHUNK, window)
@@ -71,7 +72,7 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     # Measure the pruned model and the gated one
     methods, record = _methods(measured, choices.parse_methods(options.methods), SEED, reporter)
     measurements = _measure(measured, methods, choices.parse_densities(options.densities), protocols, reporter)
-    if gated is not None and gates is not None:
+    if gates is not None:
         taus = [gates.tau] if options.taus is None else thresholds.parse_taus(options.taus)
         with reporter.bar("evaluating --against") as bar:
             measurements += measure_sp_kv(gated, measured.blocks, taus, batch_size=measured.batch_size, progress=bar)
@@ -105,12 +106,10 @@ def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int 
         )
 
 
-def _load_gated(
-    options: BaselinesOptions, measured: Measured
-) -> tuple[PreTrainedModel, GateConfig] | tuple[None, None]:
+def _load_gated(options: BaselinesOptions, measured: Measured) -> PreTrainedModel | None:
     """Load the model of ``--against``. Raises ``UserError`` if it lacks gates or has another window."""
     if options.against is None:
-        return None, None
+        return None
     model, _ = checkpoint.load_on(options.against, measured.model.device.type, options.dtype)
     gates = config_section.gate_config(model)
     if gates is None:
@@ -119,7 +118,7 @@ def _load_gated(
         raise errors.UserError(
             f"--window {options.window} differs from the window of --against, {gates.window}: they must be equal"
         )
-    return model, gates
+    return model
 
 
 def _methods(measured: Measured, names: Sequence[str], seed: int, reporter: Reporter) -> tuple[Methods, dict[str, Any]]:

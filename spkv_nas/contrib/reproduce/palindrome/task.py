@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
 from spkv_nas.model import attention, gates, modes
@@ -127,13 +126,10 @@ def output_nll(model: PreTrainedModel, sequences: Palindromes, batch_size: int) 
     """Compute nats per output token in evaluation mode, in the current gate mode."""
     total = 0.0
     with modes.evaluation_mode(model):
-        for start in range(0, len(sequences), batch_size):
-            rows = [sequences[index] for index in range(start, min(start + batch_size, len(sequences)))]
-            tokens = torch.stack([row["input_ids"] for row in rows]).to(model.device)
-            logits = model(input_ids=tokens, use_cache=False).logits[:, -sequences.num_outputs - 1 : -1]
-            targets = tokens[:, -sequences.num_outputs :].flatten()
-            total += float(F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum"))
-    return total / (len(sequences) * sequences.num_outputs)
+        for batch in DataLoader(sequences, batch_size):
+            inputs = {name: tokens.to(model.device) for name, tokens in batch.items()}
+            total += len(inputs["labels"]) * float(model(**inputs, use_cache=False).loss)
+    return total / len(sequences)
 
 
 @contextmanager

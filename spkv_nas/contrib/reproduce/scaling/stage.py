@@ -278,14 +278,10 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> chart.Char
             chart.Line(compute_grid, chart.numbers(law(flops)), _formula(variant, law), tone, dash, 1.8),
         ]
         # Fitted and held-out runs of the variant
-        rows = runs[runs["variant"] == variant]
-        held_out = rows["held_out"].to_numpy(dtype=bool)
-        for selected, hollow in ((~held_out, False), (held_out, True)):
-            if selected.any():
-                subset = rows[selected]
-                run_names = tuple(subset["name"].astype(str)) if len(laws) == 1 else ()
-                xy = chart.numbers(subset["train_flops"]), chart.numbers(subset["nll"])
-                points.append(chart.Points(*xy, names=run_names, tone=tone, size=3.8, hollow=hollow))
+        for hollow, rows in runs[runs["variant"] == variant].groupby("held_out"):
+            run_names = tuple(rows["name"].astype(str)) if len(laws) == 1 else ()
+            xy = chart.numbers(rows["train_flops"]), chart.numbers(rows["nll"])
+            points.append(chart.Points(*xy, names=run_names, tone=tone, size=3.8, hollow=bool(hollow)))
     if runs["held_out"].any():
         points.append(chart.Points((), (), label="held out of the fit", tone="muted", size=3.8, hollow=True))
     return chart.Chart(

@@ -65,8 +65,14 @@ def retrieval(
         collected = HeadSums(blocks, len(states), model_shape.config_shape(model.config).num_heads, model.device)
 
         def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
+            """Return (scores [B, Hq, m - 1] by layer, number of needle tokens predicted) of blocks."""
             tokens, depth = (torch.from_numpy(x).to(model.device) for x in hidden.rows(start, len(text)))
-            return _read(model, states, blocks.boundaries.inputs(tokens), depth, queries)
+            scores: list[Tensor] = []
+            for state in states:
+                state.observer = _observer(scores, state, depth, queries)
+            passed = model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
+            predicted = model.get_output_embeddings()(passed.last_hidden_state[:, queries]).argmax(-1)
+            return scores, int((predicted.to(tokens.device) == tokens[:, queries.start + 1 :]).sum())
 
         def add(start: int, result: tuple[list[Tensor], int]) -> None:
             collected.add(start, result[0], queries)
@@ -83,23 +89,6 @@ def retrieval(
     facts: Any = {"passes": 1.0, "tokens": blocks.tokens.size, "heads_per_layer": heads, "name": name}
     facts["metadata"] = {**(metadata or {}), **options}
     return signal_table("retrieval", collected.means(sums), window, unit=kinds.ATTENTION_UNIT, **facts)
-
-
-def _read(
-    model: PreTrainedModel,
-    states: Sequence[attention.LayerState],
-    inputs: dict[str, Tensor],
-    depth: Tensor,
-    queries: slice,
-) -> tuple[list[Tensor], int]:
-    """Return (scores [B, Hq, m - 1] by layer, number of needle tokens predicted) of blocks, ``Boundaries.inputs``."""
-    scores: list[Tensor] = []
-    for state in states:
-        state.observer = _observer(scores, state, depth, queries)
-    tokens = inputs["input_ids"]
-    last = model.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, queries]
-    predicted = model.get_output_embeddings()(last).argmax(-1).to(tokens.device)
-    return scores, int((predicted == tokens[:, queries.start + 1 :]).sum())
 
 
 @dataclass(frozen=True)
