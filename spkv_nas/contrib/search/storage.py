@@ -9,13 +9,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import optuna
 from optuna import exceptions, pruners
 from optuna.storages import RDBStorage, fail_stale_trials
-from optuna.storages._heartbeat import is_heartbeat_enabled
+from optuna.storages._heartbeat import get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy import exc, make_url, pool
 
@@ -102,41 +101,34 @@ def work(
     """
     while len(done := finished(study, number)) < number:
         progress(len(done), number)
+        # Release the tasks of dead workers, and run a free one, or wait for the other workers
+        with _stable():
+            fail_stale_trials(study)
         if _free(_read(study), number, num_prior):
-            try:
-                study.optimize(partial(_run_free, number, run, num_prior), n_trials=1)
-            except (ValueError, AssertionError, UnboundLocalError) as error:
-                if "Cannot tell" in f"{error} {error.__context__}":
-                    continue  # another worker took it for dead, and runs the task
-                if not any(text in str(error) for text in ("Should not reach", "updated_state")):
-                    raise
-                # Optuna could not record how a trial ended, and hides the reason by an error of its own
-                raise errors.UserError(
-                    f"the study cannot be written: {errors.first_line(error.__context__ or error)}\n"
-                    "free disk space, and run the same command again to resume"
-                ) from error
+            _run_free(study, number, run, num_prior)
         else:
-            # Wait for the other workers, and release the tasks of dead ones
             time.sleep(_POLL)
-            with _stable():
-                fail_stale_trials(study)
     progress(number, number)
     return done
 
 
-def _run_free(number: int, run: Run, num_prior: Callable[[int], int], trial: Trial) -> Sequence[float]:
-    """Run the first free task as a trial; of several trials that take it at once, the first keeps it."""
-    free = _free(_read(trial.study), number, num_prior)
-    if not free:  # other workers were faster
-        raise exceptions.TrialPruned
-    # Else a worker that dies before Optuna's first heartbeat holds the task forever
-    if is_heartbeat_enabled(trial.storage):
-        trial.storage.record_heartbeat(trial._trial_id)
-    trial.set_user_attr(INDEX, free[0])
-    if free[0] not in _free(_read(trial.study)[: trial.number], number, lambda _: 0):
-        trial.set_user_attr(INDEX, None)
-        raise exceptions.TrialPruned
-    return run(trial, free[0])
+def _run_free(study: optuna.Study, number: int, run: Run, num_prior: Callable[[int], int]) -> None:
+    """Run the first free task, if there is one, as a trial; of several that take it at once, the first keeps it."""
+    with _stable():
+        trial, state, values = study.ask(), TrialState.FAIL, None
+    with get_heartbeat_thread(trial._trial_id, trial.storage):
+        try:
+            if free := _free(_read(study), number, num_prior):
+                # Else a worker that dies before Optuna's first heartbeat holds the task forever
+                if is_heartbeat_enabled(trial.storage):
+                    trial.storage.record_heartbeat(trial._trial_id)
+                trial.set_user_attr(INDEX, free[0])
+                if free[0] in _free(_read(study)[: trial.number], number, lambda _: 0):
+                    values, state = run(trial, free[0]), TrialState.COMPLETE
+        except exceptions.TrialPruned:
+            state = TrialState.PRUNED
+        finally:  # unless another worker took it for dead, and runs the task
+            study.tell(trial, values, state, skip_if_finished=True)
 
 
 def _read(study: optuna.Study) -> list[FrozenTrial]:
@@ -179,8 +171,9 @@ def storage_errors() -> Iterator[None]:
 
 @contextmanager
 def _stable() -> Iterator[None]:
-    """Silence Optuna's warning that heartbeats and names of metrics are experimental."""
+    """Silence Optuna's warnings: heartbeats and names of metrics are experimental, and ask() leaves beating to us."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Heartbeat of storage")
         warnings.simplefilter("ignore", exceptions.ExperimentalWarning)
         yield
 

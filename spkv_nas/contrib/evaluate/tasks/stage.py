@@ -29,6 +29,7 @@ from spkv_nas.contrib.evaluate.tasks import suite
 from spkv_nas.contrib.evaluate.tasks.language_model import CheckpointLM
 from spkv_nas.contrib.evaluate.tasks.options import TasksOptions
 from spkv_nas.evaluation.verdict import criterion
+from spkv_nas.model import loss
 from spkv_nas.stages import commands, printing, sized_model
 
 # Config keys left out of the hash, as the requests contain their effect
@@ -158,19 +159,12 @@ def _requests_built(task: Task, seed: int | None = None, **documents: Any) -> It
     """
     task.set_fewshot_seed(seed=defaults.DEFAULT_OTHER_SEED if seed is None else seed)
     suite.seed_generators(seed)
-    # Hide lm-eval's progress bar
-    original = tasks_module.tqdm
-    tasks_module.tqdm = partial(original, disable=True)
-    try:
+    # Build them without lm-eval's progress bar
+    with loss.replaced(tasks_module, "tqdm", partial(tasks_module.tqdm, disable=True)):
         task.build_all_requests(rank=0, world_size=1, **documents)
-    finally:
-        tasks_module.tqdm = original
     # Building them again would draw other few-shot examples
-    task.build_all_requests = lambda **_: None
-    try:
+    with loss.replaced(task, "build_all_requests", lambda **_: None):
         yield
-    finally:
-        del task.build_all_requests
 
 
 @dataclass(frozen=True)
@@ -299,8 +293,8 @@ def _run_tasks(
         lm = CheckpointLM(checkpoint.model, checkpoint.tokenizer)
         for number, task in enumerate(tasks):
             lm.progress = progress.part_of(bar, number, len(tasks), task.task_name)
-            options_of_task: Any = {"limit": options.limit, "allow_code": options.allow_code}
-            results.append(run_task(lm, task, sample_folder, identity, **options_of_task))
+            limits: Any = {"limit": options.limit, "allow_code": options.allow_code}
+            results.append(run_task(lm, task, sample_folder, identity, **limits))
     reporter.reused(sum(result.was_kept for result in results), len(tasks), "tasks")
     remaining = iter(results)
     return [[next(remaining) for _ in group.tasks] for group in groups], checkpoint.origin

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV, check_layout_names
 from spkv_nas.artifacts.layout import Layout
@@ -18,16 +18,9 @@ class Row(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    variant: str = Field(SP_KV, description="sp-kv or full-attention")
+    variant: Literal["sp-kv", "full-attention"] = Field("sp-kv", description="sp-kv or full-attention")
     layout: str | None = Field(None, description="a layout file, from the folder of the ablations: a hybrid")
     trained: bool = Field(True, description="false: the dense checkpoint as it is, with the row's layout if it has one")
-
-    @field_validator("variant")
-    @classmethod
-    def _is_known(cls, variant: str) -> str:
-        if variant not in (SP_KV, FULL_ATTENTION):
-            raise ValueError(f"should be '{SP_KV}' or '{FULL_ATTENTION}'")
-        return variant
 
     @model_validator(mode="after")
     def _has_trained_gates(self) -> "Row":
