@@ -135,7 +135,7 @@ class Search:
             "start": [layout.hash for layout in self.starts.values()],
             "objective": ["nll", *([] if self.cost is None else [self.cost.name])],
             "checkpoint or text": self.evaluator.identity,
-            **SAMPLERS[self.effort.sampler].settings(space),
+            **vars(SAMPLERS[self.effort.sampler]),  # its options
         }
 
     def promoted(self, trials: Sequence[Trial]) -> list[Layout]:

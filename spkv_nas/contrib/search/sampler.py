@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -47,10 +47,6 @@ class Sampler(registry.Entry, ABC):
             starts: layouts to try first; empty unless ``takes_starts``.
         """
 
-    def settings(self, space: Space) -> dict[str, Any]:
-        """Return what its layouts depend on besides the arguments, as plain values. A study with others is refused."""
-        return {}
-
 
 @dataclass(frozen=True)
 class ThompsonSampling(Sampler):
@@ -75,43 +71,35 @@ class ThompsonSampling(Sampler):
         """
         from spkv_nas.contrib.search.head_weights import HeadWeights
 
-        tables = (space.table, *space.signals)
-        signals: Float = np.stack([table.density.ravel() for table in tables], 1)  # [H, K]
+        signal: Float = space.table.density.ravel()
         # Fit the head weights to the finite scores; None if there are too few
         finite = [result for result in results if np.isfinite(result.values[0])]
         weights = None
         if finite:
             masks = np.stack([result.layout.global_mask.ravel() for result in finite])
-            weights = HeadWeights.of(masks, np.array([result.values[0] for result in finite]), signals)
+            weights = HeadWeights.of(masks, np.array([result.values[0] for result in finite]), signal[:, None])
         # Propose starting layouts first, then untried ones
         first = [*starts[numbers.start : numbers.stop]]
         tried = {layout.heads for layout in (*first, *(result.layout for result in results))}
         proposals: list[Layout] = []
         for number in numbers[len(first) :]:
-            proposals.append(_draw(space, seed, number, signals, weights, tried))
+            proposals.append(_draw(space, seed, number, weights, tried))
             tried.add(proposals[-1].heads)
         return [*first, *sorted(proposals, key=lambda layout: layout.heads)]
 
-    def settings(self, space: Space) -> dict[str, Any]:
-        """Name the signals that the model takes into account."""
-        return {"signals": [f"{table.name} {table.content_hash}" for table in space.signals]}
 
-
-def _draw(
-    space: Space, seed: int, number: int, signals: Float, weights: HeadWeights | None, tried: set[tuple[str, ...]]
-) -> Layout:
+def _draw(space: Space, seed: int, number: int, weights: HeadWeights | None, tried: set[tuple[str, ...]]) -> Layout:
     """Draw the layout of trial ``number``, which is not in ``tried``."""
     from spkv_nas.contrib.search.space import ranks
 
     generator = np.random.default_rng([seed, number])
     low, high = space.budgets
     budget = int(generator.integers(low, high + 1))
-    if weights is None:  # no model yet: near the best heads of one of the signals
-        signal = signals[:, number % signals.shape[1]]
-        gain = ranks(signal) + generator.random(len(signal))
+    if weights is None:  # no model yet: near the best heads of the table
+        gain = ranks(space.table.density) + generator.random(space.table.grid)
     else:
-        gain = weights.draw(generator, spread=generator.random())
-    return space.optimum(gain.reshape(space.table.grid), budget, tried)
+        gain = weights.draw(generator, spread=generator.random()).reshape(space.table.grid)
+    return space.optimum(gain, budget, tried)
 
 
 @dataclass(frozen=True)

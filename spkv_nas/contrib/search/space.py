@@ -31,7 +31,6 @@ class Space:
     budgets: tuple[int, int]  # smallest and largest number of global KV heads; fewer where constraints allow no more
     window: int  # tokens
     constraints: Constraints = field(default_factory=Constraints)
-    signals: tuple[HeadScores, ...] = ()  # further tables [L, Hkv] that may predict the benefit of global heads
 
     def check(self) -> None:
         """Check that constraints are feasible at the smallest and largest budget. Raises ``UserError`` if not."""

@@ -130,7 +130,6 @@ def search_layouts(
     window: int | None = None,
     sampler: str | Sampler = Effort.sampler,
     seed: int = 0,
-    signals: Sequence[HeadScores] = (),
     starts: Mapping[str, Layout] | None = None,
     cost: LayoutCost | None = None,
     batch_size: int = 8,
@@ -148,7 +147,6 @@ def search_layouts(
         window: tokens visible to local heads, the query's own included; by default the table's, or ``default_window``.
         sampler: name of one of ``search.sampler.SAMPLERS``: "surrogate" or "random"; or a sampler.
         seed: random seed; equal seeds give equal trials.
-        signals: further head scores that "surrogate" may use.
         starts: layouts to try first, by name; by default those of the proposal strategies.
         cost: second objective.
         batch_size: micro-batch size in blocks.
@@ -162,7 +160,7 @@ def search_layouts(
     number = table.num_candidates
     budgets = parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
     window = window or table.window or default_window(model, blocks.block_size)
-    space = Space(table, (budgets[0], budgets[-1]), window, Constraints().on(table), signals=tuple(signals))
+    space = Space(table, (budgets[0], budgets[-1]), window, Constraints().on(table))
     space.check()
     # Choose and check the starts
     first = starting_layouts(space, budgets) if starts is None else starts

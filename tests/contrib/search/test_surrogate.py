@@ -215,14 +215,6 @@ class TestSearch:
         shared = [(layout.global_mask & start.global_mask).sum() for layout in proposed[1:]]
         assert np.mean(shared) > 3  # near the densest; at random 2 of 6
 
-    def test_the_first_generation_asks_every_signal(self) -> None:
-        density = np.random.default_rng(3).random((6, 3))
-        other_table = make_table(1 - density)
-        space = Space(make_table(density), (6, 6), 8, signals=(other_table,))
-        proposed = propose(space, range(TRIALS_PER_ROUND))
-        means = sorted(density[layout.global_mask].mean() for layout in proposed)
-        assert means[5] > means[4] + 0.1
-
     def test_a_generation_is_sorted(self) -> None:
         """Half of a generation then shares more layers than in the order drawn."""
         space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)

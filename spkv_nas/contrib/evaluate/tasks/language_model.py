@@ -11,7 +11,6 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -52,21 +51,20 @@ class CheckpointLM(HFLM):
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         self.progress: progress.Progress = lambda done, total: None
         self._micro_batch = memory.AdaptiveBatchSize(batch_size)
-        self._watch = density_tracker.DensityTracker(model) if config_section.gate_config(model) is not None else None
+        self._watch = density_tracker.DensityTracker(model)  # which only counts if there are gates
         self._keeps_some = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._done = self._total = 0
 
     def start(self) -> None:
         """Start counting density."""
-        if self._watch is not None:
+        if config_section.gate_config(self.model) is not None:
             self._watch.start()
 
     def stop(self) -> float:
         """Return the density since ``start``, mean over the heads, NaN for a dense model; call on all ranks."""
-        if self._watch is None:
+        if (head_densities := self._watch.stop()) is None:
             return density_tracker.layout_density(self.model)
-        head_densities = self._watch.stop()
-        return math.nan if head_densities is None else float(np.nanmean(head_densities))
+        return float(np.nanmean(head_densities))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
         """Answer log-likelihood requests as lm-eval does; ``UserError`` for an answer without tokens."""
@@ -117,7 +115,7 @@ class CheckpointLM(HFLM):
         # Compute only the last logits that some continuation needs
         num_logits = max(longest - len(text) + len(requests[index][2]) for text in texts for index in requests_of[text])
         options = {"logits_to_keep": num_logits} if self._keeps_some else {}
-        self._count_only(real.to(self.device))
+        self._watch.only(real)
         logits = self.model(input_ids=tokens.to(self.device), use_cache=False, **options).logits
         # Sum the log-probabilities of each continuation
         answers = {}
@@ -178,8 +176,8 @@ class CheckpointLM(HFLM):
     def _generate(self, rows: Sequence[tuple[Tensor, Tensor]], *, config: Any, stops: list[str]) -> list[Tensor]:
         """Generate for one batch of (prompt, mask), both [T]; return prompts with continuations."""
         tokens, mask = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
-        self._count_only(mask.bool())
-        ends = _Ends(self.tokenizer, stops, config.eos_token_id, tokens.shape[1], self._count_only)
+        self._watch.only(mask.bool())
+        ends = _Ends(self.tokenizer, stops, config.eos_token_id, tokens.shape[1], self._watch.only)
         return list(
             self.model.generate(
                 input_ids=tokens,
@@ -201,11 +199,6 @@ class CheckpointLM(HFLM):
                 stacklevel=2,
             )
 
-    def _count_only(self, real: Tensor) -> None:
-        """Count only ``real`` tokens, bool [B, T], in the density of the next pass."""
-        if self._watch is not None:
-            self._watch.only(real)
-
     def _shared(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """Apply ``work`` to each process's share of ``items``, and gather the results; must be called on all ranks."""
         share = distributed.own_share(len(items))
@@ -220,7 +213,7 @@ class CheckpointLM(HFLM):
         first = self._done
 
         def attempt(part: range) -> list[Result]:
-            with nullcontext() if self._watch is None else self._watch.whole_pass():
+            with self._watch.whole_pass():
                 return work(items[part.start : part.stop])
 
         def step(done: int, _total: int) -> None:
