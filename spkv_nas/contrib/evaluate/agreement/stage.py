@@ -17,7 +17,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,9 +181,25 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
             f"the model predicts {sizes[0]} tokens and the dense model {sizes[1]} (vocab_size), so their distributions "
             "differ in length\ncompare models of equal vocab_size"
         )
-    # Continue every prompt and compare the models
-    sample_folder = options.folders.run_dir(subject.name) / "agreement"
-    measure = partial(_measure, model, dense, measured.blocks, new_tokens, options.seed, sample_folder, reporter)
+    sample_folder, blocks = options.folders.run_dir(subject.name) / "agreement", measured.blocks
+    key = hashlib.sha256(blocks.tokens.tobytes()).hexdigest()
+
+    def measure(decoding: str, temperature: float) -> Agreement:
+        """Measure one decoding of the dense model, reusing what is finished."""
+        # Continue the prompts
+        drawn = f" seed {options.seed}" if temperature else ""
+        written_by = dense.identity(f"{key} {new_tokens} temperature {temperature}{drawn}")
+        with dense.hard(), reporter.bar(f"continuing, {decoding}") as bar:
+            write = partial(continuations.write_continuations, dense.model, dense.tokenizer, blocks, new_tokens)
+            write = partial(write, temperature=temperature, seed=options.seed, progress=bar)
+            texts = samples.kept_samples(sample_folder, f"{decoding}-continuations", written_by, write)
+        # Compare the models on the continuations
+        compared = model.identity(f"{model.origin['tau']} after {written_by}")
+        with model.hard(), dense.hard(), reporter.bar(f"comparing, {decoding}") as bar:
+            pair = partial(compare, model.model, dense.model, blocks, texts, new_tokens)
+            pair = partial(pair, temperature=temperature, progress=bar)
+            return Agreement.of(samples.kept_samples(sample_folder, decoding, compared, pair), temperature)
+
     results = {decoding: measure(decoding, temperature) for decoding, temperature in _TEMPERATURES.items()}
     # Write the table
     rows = agreement_table(results, DRAFT_TOKENS)
@@ -199,34 +214,6 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
     folder = options.folders.report_dir(subject.name)
     distributed.on_main(lambda: AGREEMENT.write(folder, rows, record, reporter))
     return commands.Result(AgreementResult(subject.name, rows, folder, sample_folder, options.dense), show)
-
-
-def _measure(
-    model: samples.Checkpoint,
-    dense: samples.Checkpoint,
-    blocks: TokenBlocks,
-    new_tokens: int,
-    seed: int,
-    folder: Path,
-    reporter: progress.Reporter,
-    decoding: str,
-    temperature: float,
-) -> Agreement:
-    """Measure one decoding of the dense model, reusing what is finished; must be called on all ranks."""
-    # Continue the prompts
-    key = hashlib.sha256(blocks.tokens.tobytes()).hexdigest()
-    drawn = f" seed {seed}" if temperature else ""
-    written_by = dense.identity(f"{key} {new_tokens} temperature {temperature}{drawn}")
-    with dense.hard(), reporter.bar(f"continuing, {decoding}") as bar:
-        write = partial(continuations.write_continuations, dense.model, dense.tokenizer, blocks, new_tokens)
-        write = partial(write, temperature=temperature, seed=seed, progress=bar)
-        texts = samples.kept_samples(folder, f"{decoding}-continuations", written_by, write)
-    # Compare the models on the continuations
-    compared = model.identity(f"{model.origin['tau']} after {written_by}")
-    with model.hard(), dense.hard(), reporter.bar(f"comparing, {decoding}") as bar:
-        measure = partial(compare, model.model, dense.model, blocks, texts, new_tokens)
-        measure = partial(measure, temperature=temperature, progress=bar)
-        return Agreement.of(samples.kept_samples(folder, decoding, compared, measure), temperature)
 
 
 def show(result: AgreementResult) -> None:

@@ -53,8 +53,24 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
         length = min([MAX_LENGTH, *(number for number in positions if number is not None)])
     criterion = Criterion.of(length, options.short_context)
     texts, spans, evaluator_record = _keys(options, evaluator, length, criterion, sample_folder, reporter)
+
+    def score(source: str, tau: float | None) -> tuple[pd.DataFrame, dict[str, Any]]:
+        """Return (a checkpoint's readings of the texts, a row each; its origin); finished readings are reused."""
+        checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
+        model, tokenizer, origin = checkpoint.model, checkpoint.tokenizer, checkpoint.origin
+        micro_batch.check_positions(model, length, "--block-size")
+        identity = checkpoint.identity(f"{origin['tau']} {_depends_on(tokenizer, texts, spans)}")
+        # Read every text, with hard gates
+        title = f"scoring with {sized_model.model_name(source)}"
+        with modes.evaluation_mode(model), checkpoint.hard(), reporter.bar(title) as bar:
+            read_text = partial(
+                _by_text, texts, lambda number, text: asdict(read(model, tokenizer, text, spans[number]))
+            )
+            lines = samples.kept_samples(sample_folder, "nll", identity, partial(read_text, bar))
+        return pd.DataFrame(lines), origin
+
     # Score them by each checkpoint
-    results = [_readings(options, *source, texts, spans, length, sample_folder, reporter) for source in sources]
+    results = [score(*source) for source in sources]
     rows, withheld = longppl_table(texts, *(readings for readings, _ in results))
     # Write the table with its origin
     record = {
@@ -92,32 +108,6 @@ def _keys(
         lines = samples.kept_samples(sample_folder, "keys", identity, partial(_by_text, texts, find, progress))
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**evaluator.origin, "tau": None}
-
-
-def _readings(
-    options: LongPPLOptions,
-    source: str,
-    tau: float | None,
-    texts: list[LongText],
-    spans: list[Spans],
-    length: int,
-    sample_folder: Path,
-    reporter: Reporter,
-) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Return (a checkpoint's readings of the texts, a row each; its origin); finished readings are reused."""
-    checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
-    model, tokenizer, origin = checkpoint.model, checkpoint.tokenizer, checkpoint.origin
-    micro_batch.check_positions(model, length, "--block-size")
-    identity = checkpoint.identity(f"{origin['tau']} {_depends_on(tokenizer, texts, spans)}")
-
-    def score(number: int, text: str) -> dict[str, Any]:
-        return asdict(read(model, tokenizer, text, spans[number]))
-
-    # Read every text, with hard gates
-    title = f"scoring with {sized_model.model_name(source)}"
-    with modes.evaluation_mode(model), checkpoint.hard(), reporter.bar(title) as progress:
-        lines = samples.kept_samples(sample_folder, "nll", identity, partial(_by_text, texts, score, progress))
-    return pd.DataFrame(lines), origin
 
 
 def _by_text(

@@ -255,13 +255,30 @@ def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) ->
         suite.quiet_libraries()
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
+
+    def answer(source: str, tau: float | None) -> tuple[list[list[TaskResult]], dict[str, Any]]:
+        """Run every task on a checkpoint, reusing finished ones; return results by requested name, and the origin."""
+        checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
+        identity = checkpoint.identity(f"{checkpoint.origin['tau']} lm-eval {version('lm-eval')}")
+        tasks = [task for group in groups for task in group.tasks]
+        limits: Any = {"limit": options.limit, "allow_code": options.allow_code}
+        task_results = []
+        with checkpoint.hard(), reporter.bar("answering") as bar:
+            lm = CheckpointLM(checkpoint.model, checkpoint.tokenizer)
+            for number, task in enumerate(tasks):
+                lm.progress = progress.part_of(bar, number, len(tasks), task.task_name)
+                task_results.append(run_task(lm, task, sample_folder, identity, **limits))
+        reporter.reused(sum(result.was_kept for result in task_results), len(tasks), "tasks")
+        remaining = iter(task_results)
+        return [[next(remaining) for _ in group.tasks] for group in groups], checkpoint.origin
+
     # Run the tasks on every checkpoint
     reporter.announce("loading tasks and their data")
     with suite.code_allowed(options.allow_code):
         names, folders = ",".join(options.names), (options.include or [], options.data_sets or [])
         groups = suite.load_suite(names, *folders, allow_code=options.allow_code, caution=reporter.caution)
         sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
-        by_checkpoint = [_run_tasks(options, *source, groups, sample_folder, reporter) for source in sources]
+        by_checkpoint = [answer(*source) for source in sources]
     results, origins = zip(*by_checkpoint, strict=True)
     # Write the table with its origin
     rows = tasks_table([Results(group, *by_model) for group, *by_model in zip(groups, *results, strict=True)])
@@ -274,30 +291,6 @@ def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) ->
     }
     distributed.on_main(lambda: TASKS.write(folder, rows, record, reporter))
     return commands.Result(samples.SampledTable(name, rows, folder, sample_folder), show)
-
-
-def _run_tasks(
-    options: TasksOptions,
-    source: str,
-    tau: float | None,
-    groups: Sequence[suite.SelectedTasks],
-    sample_folder: Path,
-    reporter: progress.Reporter,
-) -> tuple[list[list[TaskResult]], dict[str, Any]]:
-    """Run every task on one checkpoint, reusing finished ones; return results by requested name, and the origin."""
-    checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
-    identity = checkpoint.identity(f"{checkpoint.origin['tau']} lm-eval {version('lm-eval')}")
-    tasks = [task for group in groups for task in group.tasks]
-    results = []
-    with checkpoint.hard(), reporter.bar("answering") as bar:
-        lm = CheckpointLM(checkpoint.model, checkpoint.tokenizer)
-        for number, task in enumerate(tasks):
-            lm.progress = progress.part_of(bar, number, len(tasks), task.task_name)
-            limits: Any = {"limit": options.limit, "allow_code": options.allow_code}
-            results.append(run_task(lm, task, sample_folder, identity, **limits))
-    reporter.reused(sum(result.was_kept for result in results), len(tasks), "tasks")
-    remaining = iter(results)
-    return [[next(remaining) for _ in group.tasks] for group in groups], checkpoint.origin
 
 
 class TaskRounds(criterion.Rounds):
