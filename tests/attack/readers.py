@@ -22,7 +22,7 @@ from spkv_nas.artifacts.result_tables import PROBE_PAIRS, VERDICT, TrainedModel,
 from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
-from spkv_nas.contrib.compare.stage import agreement, short_labels, write_agreement
+from spkv_nas.contrib.compare.stage import agreement, short_labels
 from spkv_nas.contrib.reproduce.ablate.ablation_plan import Ablations
 from spkv_nas.contrib.reproduce.scaling.stage import describe_laws, fit_runs, read_runs
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
@@ -165,7 +165,7 @@ def use_results(file: Path) -> None:
 
 
 def _make_agreement(folder: Path) -> Path:
-    write_agreement(folder, agreement({"p": make_probe(), "q": make_probe()}, 3))
+    PROBE_PAIRS.write(folder, agreement({"p": make_probe(), "q": make_probe()}, 3), {})
     return folder / "agreement.csv"
 
 

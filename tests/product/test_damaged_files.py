@@ -20,6 +20,7 @@ from paths import ROOT
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import PROBE_PAIRS
 from spkv_nas.base import replace as replacement
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
@@ -29,7 +30,7 @@ from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
-from spkv_nas.contrib.compare.stage import agreement, write_agreement
+from spkv_nas.contrib.compare.stage import agreement
 from spkv_nas.contrib.search.storage import open_storage, open_study, storage_errors
 from spkv_nas.data import tokenizer as tokenizers
 from spkv_nas.data.blocks import build_blocks
@@ -261,7 +262,7 @@ class TestRecords:
         with replacing(folder) as new:
             write_csv(new / "search.csv", make_search(heads=["GL LG GL LL"] * 5))
             write_record(new / "search.yaml", {"probe": "p"})
-        write_agreement(folder, agreement({"p": table, "q": table}, 3))
+        PROBE_PAIRS.write(folder, agreement({"p": table, "q": table}, 3), {})
         main(["report", "--probe", "p", "--workspace", str(tmp_path)])
         assert "warning" not in capsys.readouterr().err
         (folder / name).write_text((folder / name).read_text() + "\n")

@@ -17,7 +17,7 @@ from spkv_nas.artifacts.histogram import MAX_DOCUMENTS, DocumentCounts, LogitHis
 from spkv_nas.artifacts.result_tables import PROBE_PAIRS
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.contrib.compare.stage import agreement, parse_probe, short_labels, write_agreement
+from spkv_nas.contrib.compare.stage import agreement, parse_probe, short_labels
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.probing.density import probe
@@ -268,7 +268,7 @@ class TestAgreement:
 
     def test_the_file_can_be_read_again(self, tmp_path: Path) -> None:
         rows = agreement({"p": make_probe(), "q": make_probe(1)}, 4).assign(spearman=np.nan)
-        write_agreement(tmp_path, rows)
+        PROBE_PAIRS.write(tmp_path, rows, {})
         read, _ = PROBE_PAIRS.read(tmp_path)
         pd.testing.assert_frame_equal(read, rows, check_dtype=False, rtol=1e-5)
         header = ",".join(rows.columns)

@@ -48,13 +48,16 @@ def run(options: CompareOptions, reporter: Reporter = SILENT) -> Result:
         )
     # Compare the heads that they choose
     first = next(iter(tables.values()))
-    rows = agreement(tables, parse_budget(options.budget, first.num_candidates))
-    folder = options.folders.report_dir(options.name or first.name)
+    budget = parse_budget(options.budget, first.num_candidates)
+    rows, folder = agreement(tables, budget), options.folders.report_dir(options.name or first.name)
     windows = {label: table.window for label, table in tables.items()}
     sinks = {label: table.local_sinks for label, table in tables.items()}
     proposal.warn_of_windows(windows, sinks, remedy="probe all of them with the same {}")
     proposal.warn_of_separators({label: table.metadata for label, table in tables.items()})
-    write_agreement(folder, rows, windows, reporter=reporter)
+    # Write the table, and keep one of other probes
+    with locks.locked(folder, "writes agreement.csv", reporter.announce):
+        origin = {"probes": list(tables), "budget": budget, "windows": windows}
+        result_tables.PROBE_PAIRS.write(folder, rows, origin, reporter)
     return Result(AgreementResult(rows, folder), show)
 
 
@@ -168,16 +171,6 @@ def short_labels(rows: pd.DataFrame) -> dict[str, str]:
     names = {label.rpartition(":")[0] or label.rpartition("@")[0] or label for label in labels}
     prefix_length = len(names.pop()) if len(names) == 1 else 0
     return {label: label[prefix_length:].lstrip(":") or label for label in labels}
-
-
-def write_agreement(
-    folder: Path, rows: pd.DataFrame, windows: Mapping[str, int | None] | None = None, *, reporter: Reporter = SILENT
-) -> None:
-    """Write ``agreement.csv`` and ``.yaml`` (probes, ``windows``, versions); keep one of other probes."""
-    probes, budget = list(dict.fromkeys([*rows["first"], *rows["second"]])), int(rows["budget"].iloc[0])
-    origin = {"probes": probes, "budget": budget, "windows": dict(windows or {})}
-    with locks.locked(folder, "writes agreement.csv", reporter.announce):
-        result_tables.PROBE_PAIRS.write(folder, rows, origin, reporter)
 
 
 def _domains(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:

@@ -63,10 +63,9 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
         # Read every text, with hard gates
         title = f"scoring with {sized_model.model_name(source)}"
         with modes.evaluation_mode(model), checkpoint.hard(), reporter.bar(title) as bar:
-            read_text = partial(
-                _by_text, texts, lambda number, text: asdict(read(model, tokenizer, text, spans[number]))
-            )
-            lines = samples.kept_samples(sample_folder, "nll", identity, partial(read_text, bar))
+            read_text = partial(read, model, tokenizer)
+            compute = partial(_by_text, texts, lambda number, text: asdict(read_text(text, spans[number])), bar)
+            lines = samples.kept_samples(sample_folder, "nll", identity, compute)
         return pd.DataFrame(lines), origin
 
     # Score them by each checkpoint
