@@ -66,24 +66,14 @@ def show(result: AgreementResult) -> None:
     # Table of the pairs
     rows = result.rows
     first, labels = rows.iloc[0], short_labels(rows)
-    table = console.Table(
-        console.Column(overflow="fold"),
-        console.Column(overflow="fold"),
-        "Jaccard",
-        "Spearman",
-        "transfer %",
-        "mean |Δ|",
-        title=f"{first['budget']} highest-scoring heads (Jaccard by chance {first['chance']:.2f})",
-    )
+    title = f"{first['budget']} highest-scoring heads (Jaccard by chance {first['chance']:.2f})"
+    pair = (console.Column(overflow="fold") for _ in range(2))
+    table = console.Table(*pair, "Jaccard", "Spearman", "transfer %", "mean |Δ|", title=title)
     for row in rows.itertuples():
-        table.add_row(
-            console.escape(labels[row.first]),
-            console.escape(labels[row.second]),
-            f"{row.jaccard:.2f}",
-            "-" if math.isnan(row.spearman) else f"{row.spearman:.3f}",
-            f"{100 * row.transfer:.1f}",
-            f"{row.mean_difference:.3f}",
-        )
+        names = (console.escape(labels[label]) for label in (row.first, row.second))
+        correlation = "-" if math.isnan(row.spearman) else f"{row.spearman:.3f}"
+        shares = f"{100 * row.transfer:.1f}", f"{row.mean_difference:.3f}"
+        table.add_row(*names, f"{row.jaccard:.2f}", correlation, *shares)
     console.out.print(table)
     # Notes
     if rows["spearman"].isna().any():

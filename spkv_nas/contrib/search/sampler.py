@@ -134,14 +134,15 @@ class Effort:
     num_retrained: int = 4  # best layouts to retrain, besides those to compare with
 
 
+@dataclass
 class StudySampler:
     """Sample the layouts of one study in rounds: a trial sees the results of all rounds before its own."""
 
-    def __init__(self, space: Space, sampler: Sampler, seed: int, starts: Sequence[Layout] = ()) -> None:
-        """Create the sampler of a study; layouts of the space are tried first if it takes them."""
-        self._space, self._sampler, self._seed = space, sampler, seed
-        self._starts = list(starts) if sampler.takes_starts else []
-        self._round: tuple[int, list[Layout]] = (-1, [])  # latest round: first trial, layouts
+    space: Space
+    sampler: Sampler
+    seed: int
+    starts: Sequence[Layout] = ()  # of the space, tried first if the sampler takes them
+    _round: tuple[int, list[Layout]] = (-1, [])  # latest round: first trial, layouts
 
     @staticmethod
     def first_of_round(index: int) -> int:
@@ -153,6 +154,7 @@ class StudySampler:
         first = self.first_of_round(index)
         if self._round[0] != first:  # results are only read at the first trial of a round
             numbers = range(first, first + TRIALS_PER_ROUND)
-            layouts = self._sampler.layouts(self._space, numbers, results, seed=self._seed, starts=self._starts)
+            starts = self.starts if self.sampler.takes_starts else ()
+            layouts = self.sampler.layouts(self.space, numbers, results, seed=self.seed, starts=starts)
             self._round = first, layouts
         return self._round[1][index - first]

@@ -13,7 +13,7 @@ from spkv_nas.artifacts import histogram, selection
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM, ResultTable, inputs_of
-from spkv_nas.artifacts.search_table import BASELINE, Retraining
+from spkv_nas.artifacts.search_table import BASELINE, FIDELITIES, Retraining
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base import console, progress, statistics
 from spkv_nas.base.replace import replacing
@@ -242,16 +242,10 @@ def show(result: SearchResult) -> None:
     title = f"{'best' if is_ranked else 'first'} layouts, scored on {number} documents"
     grid = console.Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title=title)
     for row in shown.to_dict("records"):
-        grid.add_row(
-            console.escape(row["name"]),
-            str(row["num_global"]),
-            f"{row['coverage_percent']:.1f}",
-            *([f"{row['cost']:.4g}"] if cost else []),
-            *(
-                printing.change(row[f"{fidelity}_delta_percent"], row[f"{fidelity}_standard_error"])
-                for fidelity in ("zero_shot", "short", "full")
-            ),
-        )
+        cells = [console.escape(row["name"]), str(row["num_global"]), f"{row['coverage_percent']:.1f}"]
+        cells += [f"{row['cost']:.4g}"] if cost else []
+        changes = [(row[f"{name}_delta_percent"], row[f"{name}_standard_error"]) for name in FIDELITIES]
+        grid.add_row(*cells, *(printing.change(*change) for change in changes))
     console.out.print(grid)
     # What the numbers mean
     console.say(

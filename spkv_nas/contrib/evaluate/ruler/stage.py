@@ -135,26 +135,23 @@ def ruler_table(checkpoint: pd.DataFrame, floor: pd.DataFrame, against: pd.DataF
     minus that of the other one, with the error of the difference by sample.
     """
     keys = ["length", "task", "index"]
-    answers = checkpoint.merge(floor, on=keys, suffixes=(None, "_floor"))
-    if against is not None:
-        answers = answers.merge(against, on=keys, suffixes=(None, "_against"))
-    frames = []
-    for _, of_length in answers.groupby("length", sort=False):
-        cells = [_row(length, task, part) for (length, task), part in of_length.groupby(keys[:2], sort=False)]
-        rows = pd.DataFrame(cells, columns=RULER.header)
-        frames += [rows, _average(rows)]
-    return pd.concat(frames, ignore_index=True)
-
-
-def _row(length: int, task: str, answers: pd.DataFrame) -> tuple[Any, ...]:
-    """Return the row of one task at one length."""
-    means = answers.mean(numeric_only=True, skipna=False)
-    score = statistics.mean_and_error(answers["score"].to_numpy())
-    row = (length, task, len(answers), *score, means["score_floor"], means["density"])
-    if "score_against" not in answers:
-        return *row, *(np.nan,) * 4
-    difference = statistics.mean_and_error((answers["score"] - answers["score_against"]).to_numpy())
-    return *row, means["score_against"], means["density_against"], *difference
+    answers = checkpoint.merge(floor, on=keys, suffixes=(None, "_floor")).rename(columns={"score_floor": "floor"})
+    if against is None:
+        answers = answers.assign(against=np.nan, against_density=np.nan)
+    else:
+        names = {"score": "against", "density": "against_density"}
+        answers = answers.merge(against.rename(columns=names), on=keys)
+    answers["difference"] = answers["score"] - answers["against"]
+    # Average the samples of each task at each length
+    groups = answers.groupby(keys[:2], sort=False)
+    columns = ["score", "floor", "density", "against", "against_density", "difference"]
+    rows = groups[columns].agg(lambda values: values.mean(skipna=False)).assign(num_samples=groups.size())
+    for name, error in (("score", "standard_error"), ("difference", "difference_standard_error")):
+        rows[error] = groups[name].agg(lambda values: statistics.mean_and_error(values.to_numpy())[1])
+    # Average the tasks of each length
+    lengths = rows.reset_index().groupby("length", sort=False)
+    frames = [frame for _, of_length in lengths for frame in (of_length, _average(of_length))]
+    return pd.concat(frames, ignore_index=True)[RULER.header]
 
 
 def _average(rows: pd.DataFrame) -> pd.DataFrame:
@@ -164,7 +161,7 @@ def _average(rows: pd.DataFrame) -> pd.DataFrame:
     average[errors] = np.sqrt((rows[errors] ** 2).sum(skipna=False)) / len(rows)
     labels = {"length": rows["length"].iloc[0], "task": f"average of {len(rows)}"}
     labels["num_samples"] = rows["num_samples"].sum()
-    return pd.DataFrame([{**average, **labels}])[RULER.header]
+    return pd.DataFrame([{**average, **labels}])
 
 
 def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:

@@ -32,6 +32,7 @@ _SHOWN = 40  # characters of an answer in an error
 Request = tuple[Any, list[int], list[int]]  # lm-eval's key, tokens of the context, tokens of the continuation
 Answer = tuple[float, bool]  # log-probability of the continuation, and whether it is the greedy one
 Text = tuple[int, ...]  # tokens
+Tell = Callable[[Tensor], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -177,7 +178,7 @@ class CheckpointLM(HFLM):
         """Generate for one batch of (prompt, mask), both [T]; return prompts with continuations."""
         tokens, mask = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
         self._watch.only(mask.bool())
-        ends = _Ends(self.tokenizer, stops, config.eos_token_id, tokens.shape[1], self._watch.only)
+        ends = _Ends(self.tokenizer, stops, config.eos_token_id, tokens, self._watch.only)
         return list(
             self.model.generate(
                 input_ids=tokens,
@@ -227,19 +228,17 @@ class _Ends(StoppingCriteria):
     """Stopping criterion by row: at the end-of-text token, or once a stop string was generated."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stops: list[str], eos: Any, start: int, tell: Callable[[Tensor], None]
+        self, tokenizer: PreTrainedTokenizerBase, stops: list[str], eos: Any, prompts: Tensor, tell: Tell
     ) -> None:
-        """Stop at tokens ``eos`` or a stop string after ``start`` tokens, and ``tell`` which next tokens are real."""
-        self._tokenizer, self._stops, self._start, self._tell = tokenizer, stops, start, tell
+        """Stop at tokens ``eos`` or a stop string after ``prompts`` [B, T], and ``tell`` which next tokens are real."""
+        self._tokenizer, self._stops, self._start, self._tell = tokenizer, stops, prompts.shape[1], tell
         self._eos = torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=torch.long)
         # Maximum number of tokens that a stop string spans
         self._most = 2 + max((len(stop.encode()) for stop in stops), default=0)
-        self._done: Tensor | None = None
+        self._done = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Return bool [B], the rows of ``input_ids`` [B, T] that have ended."""
-        if self._done is None:
-            self._done = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         self._done |= torch.isin(input_ids[:, -1], self._eos.to(input_ids.device))
         new = input_ids[:, self._start :][:, -self._most :]
         for row in (~self._done).nonzero()[:, 0].tolist():

@@ -186,25 +186,20 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
     rows: list[tuple[Any, ...]] = []
     firsts = []
     for result in results:
-        cells = _cells(result)
-        rows += [(result.selected.name, metric, result.selected.num_fewshot, *cell) for metric, cell in cells]
+        # Average each metric over the tasks of the name
+        others: Sequence[TaskResult | None] = result.against or [None] * len(result.results)
+        selected, pairs = result.selected, list(zip(result.results, others, strict=True))
+        cells = [
+            (metric, _mean([_cell(metric, *pair) for pair in pairs], by_size=selected.by_size))
+            for metric in result.results[0].values
+            if not selected.metrics or metric.partition(" (")[0] in selected.metrics
+        ]
+        rows += [(selected.name, metric, selected.num_fewshot, *cell) for metric, cell in cells]
         if cells[0][0] not in result.results[0].wholes:
             firsts.append(cells[0][1])
     if len(firsts) > 1:
         rows.append((f"average of {len(firsts)}", "first metric of each", np.nan, *_mean(firsts, by_size=False)))
     return pd.DataFrame(rows, columns=TASKS.header)
-
-
-def _cells(results: Results) -> list[tuple[str, Cell]]:
-    """Return (metric, its cell) of each row of a name."""
-    selected, task_results = results.selected, results.results
-    against: Sequence[TaskResult | None] = results.against or [None] * len(task_results)
-    pairs = list(zip(task_results, against, strict=True))
-    return [
-        (metric, _mean([_cell(metric, *pair) for pair in pairs], by_size=selected.by_size))
-        for metric in task_results[0].values
-        if not selected.metrics or metric.partition(" (")[0] in selected.metrics
-    ]
 
 
 def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> Cell:
