@@ -85,10 +85,8 @@ class Search:
         # Baselines are scored by every worker; the evaluator keeps their scores
         baselines = {**self.starts, **self.others}
         scores = self.evaluator.score(list(baselines.values()))
-        trials = [
-            self._trial(BASELINE, number, layout, score)
-            for number, (layout, score) in enumerate(zip(baselines.values(), scores, strict=True))
-        ]
+        tried = zip(range(len(scores)), baselines.values(), scores, strict=True)
+        trials = [self._trial(BASELINE, *each) for each in tried]
         return [*trials, *(self._read(study, trial) for trial in done.values())]
 
     def _run(self, study: optuna.Study, trial: optuna.Trial, index: int) -> list[float]:
@@ -180,16 +178,14 @@ class Search:
         done = work(study, len(layouts), run)
         # Add the results to the trials
         complete = [layouts[index] for index, trial in done.items() if trial.state == TrialState.COMPLETE]
-        short, full = self._changes("short", layouts), self._changes("full", complete)
+        short, full = (
+            dict(zip((layout.content_hash for layout in part), self.evaluator.retrained(fidelity, part), strict=True))
+            for fidelity, part in zip(get_args(Retraining), (layouts, complete), strict=True)
+        )
         return [
             replace(trial, short=short.get(trial.layout.content_hash), full=full.get(trial.layout.content_hash))
             for trial in trials
         ]
-
-    def _changes(self, fidelity: Retraining, layouts: Sequence[Layout]) -> dict[str, PairedDifference]:
-        """Return the change of NLL of retrained layouts, by content hash."""
-        changes = self.evaluator.retrained(fidelity, layouts)
-        return {layout.content_hash: change for layout, change in zip(layouts, changes, strict=True)}
 
 
 def _hash(content: Any) -> str:

@@ -1,9 +1,8 @@
 """Declare the options of the ``evaluate baselines`` command, and parse them; the class's docstring is the help."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from spkv_nas.base import errors, flag
 from spkv_nas.stages import commands, flags
@@ -16,8 +15,6 @@ EXACT, KVPRESS = "exact", "kvpress"
 PROTOCOLS = (EXACT, KVPRESS)
 
 TOKENS = 16_384  # of text to evaluate on by default
-
-Value = TypeVar("Value")
 
 Methods = Annotated[
     str | None, flag.Flag("Comma-separated methods that choose the keys to keep.", metavar="NAMES", values=METHODS)
@@ -80,7 +77,7 @@ def parse_methods(text: str | None) -> list[str]:
     """Parse comma-separated methods, in the order of ``METHODS``; None selects all. Raises ``UserError``."""
     if text is None:
         return list(METHODS)
-    names = _listed(text, str)
+    names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise errors.UserError(f"unknown method '{unknown[0]}' in --methods; choose from {', '.join(METHODS)}")
@@ -89,17 +86,12 @@ def parse_methods(text: str | None) -> list[str]:
 
 def parse_densities(text: str) -> list[float]:
     """Parse comma-separated shares of keys in (0, 1], such as ``20%,0.15``, highest first. Raises ``UserError``."""
-    return sorted(_listed(text, _density), reverse=True)
+    return sorted({_density(part.strip()) for part in text.split(",")}, reverse=True)
 
 
 def parse_sinks(text: str) -> list[int]:
     """Parse comma-separated numbers of sink tokens, such as ``0,4``, ascending. Raises ``UserError``."""
-    return sorted(_listed(text, _sinks))
-
-
-def _listed(text: str, parse: Callable[[str], Value]) -> list[Value]:
-    """Return the parsed values of a comma-separated list, without duplicates."""
-    return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+    return sorted({_sinks(part.strip()) for part in text.split(",")})
 
 
 def _density(text: str) -> float:

@@ -267,16 +267,14 @@ class KeyTokenRounds(criterion.Rounds):
 
     def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
         """Return the NLL sum of each document's key tokens; ``NO_SCORE`` without any."""
-        is_key, position, sums = prepared["is_key"] > 0, 0, []
+        documents = self._documents[self.part(index)]
+        ends = np.cumsum([len(ids) for parts in documents for ids in parts])
+        masks, sums = iter(np.split(prepared["is_key"] > 0, ends)), []
         with modes.evaluation_mode(model):
-            for parts in self._documents[self.part(index)]:
-                total, num_keys = 0.0, 0
-                for ids in parts:
-                    part = is_key[position : position + len(ids)]
-                    position, num_keys = position + len(ids), num_keys + int(part.sum())
-                    if part.any():  # the first token has no NLL, and is no key token
-                        total += float(sequence_nll(model, ids[None], self._opening)[0][part[1:]].sum())
-                sums.append(total if num_keys else criterion.NO_SCORE)
+            for parts in documents:
+                keyed = [(ids, mask[1:]) for ids in parts if (mask := next(masks)).any()]  # a first token is none
+                nll = [float(sequence_nll(model, ids[None], self._opening)[0][mask].sum()) for ids, mask in keyed]
+                sums.append(sum(nll) if nll else criterion.NO_SCORE)
         return np.array(sums, dtype=np.float64)
 
 

@@ -84,9 +84,7 @@ class Palindromes(Dataset[dict[str, torch.Tensor]]):
 
 def _spaced(values: np.ndarray) -> np.ndarray:
     """Insert whitespace tokens between values."""
-    spaced = np.full(2 * len(values) - 1, _ID[WHITESPACE])
-    spaced[::2] = values
-    return spaced
+    return np.insert(values, range(1, len(values)), _ID[WHITESPACE])
 
 
 @dataclass(frozen=True)
