@@ -24,9 +24,9 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 49_334,
+    "lines": 49_081,
     "lines without contrib": 41_797,
-    "files": 290,
+    "files": 289,
     "files without contrib": 242,
     "lines of commands": 6_817,
     "files of commands": 55,
@@ -34,8 +34,8 @@ BUDGETS: dict[str, float] = {
     "option slots of one command": 20,
     "imports in 100 lines": 7.0,
     "comments in 1,000 lines": 28.0,  # lines that hold nothing else; at least, not at most
-    "tracked files": 791,
-    "lines of tests": 42_138,
+    "tracked files": 790,
+    "lines of tests": 42_132,
     "quick test items": 3_600,
 }
 AT_LEAST = ("comments in 1,000 lines",)
