@@ -17,7 +17,6 @@ from spkv_nas.base.arrays import Float
 
 if TYPE_CHECKING:  # pandas and scipy take too long for --help
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.contrib.search.head_weights import HeadWeights
     from spkv_nas.contrib.search.space import Space, Trial
 
 
@@ -70,6 +69,7 @@ class ThompsonSampling(Sampler):
         After the starts they are sorted, so that consecutive layouts share as many layers as possible.
         """
         from spkv_nas.contrib.search.head_weights import HeadWeights
+        from spkv_nas.contrib.search.space import ranks
 
         signal: Float = space.table.density.ravel()
         # Fit the head weights to the finite scores; None if there are too few
@@ -83,23 +83,15 @@ class ThompsonSampling(Sampler):
         tried = {layout.heads for layout in (*first, *(result.layout for result in results))}
         proposals: list[Layout] = []
         for number in numbers[len(first) :]:
-            proposals.append(_draw(space, seed, number, weights, tried))
+            generator = np.random.default_rng([seed, number])
+            budget = int(generator.integers(space.budgets[0], space.budgets[1] + 1))
+            if weights is None:  # no model yet: near the best heads of the table
+                gain = ranks(signal) + generator.random(len(signal))
+            else:
+                gain = weights.draw(generator, spread=generator.random())
+            proposals.append(space.optimum(gain.reshape(space.table.grid), budget, tried))
             tried.add(proposals[-1].heads)
         return [*first, *sorted(proposals, key=lambda layout: layout.heads)]
-
-
-def _draw(space: Space, seed: int, number: int, weights: HeadWeights | None, tried: set[tuple[str, ...]]) -> Layout:
-    """Draw the layout of trial ``number``, which is not in ``tried``."""
-    from spkv_nas.contrib.search.space import ranks
-
-    generator = np.random.default_rng([seed, number])
-    low, high = space.budgets
-    budget = int(generator.integers(low, high + 1))
-    if weights is None:  # no model yet: near the best heads of the table
-        gain = ranks(space.table.density) + generator.random(space.table.grid)
-    else:
-        gain = weights.draw(generator, spread=generator.random()).reshape(space.table.grid)
-    return space.optimum(gain, budget, tried)
 
 
 @dataclass(frozen=True)

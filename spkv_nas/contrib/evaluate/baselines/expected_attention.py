@@ -105,20 +105,17 @@ class ExpectedAttention:
         self._sum = self._queries.new_zeros(batch, num_heads, head_size)
         self._squares = self._queries.new_zeros(batch, num_heads, head_size, head_size)
 
-    def _statistics(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean [B, Hq, D] and covariance [B, Hq, D, D] of the queries before ``start``, excluding sinks."""
+    def scores(self, chunk: Chunk, held: torch.Tensor) -> torch.Tensor:
+        """Return the scores [B, Hkv, start] of the keys before the next chunk; ``held`` ones are not evicted yet."""
+        start, sinks = chunk.start, min(self._sinks, chunk.start)
+        # Add the queries since the last chunk to mean [B, Hq, D] and covariance [B, Hq, D, D], which exclude sinks
         new_queries = self._queries[:, :, self._seen : start]
         self._sum += new_queries.sum(2)
         self._squares += new_queries.transpose(2, 3) @ new_queries
         self._seen = max(start, self._seen)
         num_queries = max(1, self._seen - self._sinks)
         mean = self._sum / num_queries
-        return mean, self._squares / num_queries - mean[..., None] * mean[..., None, :]
-
-    def scores(self, chunk: Chunk, held: torch.Tensor) -> torch.Tensor:
-        """Return the scores [B, Hkv, start] of the keys before the next chunk; ``held`` ones are not evicted yet."""
-        start, sinks = chunk.start, min(self._sinks, chunk.start)
-        mean, covariance = self._statistics(start)
+        covariance = self._squares / num_queries - mean[..., None] * mean[..., None, :]
         cos, sin = self._rotation.ahead(start)  # [D]
 
         def average_rope(x: torch.Tensor) -> torch.Tensor:
