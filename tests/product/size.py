@@ -24,7 +24,7 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 49_081,
+    "lines": 49_070,
     "lines without contrib": 41_797,
     "files": 289,
     "files without contrib": 242,
