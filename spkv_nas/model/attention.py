@@ -29,7 +29,8 @@ GLOBAL_WINDOW = 1 << 30  # longer than any sequence
 class Observer(Protocol):
     """Function of a layer's queries, keys and values that observes its attention, or replaces it.
 
-    One with the attribute ``knows_documents`` also takes ``starts`` of packed documents, as ``spkv_kernels.attention``.
+    One with the attribute ``knows_documents`` also takes ``starts`` of packed documents, as ``spkv_kernels.attention``,
+    and one with ``sees_readers`` is called for the layers that read this layer's keys, too, after this layer.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, /) -> Tensor | None:
@@ -352,8 +353,8 @@ def _attend(
     starts = attention_calls.document_starts(mask, kwargs, q)
     if gate is not None and starts is not None and not is_reader and kwargs.get("spkv_starts") is None:
         raise UserError("this model's layers get their attention mask by position, so gates cannot tell documents")
-    # Let an observer replace attention. One that only measures takes the layer with the keys alone
-    if state.observer is not None and (not is_reader or getattr(state.observer, "replaces", False)):
+    # Let an observer measure or replace attention
+    if state.observer is not None and (not is_reader or getattr(state.observer, "sees_readers", False)):
         if softcap is not None:
             state.softcap = softcap
         packed = {} if starts is None else {"starts": starts}

@@ -138,7 +138,7 @@ def learned_table(
 class Mixture:
     """Attention observer of one layer."""
 
-    replaces = True  # attention, also in layers that read the keys of this one
+    sees_readers = True  # replaces attention also in layers that read the keys of this one
     knows_documents = True  # takes ``starts``
 
     def __init__(self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import gated, tiny_model
+from model.test_cache_families import FAMILIES, SLOW
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -35,13 +36,38 @@ def blocks() -> TokenBlocks:
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
 
 
-def attentions(family: str, tokens: np.ndarray) -> np.ndarray:
+def attentions(family: str, tokens: np.ndarray, **options: Any) -> np.ndarray:
     """Return attention float64 [L, N, Hq, T, T] of the dense model, by transformers' eager implementation."""
-    model = tiny_model(family, vocab_size=300).double()
+    model = tiny_model(family, vocab_size=300, **options).double()
     model.set_attn_implementation("eager")
     with torch.no_grad():
         out = model(input_ids=torch.from_numpy(tokens.astype(np.int64)), output_attentions=True)
     return torch.stack(out.attentions).numpy()
+
+
+def copying(family: str, blocks: TokenBlocks, **options: Any) -> np.ndarray:
+    """Return the attention [N, 7, L, Hq] on the tokens to copy of needles of 8 tokens."""
+    tokens, depth = texts_with_needles(blocks, WINDOW, 8, 3)
+    weights, queries = attentions(family, tokens, **options), np.arange(LENGTH - 8, LENGTH - 1)
+    return np.stack([weights[:, i, :, queries, at + 1 + np.arange(7)] for i, at in enumerate(depth)])
+
+
+@pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma3n_text"])
+def test_queries_that_read_the_keys_of_another_layer(family: str, blocks: TokenBlocks) -> None:
+    """They count for the heads whose keys they read: layer 5 reads those of layer 3, and layer 4 those of layer 2."""
+    options = {**FAMILIES, **SLOW}[family] | {"vocab_size_per_layer_input": 300}
+    model = tiny_model(family, vocab_size=300, **options)
+    mass = (attentions(family, blocks.tokens, **options) * np.tril(np.ones((LENGTH, LENGTH)), -WINDOW)).sum(-1)
+    mass = mass[..., WINDOW:].reshape(6, 6, 2, 2, -1).mean((1, 3, 4))  # [L, Hkv]
+    expected = [np.zeros(2), mass[1], np.zeros(2), (mass[3] + mass[5]) / 2]
+    assert attention_mass(model, blocks, WINDOW).density == pytest.approx(np.stack(expected), abs=1e-6)
+    # Retrieval: the best query head that reads a KV head
+    score = copying(family, blocks, **options).mean((0, 1)).reshape(6, 2, 2).max(-1)
+    expected = [np.zeros(2), score[1], np.zeros(2), np.maximum(score[3], score[5])]
+    density = retrieval(model, blocks, WINDOW, needle_length=8, seed=3).density
+    assert density == pytest.approx(np.stack(expected), abs=1e-6)
+    assert (score[5] > score[3]).any()
 
 
 class TestAttentionMass:
@@ -66,9 +92,8 @@ class TestAttentionMass:
         for domain, parity in (("a", 0), ("b", 1)):
             mine = chosen & (blocks.document % 2 == parity)
             values = mass.transpose(0, 2, 1, 3)[:, :, mine]
-            assert table.domain_density(domain) == pytest.approx(
-                values.mean(-1), abs=1e-7
-            )  # transformers' softmax is in float32
+            # The softmax of transformers is in float32
+            assert table.domain_density(domain) == pytest.approx(values.mean(-1), abs=1e-7)
             by_document = [values[..., blocks.document[mine] == i] for i in range(parity, 10, 2)]
             residual = [part.sum(-1) - values.mean(-1) * part.shape[-1] for part in by_document]
             left = [1 - part.shape[-1] / mine.sum() for part in by_document]
@@ -149,20 +174,13 @@ class TestRetrieval:
     @pytest.mark.parametrize("family", ["llama", "granite"])
     def test_is_the_attention_on_the_token_to_copy(self, family: str, blocks: TokenBlocks) -> None:
         table = retrieval(tiny_model(family, vocab_size=300), blocks, WINDOW, needle_length=8, batch_size=4, seed=3)
-        tokens, depth = texts_with_needles(blocks, WINDOW, 8, 3)
-        weights = attentions(family, tokens)
-        queries = np.arange(LENGTH - 8, LENGTH - 1)
-        scores = np.stack(
-            [weights[:, i, :, queries, at + 1 + np.arange(7)] for i, at in enumerate(depth)]
-        )  # [N,7,L,Hq]
-        owner = blocks.document[:, queries]
+        scores, owner = copying(family, blocks), blocks.document[:, LENGTH - 8 : LENGTH - 1]
         expected = scores.mean((0, 1)).reshape(4, 2, 2)
         assert table.density == pytest.approx(expected.max(-1), abs=1e-6)
         best = expected.argmax(-1)
         of_b = scores[owner % 2 == 1].mean(0).reshape(4, 2, 2)
-        assert table.domain_density("b") == pytest.approx(
-            np.take_along_axis(of_b, best[..., None], 2)[..., 0], abs=1e-6
-        )
+        of_best = np.take_along_axis(of_b, best[..., None], 2)[..., 0]
+        assert table.domain_density("b") == pytest.approx(of_best, abs=1e-6)
 
     def test_a_hand_built_induction_head_scores_high(self, blocks: TokenBlocks) -> None:
         table = retrieval(induction_model(blocks), blocks, WINDOW, needle_length=8)

@@ -3,8 +3,8 @@
     mass_h = mean over queries t >= w of  sum over t - s >= w of  softmax_s(q_t . k_s * scale)
 
 This signal needs nothing but attention weights. It also counts attention that carries no information, above all that on
-the first tokens of a text (attention sinks); the ``sinks`` option leaves those keys out. The G query heads of a KV head
-are averaged.
+the first tokens of a text (attention sinks); the ``sinks`` option leaves those keys out. The query heads of a KV head
+are averaged: its G own ones, and as many of each later layer that reads its keys.
 """
 
 from typing import Any
@@ -44,11 +44,11 @@ def attention_mass(
 
         # Observe the attention of each layer during a forward pass
         def run(_start: int, tokens: Tensor) -> list[Tensor]:
-            masses: list[Tensor] = []  # [B, Hkv, T - w] by layer
-            for state in states:
-                state.observer = _observer(masses, state, window, sinks)
+            masses: list[list[Tensor]] = [[] for _ in states]  # [B, Hkv, T - w] of each layer and its readers
+            for state, layer_masses in zip(states, masses, strict=True):
+                state.observer = _observer(layer_masses, state, window, sinks)
             model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
-            return masses
+            return [torch.stack([mass.to(model.device) for mass in parts]).mean(0) for parts in masses]
 
         # Add the masses to the sums of their documents
         def add(start: int, masses: list[Tensor]) -> None:
@@ -63,7 +63,7 @@ def attention_mass(
 
 
 def _observer(masses: list[Tensor], state: attention.LayerState, window: int, sinks: int) -> Any:
-    """Return an attention observer that appends one layer's masses [B, Hkv, T - w] to ``masses``."""
+    """Return an attention observer that appends masses [B, Hkv, T - w] of a layer, or its reader, to ``masses``."""
     local_window = local_layers.layout_window(state, window, is_global=False)
 
     def observe(
@@ -80,5 +80,5 @@ def _observer(masses: list[Tensor], state: attention.LayerState, window: int, si
             parts.append(torch.stack(by_query_head.chunk(state.num_kv_heads, 1), 1).mean(2))
         masses.append(torch.cat(parts, -1))
 
-    observe.knows_documents = True  # type: ignore[attr-defined]
+    observe.knows_documents = observe.sees_readers = True  # type: ignore[attr-defined]
     return observe

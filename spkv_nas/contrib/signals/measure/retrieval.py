@@ -8,7 +8,8 @@ model can copy it without instructions. There are three differences from the pap
   of needle tokens that the model predicts; the score means little where it is near 0.
 - The score is the attention weight on the token to be copied next, not how often that weight is the largest, which is
   0 for most heads and would leave them tied.
-- A KV head takes the score of its best query head, because a single query head is enough to copy.
+- A KV head takes the score of its best query head, because a single query head is enough to copy. The query heads of
+  later layers that read its keys count, too.
 """
 
 import warnings
@@ -62,17 +63,19 @@ def retrieval(
 
     # Measure attention on the needles
     with windows.full_attention(model) as states:
-        collected = HeadSums(blocks, len(states), model_shape.config_shape(model.config).num_heads, model.device)
+        num_heads = model_shape.config_shape(model.config).num_heads * (1 + max(state.num_readers for state in states))
+        collected = HeadSums(blocks, len(states), num_heads, model.device)
 
         def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
-            """Return (scores [B, Hq, m - 1] by layer, number of needle tokens predicted) of blocks."""
+            """Return (scores [B, G Hkv, m - 1] by layer, number of needle tokens predicted) of blocks."""
             tokens, depth = (torch.from_numpy(x).to(model.device) for x in hidden.rows(start, len(text)))
-            scores: list[Tensor] = []
-            for state in states:
-                state.observer = _observer(scores, state, depth, queries)
-            passed = model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
-            predicted = model.get_output_embeddings()(passed.last_hidden_state[:, queries]).argmax(-1)
-            return scores, int((predicted.to(tokens.device) == tokens[:, queries.start + 1 :]).sum())
+            scores: list[list[Tensor]] = [[] for _ in states]  # of each layer and its readers
+            for state, layer_scores in zip(states, scores, strict=True):
+                state.observer = _observer(layer_scores, state, depth, queries)
+            decoded = model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
+            predicted = model.get_output_embeddings()(decoded.last_hidden_state[:, queries]).argmax(-1)
+            num_predicted = int((predicted.to(tokens.device) == tokens[:, queries.start + 1 :]).sum())
+            return [torch.cat([part.to(model.device) for part in parts], 1) for parts in scores], num_predicted
 
         def add(start: int, result: tuple[list[Tensor], int]) -> None:
             collected.add(start, result[0], queries)
@@ -171,7 +174,7 @@ def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
 
 
 def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor, query_positions: slice) -> Any:
-    """Return an observer that appends the scores [B, Hq, m - 1] of a layer; needles begin at ``source``, int64 [B]."""
+    """Return an observer that appends scores [B, G Hkv, m - 1] of a layer; needles begin at ``source``, int64 [B]."""
 
     def observe(
         q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
@@ -186,17 +189,18 @@ def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor,
         copied = source.to(q.device)[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)
         index = copied[:, None, :, None].expand(-1, rows.shape[1], -1, -1)
         weights = rows.gather(-1, index)[..., 0]
+        weights = weights.view(len(weights), state.num_kv_heads, -1, weights.shape[2]).transpose(1, 2).flatten(1, 2)
         scores.append(torch.zeros_like(weights) if state.is_always_local else weights)
 
-    observe.knows_documents = True  # type: ignore[attr-defined]
+    observe.knows_documents = observe.sees_readers = True  # type: ignore[attr-defined]
     return observe
 
 
 def _best_of_group(sums: arrays.Float, heads_per_layer: Sequence[int]) -> arrays.Float:
-    """Select the query head with the highest total in each group: [L, Hq, documents] -> [L, Hkv, documents]."""
+    """Select each KV head's query head with the highest total: [L, G Hkv, documents] -> [L, Hkv, documents]."""
     selected = np.zeros((len(sums), max(heads_per_layer), sums.shape[2]))
     for layer, number in enumerate(heads_per_layer):
-        grouped = sums[layer].reshape(number, -1, sums.shape[2])
-        best = grouped.sum(-1).argmax(-1)[:, None, None]
-        selected[layer, :number] = np.take_along_axis(grouped, best, axis=1)[:, 0]
+        grouped = sums[layer].reshape(-1, number, sums.shape[2])
+        best = grouped.sum(-1).argmax(0)
+        selected[layer, :number] = grouped[best, np.arange(number)]
     return selected
