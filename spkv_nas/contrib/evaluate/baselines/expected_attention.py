@@ -42,7 +42,7 @@ class Rotation:
         try:
             shorter, _ = rotary(torch.zeros(1, device=model.device), positions[:, :block_size])  # type: ignore[misc]
             cos, sin = rotary(torch.zeros(1, device=model.device), positions)  # type: ignore[misc]
-        except TypeError as error:  # no rotary module, or one with other arguments
+        except (TypeError, ValueError) as error:  # no rotary module, one with other arguments, or complex rotations
             raise refusal from error
         rotation = cls(cos[0].double(), sin[0].double())
         if not torch.equal(shorter[0], cos[0, :block_size]) or not rotation._fits(model):
@@ -57,10 +57,10 @@ class Rotation:
         def check_layer(read: Read) -> tuple[torch.Tensor, torch.Tensor]:
             fits = read.q.shape[-1] == self.cos.shape[-1]
             if fits:
-                q = self.on(read.q.device).undo(read.q)
-                fits = bool((q - q[:, :, :1]).norm() <= _LARGEST_ERROR * q.norm())
+                q = self.undo(read.q)
+                fits = bool((q - q[..., :1, :]).norm() <= _LARGEST_ERROR * q.norm())
             layer_fits.append(fits)
-            return read.v.repeat_interleave(read.q.shape[1] // read.v.shape[1], 1), torch.zeros(())
+            return read.v.expand_as(read.q), torch.zeros(())
 
         # Read a constant sequence, whose queries are equal once RoPE is undone
         with reading(model) as reader:
@@ -68,20 +68,16 @@ class Rotation:
             model.get_decoder()(input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=model.device))
         return all(layer_fits)
 
-    def on(self, device: torch.device) -> "Rotation":
-        """Return the same rotation on a device."""
-        return Rotation(self.cos.to(device), self.sin.to(device))
-
     def undo(self, q: torch.Tensor) -> torch.Tensor:
-        """Return queries [B, Hq, T, D] of positions 0 to T - 1 before their rotation, float64."""
-        cos, sin = self.cos[: q.shape[2]], self.sin[: q.shape[2]]
+        """Return queries [..., T, D] of positions 0 to T - 1 before their rotation, float64."""
+        cos, sin = (x[: q.shape[-2]].to(q.device) for x in (self.cos, self.sin))
         q = q.double()
         return (q * cos - _rotate_half(q) * sin) / (cos**2 + sin**2)  # scaled cos and sin (YaRN) scale twice
 
-    def ahead(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def ahead(self, start: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean rotation of the ``FUTURE`` positions from ``start`` on: cos and sin [D]."""
-        future = slice(start, start + FUTURE)
-        return self.cos[future].mean(0), self.sin[future].mean(0)
+        cos, sin = (x[start : start + FUTURE].mean(0).to(device) for x in (self.cos, self.sin))
+        return cos, sin
 
 
 def _rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -95,46 +91,46 @@ class ExpectedAttention:
 
     def __init__(self, read: Read, rotation: Rotation, sinks: int) -> None:
         """Start with the keys, values and un-rotated queries of a layer, and empty query statistics."""
-        rotation = rotation.on(read.q.device)
         self._rotation, self._sinks, self._scale = rotation, sinks, read.scale
         self._keys = read.k.float()
-        self._norms = read.v.float().norm(dim=-1)
+        self._norms = read.v.float().norm(dim=-1)  # [B, Hkv, n, T]
         self._queries = rotation.undo(read.q)
         self._seen = sinks
-        batch, num_heads, _, head_size = read.q.shape
-        self._sum = self._queries.new_zeros(batch, num_heads, head_size)
-        self._squares = self._queries.new_zeros(batch, num_heads, head_size, head_size)
+        *heads, _, head_size = read.q.shape
+        self._sum = self._queries.new_zeros(*heads, head_size)
+        self._squares = self._queries.new_zeros(*heads, head_size, head_size)
+
+    def _statistics(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean [B, Hkv, G, D] and covariance [..., D, D] of the queries before ``start``, excluding sinks."""
+        new_queries = self._queries[..., self._seen : start, :]
+        self._sum += new_queries.sum(-2)
+        self._squares += new_queries.mT @ new_queries
+        self._seen = max(start, self._seen)
+        num_queries = max(1, self._seen - self._sinks)
+        mean = self._sum / num_queries
+        return mean, self._squares / num_queries - mean[..., None] * mean[..., None, :]
 
     def scores(self, chunk: Chunk, held: torch.Tensor) -> torch.Tensor:
         """Return the scores [B, Hkv, start] of the keys before the next chunk; ``held`` ones are not evicted yet."""
         start, sinks = chunk.start, min(self._sinks, chunk.start)
-        # Add the queries since the last chunk to mean [B, Hq, D] and covariance [B, Hq, D, D], which exclude sinks
-        new_queries = self._queries[:, :, self._seen : start]
-        self._sum += new_queries.sum(2)
-        self._squares += new_queries.transpose(2, 3) @ new_queries
-        self._seen = max(start, self._seen)
-        num_queries = max(1, self._seen - self._sinks)
-        mean = self._sum / num_queries
-        covariance = self._squares / num_queries - mean[..., None] * mean[..., None, :]
-        cos, sin = self._rotation.ahead(start)  # [D]
+        mean, covariance = self._statistics(start)
+        cos, sin = self._rotation.ahead(start, mean.device)  # [D]
 
         def average_rope(x: torch.Tensor) -> torch.Tensor:
             return x * cos + _rotate_half(x) * sin
 
-        batch, heads, _, size = self._keys.shape
         # Apply the average RoPE to mean and covariance
-        query = average_rope(mean).float().view(batch, heads, -1, size, 1)  # [B, Hkv, G, D, 1]
-        # [B, Hkv, G, D, D]
-        rotated_cov = average_rope(average_rope(covariance).transpose(2, 3)).float().view(batch, heads, -1, size, size)
+        query = average_rope(mean).float()
+        rotated_cov = average_rope(average_rope(covariance).mT).float()
         # Compute expected logits [B, Hkv, G, start] of the keys before the chunk
-        keys = self._keys[:, :, None, :start]
-        logits = (keys @ query)[..., 0] * self._scale
+        keys = self._keys[..., :start, :]
+        logits = (keys @ query[..., None])[..., 0] * self._scale
         logits = logits + ((keys @ rotated_cov) * keys).sum(-1) * (self._scale**2 / 2)
         # Leave out evicted keys and sinks
         logits = logits.masked_fill(~held[:, :, None], -torch.inf)
         logits[..., :sinks] = -torch.inf
         # Weight the attention by value norms
-        scores: torch.Tensor = logits.softmax(-1).mean(2) * self._norms[..., :start]
+        scores: torch.Tensor = (logits.softmax(-1) * self._norms[..., :start]).mean(2)
         return scores
 
 

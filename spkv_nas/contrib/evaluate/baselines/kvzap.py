@@ -42,38 +42,30 @@ _ROUNDS, _CLOSE = 4, 0.002  # passes to find a threshold; tolerance of the densi
 
 
 def kvzip_scores(read: rules.Read, output: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Return (scores float32 [B, Hkv, context] of the context's keys, the layer's attention [B, Hq, T, D]).
+    """Return (scores float32 [B, Hkv, context] of the context's keys, the layer's attention [B, Hkv, G, T, D]).
 
-    ``output`` [C, Hq D] is the output projection W_O; the context is the first ``context`` tokens.
+    ``output`` [C, Hq Dv] is the output projection W_O; the context is the first ``context`` tokens.
     """
-    batch, heads, length, _ = read.k.shape
-    # Compute the norms |W_O v| and 1 / |h|
-    norms = _output_norms(read.v[:, :, :context].float(), output.float())  # [B, Hkv, G, context]
-    inverse_norms = 1.0 / read.hidden.float().norm(dim=-1)  # [B, T]
+    batch, heads, length = read.keys_shape
+    # Compute the norms |W_O v| [B, Hkv, G, context] and 1 / |h| [B, T]
+    parts = output.float().view(len(output), heads, read.q.shape[2], -1).permute(1, 2, 0, 3)  # [Hkv, G, C, Dv]
+    values = read.v[..., :context, : parts.shape[3]].float()  # without the channels that pad them to the size of keys
+    norms = ((values @ (parts.mT @ parts)) * values).sum(-1).clamp(min=0).sqrt()
+    inverse_norms = 1.0 / read.hidden.float().norm(dim=-1)
     scores = torch.zeros(batch, heads, context, device=read.k.device)
 
     # Keep each key's largest weight over the queries after the context
     def update_scores(chunk: rules.Chunk, weights: Tensor) -> None:
         first = max(context - chunk.start, 0)  # first query of the chunk after the context
         if chunk.stop > context:
-            normalized = (
-                weights[:, :, :, first:, :context]
-                * inverse_norms[:, None, None, chunk.start + first : chunk.stop, None]
-            )
-            torch.maximum(scores, (normalized * norms[..., None, :]).amax((2, 3)), out=scores)
+            inverse = inverse_norms[:, None, None, chunk.start + first : chunk.stop, None]
+            normalized = weights[:, :, :, first:, :context] * inverse * norms[..., None, :]
+            torch.maximum(scores, normalized.amax((2, 3)), out=scores)
 
     # Attend to all keys: the window covers the whole block, so that no key is ever decided on
     everything = rules.Protocol(window=length, sinks=0, chunk=_QUERIES)
-    inputs = (read.q, read.k, read.v, read.scale)
-    out, _ = rules.chunked_attention(*inputs, everything, lambda _chunk: torch.empty(0), update_scores)
+    out, _ = rules.chunked_attention(read, everything, lambda _chunk: torch.empty(0), update_scores)
     return scores, out
-
-
-def _output_norms(v: Tensor, output: Tensor) -> Tensor:
-    """Return |W_O v| [B, Hkv, G, n] of values [B, Hkv, n, D] by query head."""
-    parts = output.view(len(output), v.shape[1], -1, v.shape[3]).permute(1, 2, 0, 3)  # [Hkv, G, C, D]
-    gram = parts.transpose(2, 3) @ parts
-    return ((v[:, :, None] @ gram) * v[:, :, None]).sum(-1).clamp(min=0).sqrt()
 
 
 def predictor(size: int, heads: int) -> nn.Sequential:
@@ -102,7 +94,6 @@ class KVzap:
         """Return the rule that keeps keys whose score reaches the threshold."""
         return lambda read: rules.keeping(read, protocol, self.scores(read) >= threshold)
 
-    @torch.inference_mode()
     def threshold(
         self, model: PreTrainedModel, blocks: TokenBlocks, protocol: rules.Protocol, density: float, *, batch_size: int
     ) -> float:
@@ -111,41 +102,31 @@ class KVzap:
         Evicting keys in one layer changes the scores of the next ones, so this takes a few passes, the first of which
         evicts nothing.
         """
-        weights = protocol.num_outside(blocks.block_size).double()
         threshold, best = -torch.inf, (1.0, -torch.inf)
-        all_scores: list[Tensor] = []  # [keys, T] by layer and batch
+        seen: list[Tensor] = []  # [2, keys], scores and weights of keys, by layer and batch
 
-        def rule(read: rules.Read) -> tuple[Tensor, Tensor]:
+        def rule(read: rules.Read) -> tuple[Tensor, rules.Until]:
             scores = self.scores(read)
-            all_scores.append(scores.flatten(0, 1).cpu())
+            if read.decided is None:
+                ranked = scores.double().cpu()
+                ranked[..., : protocol.sinks] = torch.inf
+                weights = protocol.num_outside(ranked.shape[-1]).expand_as(ranked)
+                seen.append(torch.stack([ranked, weights]).flatten(1))
             return rules.keeping(read, protocol, scores >= threshold)
 
-        with rules.reading(model) as reader:
-            reader.rule = rule
-            for _ in range(_ROUNDS):
-                # Read all blocks, counting the kept pairs
-                all_scores, num_kept = [], 0
-                for start in range(0, blocks.num_blocks, batch_size):
-                    reader.begin(start)
-                    tokens = block_tokens(blocks, start, batch_size, model.device)
-                    model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
-                    num_kept += sum(int(num_pairs) for num_pairs in reader.kept)
-                # Keep the best threshold, and estimate a better one
-                best = min(best, (abs(reader.density(num_kept, blocks, protocol) - density), threshold))
-                if best[0] <= _CLOSE:
-                    break
-                threshold = _weighted_quantile(torch.cat(all_scores), weights, density, protocol.sinks)
+        for _ in range(_ROUNDS):
+            seen = []
+            _, reached = rules.pruned_nll(model, blocks, rule, protocol, batch_size=batch_size)
+            # Keep the best threshold, and estimate a better one: the score that the target share of keys reaches
+            best = min(best, (abs(reached - density), threshold))
+            if best[0] <= _CLOSE:
+                break
+            scores, weights = torch.cat(seen, 1)
+            scores, order = scores.sort(descending=True)
+            share = weights[order].cumsum(0)
+            position = int(torch.searchsorted(share, density * float(share[-1])))
+            threshold = float(scores[min(position, len(scores) - 1)])
         return best[1]
-
-
-def _weighted_quantile(scores: Tensor, weight: Tensor, density: float, sinks: int) -> float:
-    """Return the score that a share ``density`` of the keys reaches: scores [n, T], with the weight [T] of each key."""
-    scores = scores.clone()
-    scores[:, :sinks] = torch.inf
-    ordered, index = scores.flatten().sort(descending=True)
-    share = weight.expand_as(scores).flatten()[index].cumsum(0)
-    position = int(torch.searchsorted(share, density * float(share[-1])).clamp(max=len(ordered) - 1))
-    return float(ordered[position])
 
 
 def fit_kvzap(
@@ -213,11 +194,12 @@ def _targets(
         target: list[list[Tensor]] = [[] for _ in reader.layers]
 
         # Read with full attention, collecting the inputs and scores of every layer
-        def collect(read: rules.Read) -> tuple[Tensor, Tensor]:
+        def collect(read: rules.Read) -> tuple[Tensor, rules.Until]:
             scores, out = kvzip_scores(read, outputs[read.layer], context)  # type: ignore[arg-type]
-            hidden[read.layer].append(read.hidden[:, :context].cpu())
-            target[read.layer].append(scores.clamp(min=_SMALLEST).log().transpose(1, 2).cpu())
-            return out, torch.zeros((), dtype=torch.int64, device=out.device)
+            if read.decided is None:
+                hidden[read.layer].append(read.hidden[:, :context].cpu())
+                target[read.layer].append(scores.clamp(min=_SMALLEST).log().transpose(1, 2).cpu())
+            return out, scores
 
         reader.rule = collect
         for done, tokens in enumerate(texts, 1):

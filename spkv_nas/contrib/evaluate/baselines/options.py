@@ -75,9 +75,7 @@ def check(options: BaselinesOptions) -> None:
 
 def parse_methods(text: str | None) -> list[str]:
     """Parse comma-separated methods, in the order of ``METHODS``; None selects all. Raises ``UserError``."""
-    if text is None:
-        return list(METHODS)
-    names = [name.strip() for name in text.split(",")]
+    names = METHODS if text is None else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise errors.UserError(f"unknown method '{unknown[0]}' in --methods; choose from {', '.join(METHODS)}")

@@ -12,13 +12,14 @@ kept. There are two kinds of window:
 A layer's decisions depend only on what that layer has read, so a forward pass reads a whole block layer by layer, and
 the chunks are a loop inside the attention of each layer. ``reading`` installs a rule on a model. A method that scores a
 key from its token alone decides on it once (``keeping``); one whose scores change with later queries ranks the keys
-again before every chunk (``ranking``).
+again before every chunk (``ranking``). Layers that read the keys of another see those that this one kept, by its own
+queries. The heads of a latent share a decision. Separate documents of a block are read as if each were alone.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +29,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress
 from spkv_nas.contrib.evaluate.baselines.options import EXACT, PROTOCOLS
+from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model import learned_sinks, windows
+from spkv_nas.evaluation.nll import DocumentSums
+from spkv_nas.evaluation.paired import DocumentNLL
+from spkv_nas.model import learned_sinks, loss, windows
 from spkv_nas.model.attention import LayerState, attention_layers, layer_state
 
 
@@ -51,16 +56,13 @@ class Protocol:
     chunk: int = 16
     kind: str = EXACT
 
-    def check(self, block_size: int) -> None:
-        """Check that the protocol is valid and that blocks of ``block_size`` tokens leave keys to decide on.
-
-        Raises ``UserError`` if not.
-        """
+    def check(self, length: int) -> None:
+        """Raise ``UserError`` unless the protocol is valid, and texts of ``length`` tokens leave keys to decide on."""
         if self.kind not in PROTOCOLS:
             raise UserError(f"--protocol must be {' or '.join(PROTOCOLS)}; found '{self.kind}'")
-        if self.window + self.sinks >= block_size:
+        if self.window + self.sinks >= length:
             raise UserError(
-                f"blocks of {block_size} tokens have no keys to prune beyond a window of {self.window} keys and "
+                f"texts of {length} tokens have no keys to prune beyond a window of {self.window} keys and "
                 f"{self.sinks} sinks\ngive a smaller --window, or a larger --block-size"
             )
 
@@ -77,155 +79,223 @@ class Protocol:
         first = query - self.window + 1 if self.kind == EXACT else chunk.start - self.window
         return (key <= query) & (key >= first)
 
-    def num_outside(self, length: int) -> Tensor:
-        """Return int64 [T], the number of queries of a block for which each key is outside the window."""
-        key = torch.arange(length)
-        if self.kind == EXACT:
-            return (length - self.window - key).clamp(min=0)
-        first = (key + self.window) // self.chunk * self.chunk + self.chunk  # chunk b has key < b - w
-        return (length - first).clamp(min=0)
+    def num_outside(self, length: int, until: Tensor | None = None) -> Tensor:
+        """Return int64 [..., T], for how many of the queries before ``until`` each key of a text is outside the window.
 
-
-# chunk -> which of the keys ``:edge`` are kept, bool [B, Hkv, edge]
-Keep = Callable[[Chunk], Tensor]
-# called with (chunk, attention weights float32 [B, Hkv, G, c, stop])
-See = Callable[[Chunk, Tensor], None]
-
-
-def chunked_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, protocol: Protocol, keep: Keep, see: See | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute attention [B, Hq, T, D] over a block chunk by chunk, evicting keys before every chunk.
-
-    ``keep`` chooses the keys to keep before a chunk, and ``see`` receives the attention weights after it. Also returns
-    the number of pairs of a query and a kept key outside the window, over all heads. The result is computed in float32,
-    and has the dtype of ``v``.
-    """
-    batch, num_kv_heads, length, head_size = k.shape
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    # Group the query heads by KV head: [B, Hkv, G, T, D]
-    queries = q.to(dtype).view(batch, num_kv_heads, -1, length, head_size)
-    keys, values = k.to(dtype).unsqueeze(2), v.to(dtype).unsqueeze(2)
-    out = torch.empty_like(queries)
-    num_kept = torch.zeros((), dtype=torch.int64, device=k.device)
-    for chunk in protocol.chunks(length):
-        start, stop, edge = chunk
-        # Make visible the window and the keys kept outside it: bool [B, Hkv, c, stop]
-        near = protocol.near(chunk, k.device)
-        visible = near.expand(batch, num_kv_heads, -1, -1)
-        if edge:
-            far = keep(chunk)[..., None, :] & ~near[:, :edge]  # bool [B, Hkv, c, edge]: outside the window
-            num_kept += far.sum()
-            visible = torch.cat([visible[..., :edge] | far, visible[..., edge:]], -1)
-        # Attend: weights [B, Hkv, G, c, stop]
-        scores = queries[..., start:stop, :] @ keys[..., :stop, :].transpose(-1, -2) * scale
-        weights = scores.masked_fill_(~visible.unsqueeze(2), -torch.inf).softmax(-1)
-        out[..., start:stop, :] = weights @ values[..., :stop, :]
-        if see is not None:
-            see(chunk, weights)
-    return out.flatten(1, 2).to(v.dtype), num_kept
+        ``until`` is int64 [..., T]; None: the ``length`` T, which counts all queries.
+        """
+        first = torch.arange(length, device=None if until is None else until.device) + self.window
+        if self.kind != EXACT:
+            first = first // self.chunk * self.chunk + self.chunk  # chunk b has key < b - w
+        return ((length if until is None else until) - first).clamp(min=0)
 
 
 class Read(NamedTuple):
-    """Inputs of a layer's attention for the blocks of one pass, from index ``block`` on.
+    """Inputs of a layer's attention for the blocks of one pass, from index ``block`` on, or for a document of a block.
 
-    ``hidden`` [B, T, C] enters the layer's attention; q [B, Hq, T, D] and k, v [B, Hkv, T, D] have positions applied.
+    KV heads are those of the cache, where a latent is one, with keys and values for each query head (n = G; else 1).
     """
 
     layer: int
     block: int
-    hidden: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    start: int  # position of the first token in its block
+    hidden: Tensor  # [B, T, C], enters the layer's attention
+    q: Tensor  # [B, Hkv, G, T, D], with positions applied, as k
+    k: Tensor  # [B, Hkv, n, T, D]
+    v: Tensor  # [B, Hkv, n, T, D]
     scale: float
+    decided: Tensor | None = None  # ``Until`` of the layer whose keys this one reads; None: it decides on its own keys
+
+    @property
+    def keys_shape(self) -> tuple[int, int, int]:
+        """Return (B, Hkv, T): number of texts, KV heads and keys."""
+        return self.k.shape[0], self.k.shape[1], self.k.shape[3]
+
+    def documents(self, starts: Tensor) -> Iterator["Read"]:
+        """Yield the documents of each row alone; ``starts`` int [B, T] is where that of each token starts."""
+        for row, part in documents(starts == torch.arange(starts.shape[1], device=starts.device)):
+            q, k, v = (x[row : row + 1, ..., part, :] for x in (self.q, self.k, self.v))
+            hidden = self.hidden[row : row + 1, part]
+            yield self._replace(block=self.block + row, start=part.start, hidden=hidden, q=q, k=k, v=v)
 
 
-# -> (attention [B, Hq, T, D]; int64, pairs of a query and a kept key outside the window, over all heads)
-Rule = Callable[[Read], tuple[Tensor, Tensor]]
+def documents(is_first: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield (row, tokens) of each document in packed rows, where ``is_first`` bool [B, T] marks its first token."""
+    for row, first in enumerate(is_first.cpu()):
+        edges = [*first.nonzero().flatten().tolist(), len(first)]
+        yield from ((row, slice(*part)) for part in pairwise(edges))
+
+
+# int64 [B, Hkv, T], the first query that does not see a key which is outside its window: 0 for keys that are never
+# kept there, T for those that are kept to the end
+Until = Tensor
+# chunk -> which of the keys ``:edge`` are kept, bool [B, Hkv, edge]
+Keep = Callable[[Chunk], Tensor]
+# called with (chunk, attention weights [B, Hkv, G, c, stop])
+See = Callable[[Chunk, Tensor], None]
+# -> (attention [B, Hkv, G, T, D], what was decided)
+Rule = Callable[[Read], tuple[Tensor, Until]]
+
+
+def chunked_attention(read: Read, protocol: Protocol, keep: Keep, see: See | None = None) -> tuple[Tensor, Until]:
+    """Compute attention [B, Hkv, G, T, D] chunk by chunk, evicting keys before every chunk.
+
+    ``keep`` chooses the keys to keep before a chunk, unless that is decided, and ``see`` receives the attention weights
+    after it. The result is computed in float32, or float64, and has the dtype of the values.
+    """
+    dtype = torch.promote_types(read.v.dtype, torch.float32)
+    queries, keys, values = (x.to(dtype) for x in (read.q, read.k, read.v))
+    out, length = torch.empty_like(queries), queries.shape[3]
+    until = torch.full(read.keys_shape, length, device=queries.device)
+    for chunk in protocol.chunks(length):
+        start, stop, edge = chunk
+        # Make visible the window and the keys kept outside it: bool [B, Hkv, c, stop]
+        visible = protocol.near(chunk, queries.device).expand(*keys.shape[:2], -1, -1)
+        if edge:
+            kept = keep(chunk) if read.decided is None else read.decided[..., :edge] > start
+            until[..., :edge] = torch.where(kept, length, until[..., :edge].clamp(max=start))
+            visible = torch.cat([visible[..., :edge] | kept[..., None, :], visible[..., edge:]], -1)
+        # Attend: weights [B, Hkv, G, c, stop]
+        scores = queries[..., start:stop, :] @ keys[..., :stop, :].mT * read.scale
+        weights = scores.masked_fill_(~visible.unsqueeze(2), -torch.inf).softmax(-1)
+        out[..., start:stop, :] = weights @ values[..., :stop, :]
+        if see is not None:
+            see(chunk, weights)
+    return out.to(read.v.dtype), until
+
+
+@dataclass
+class LayerReader:
+    """Observer of one attention layer, with or without readers of its keys, that applies the rule of a ``Reading``."""
+
+    sees_readers = knows_documents = True
+
+    reading: "Reading"
+    index: int
+    state: LayerState
+    decided: list[Until] = field(default_factory=list)  # in the current pass, by document; empty before the attention
+    _hidden: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
+
+    def see_hidden(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Keep the hidden states that enter the layer, before its attention is computed."""
+        self._hidden, self.decided = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], []
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+    ) -> Tensor | None:
+        """Apply the rule in place of the attention of the layer, or of a later one that reads its keys."""
+        learned_sinks.refuse_learned_sinks(sink_logits)
+        if self.state.softcap is not None:
+            raise UserError("this model caps its attention scores ('softcap'), which these rules do not compute")
+        if self.reading.rule is None:
+            return None
+        # Group the heads by KV head, and read each document alone
+        q, k, v = (x.view(len(x), self.state.num_kv_heads, -1, *x.shape[2:]) for x in (q, k, v))
+        read = Read(self.index, self.reading.block, 0, self._hidden, q, k, v, scale)
+        outputs, decided = [], list(self.decided)
+        for number, part in enumerate([read] if starts is None else read.documents(starts)):
+            length, native = part.keys_shape[2], self.state.checkpoint_window
+            if length > native:
+                raise UserError(
+                    f"texts of {length} tokens are longer than the model's own sliding window of {native} keys, which "
+                    "these rules do not apply\ngive a smaller --block-size"
+                )
+            out, until = self.reading.rule(part._replace(decided=decided[number].to(k.device) if decided else None))
+            outputs.append(out)
+            if not decided:
+                self.decided.append(until)
+        if starts is None:
+            return outputs[0].flatten(1, 2)
+        return torch.cat(outputs, 3).view(-1, *starts.shape, v.shape[-1]).transpose(0, 1)
 
 
 @dataclass
 class Reading:
-    """State of a model whose attention follows an eviction rule in ``layers``, those without a native window.
-
-    Without a rule it is the model's own. ``kept`` has the pairs that the rule reported in a pass, an entry per call.
-    """
+    """State of a model whose attention follows a rule, if it has one, in ``layers``, those without a native window."""
 
     layers: list[nn.Module]
-    num_heads: int
     rule: Rule | None = None
-    block: int = 0
-    kept: list[Tensor] = field(default_factory=list)
-    _hidden: Tensor = field(default_factory=lambda: torch.empty(0), init=False)  # of the layer that runs
+    block: int = 0  # first of the current pass
+    readers: list[LayerReader] = field(default_factory=list, init=False)
 
-    def begin(self, block: int) -> None:
-        """Start a pass over the blocks from ``block`` on."""
-        self.block, self.kept = block, []
-
-    def density(self, num_kept: int, blocks: TokenBlocks, protocol: Protocol) -> float:
-        """Return the share kept of all pairs of ``blocks`` outside the window."""
-        return num_kept / (int(protocol.num_outside(blocks.block_size).sum()) * self.num_heads * blocks.num_blocks)
-
-    def see_hidden(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Keep the hidden states that enter a layer, before its attention is computed."""
-        self._hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-
-    def attend(
-        self, layer: int, state: LayerState, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None
-    ) -> Tensor | None:
-        """Apply the rule to a layer in place of its attention."""
-        learned_sinks.refuse_learned_sinks(sink_logits)
-        if state.softcap is not None:
-            raise UserError("this model caps its attention scores ('softcap'), which these rules do not compute")
-        native = state.checkpoint_window
-        if k.shape[2] > native:
-            raise UserError(
-                f"blocks of {k.shape[2]} tokens are longer than the model's own sliding window of {native} keys, which "
-                "these rules do not apply\ngive a smaller --block-size"
-            )
-        if self.rule is None:
-            return None
-        out, num_kept = self.rule(Read(layer, self.block, self._hidden, q, k, v, scale))
-        self.kept.append(num_kept)
-        return out
+    def num_pairs(self, protocol: Protocol) -> Tensor:
+        """Return int64 [2] of the last pass: the pairs of a query and a key outside its window, kept and in all."""
+        pairs = torch.zeros(2, dtype=torch.int64)
+        for until in (until for reader in self.readers for until in reader.decided):
+            length = until.shape[-1]
+            pairs[0] += protocol.num_outside(length, until).sum().cpu()
+            pairs[1] += protocol.num_outside(length).sum() * until.shape[:2].numel()
+        return pairs
 
 
 @contextmanager
 def reading(model: PreTrainedModel) -> Iterator[Reading]:
     """Make the model read by the rule set on the yielded object; ``UserError`` if it cannot be hooked."""
-    with windows.full_attention(model) as states, ExitStack() as hooks:
-        if any(state.num_readers or state.expanded_dim for state in states):
-            raise UserError("layers of this model share keys, or heads a latent, which no rule computes: use a layout")
-        layers = [layer for layer in attention_layers(model).values() if not layer_state(layer).is_always_local]
-        reader = Reading(layers, sum(state.num_kv_heads for state in states if not state.is_always_local))
-        for index, layer in enumerate(layers):
+    with windows.full_attention(model), ExitStack() as hooks:
+        reading = Reading(
+            [layer for layer in attention_layers(model).values() if not layer_state(layer).is_always_local]
+        )
+        for index, layer in enumerate(reading.layers):
             state = layer_state(layer)
+            state.observer = reader = LayerReader(reading, index, state)
+            reading.readers.append(reader)
             hooks.callback(layer.register_forward_pre_hook(reader.see_hidden, with_kwargs=True).remove)
-            state.observer = partial(reader.attend, index, state)
-        yield reader
+        yield reading
 
 
-def keeping(read: Read, protocol: Protocol, keep: Tensor) -> tuple[Tensor, Tensor]:
+@torch.inference_mode()
+def pruned_nll(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    rule: Rule,
+    protocol: Protocol,
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> tuple[DocumentNLL, float]:
+    """Compute the NLL of ``blocks`` read by a rule of a protocol, and the density of what it kept.
+
+    Raises ``UserError`` if the model cannot be hooked, or an NLL is not finite.
+    """
+    sums, num_pairs = DocumentSums(blocks), torch.zeros(2, dtype=torch.int64)
+    with reading(model) as reader:
+        reader.rule = rule
+
+        # Evaluate under the rule, counting the kept pairs
+        def run(start: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            reader.block = start
+            losses = loss.token_nll(model, **blocks.boundaries.inputs(tokens))
+            return losses, reader.num_pairs(protocol)
+
+        def add(start: int, result: tuple[Tensor, Tensor]) -> None:
+            sums.add(start, result[0])
+            num_pairs.add_(result[1])
+
+        run_own_batches(run, add, blocks, batch_size, model.device, progress)
+    return sums.result(), float(num_pairs[0] / num_pairs[1])
+
+
+def keeping(read: Read, protocol: Protocol, keep: Tensor) -> tuple[Tensor, Until]:
     """Attend to window, sinks and the keys of ``keep`` bool [B, Hkv, T]; one kernel call for an exact window."""
-    keep = keep.clone()
+    keep = keep.to(read.k.device, copy=True)
     keep[..., : protocol.sinks] = True
     if protocol.kind != EXACT:
-        return chunked_attention(read.q, read.k, read.v, read.scale, protocol, lambda chunk: keep[..., : chunk.edge])
-    queries, keys = (x.to(read.v.dtype) for x in (read.q, read.k))
-    out = attention(queries, keys, read.v, window=protocol.window, keep=keep, scale=read.scale)
-    return out, (keep * protocol.num_outside(keep.shape[-1]).to(keep.device)).sum()
+        return chunked_attention(read, protocol, lambda chunk: keep[..., : chunk.edge])
+    q, k, v = (x.to(read.v.dtype).flatten(1, 2) for x in (read.q, read.k, read.v))
+    by_head = keep.repeat_interleave(read.k.shape[2], 1)
+    out = attention(q, k, v, window=protocol.window, keep=by_head, scale=read.scale)
+    return out.view_as(read.q), keep * keep.shape[-1]
 
 
 def ranking(
     read: Read, protocol: Protocol, density: float, scores: Callable[[Chunk, Tensor], Tensor], see: See | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Until]:
     """Attend to the window and, in every head, to the share ``density`` of the other keys with the highest scores.
 
     ``scores`` maps (chunk, bool [B, Hkv, start] of the keys not evicted) to scores [B, Hkv, start], before the chunk;
     ``see`` is as in ``chunked_attention``.
     """
-    held = torch.ones(read.k.shape[:3], dtype=torch.bool, device=read.k.device)
+    held = torch.ones(read.keys_shape, dtype=torch.bool, device=read.k.device)
 
     def keep(chunk: Chunk) -> Tensor:
         # Keep the sinks and the keys of highest score among those not evicted yet
@@ -237,29 +307,29 @@ def ranking(
         still_held &= torch.zeros_like(still_held).scatter_(-1, ranked.topk(num_kept, -1).indices, True)
         return still_held
 
-    return chunked_attention(read.q, read.k, read.v, read.scale, protocol, keep, see)
+    return chunked_attention(read, protocol, keep, see)
 
 
 def streaming(protocol: Protocol) -> Rule:
     """Return the rule of StreamingLLM (Xiao et al., arXiv 2309.17453): keep only sinks and the window."""
-    return lambda read: keeping(read, protocol, torch.zeros(read.k.shape[:3], dtype=torch.bool, device=read.k.device))
+    return lambda read: keeping(read, protocol, torch.zeros(read.keys_shape, dtype=torch.bool, device=read.k.device))
 
 
 def random_keys(protocol: Protocol, density: float, *, seed: int) -> Rule:
     """Return the rule that keeps each key with equal probability, such that ``density`` is reached, sinks included.
 
-    The choice depends only on ``seed``, block, layer and head, not on the batch.
+    The choice depends only on ``seed``, block, document, layer and head, not on the batch.
     """
 
-    def rule(read: Read) -> tuple[Tensor, Tensor]:
-        _, num_heads, length, _ = read.k.shape
+    def rule(read: Read) -> tuple[Tensor, Until]:
+        batch, num_heads, length = read.keys_shape
         # Share of the other keys to keep for a density that includes the sinks
         outside = protocol.num_outside(length).double()
-        sinks = float(outside[: protocol.sinks].sum() / outside.sum())
-        probability = max(0.0, (density - sinks) / (1.0 - sinks))
-        blocks = range(read.block, read.block + len(read.k))
-        uniform = [np.random.default_rng([seed, read.layer, block]).random((num_heads, length)) for block in blocks]
-        return keeping(read, protocol, torch.from_numpy(np.stack(uniform) < probability).to(read.k.device))
+        num_others = float(outside[protocol.sinks :].sum())
+        probability = 1.0 - min(1.0, (1.0 - density) * float(outside.sum()) / max(num_others, 1.0))
+        draws = [np.random.default_rng([seed, read.layer, read.block + row, read.start]) for row in range(batch)]
+        uniform = np.stack([draw.random((num_heads, length)) for draw in draws])
+        return keeping(read, protocol, torch.from_numpy(uniform < probability).to(read.k.device))
 
     return rule
 
@@ -274,8 +344,8 @@ def heavy_hitters(protocol: Protocol, density: float) -> Rule:
     none.
     """
 
-    def rule(read: Read) -> tuple[Tensor, Tensor]:
-        sums = torch.zeros(read.k.shape[:3], dtype=torch.float32, device=read.k.device)
+    def rule(read: Read) -> tuple[Tensor, Until]:
+        sums = torch.zeros(read.keys_shape, dtype=torch.float32, device=read.k.device)
 
         def see(chunk: Chunk, weights: Tensor) -> None:
             sums[..., : chunk.stop] += weights.sum(3).mean(2)

@@ -6,6 +6,7 @@ in the same way, whereas ``evaluate`` reports the share of tokens whose gates ar
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,17 +19,17 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts import comparison, result_tables
 from spkv_nas.artifacts.gate_config import suitable_window
 from spkv_nas.base import console, errors
-from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, no_progress, part_of
+from spkv_nas.base.progress import SILENT, Bar, Reporter, no_progress, part_of
 from spkv_nas.contrib.evaluate.baselines import options as choices
+from spkv_nas.contrib.evaluate.baselines import rules
 from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation, expected_attention
 from spkv_nas.contrib.evaluate.baselines.kvzap import fit_kvzap
 from spkv_nas.contrib.evaluate.baselines.options import BaselinesOptions
-from spkv_nas.contrib.evaluate.baselines.rules import Protocol, Rule, heavy_hitters, random_keys, reading, streaming
-from spkv_nas.data.batches import run_own_batches
+from spkv_nas.contrib.evaluate.baselines.rules import Protocol, Rule, heavy_hitters, pruned_nll, random_keys, streaming
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, thresholds
-from spkv_nas.evaluation.nll import DocumentSums, document_nll
-from spkv_nas.model import attention, checkpoint, config_section, loss, modes
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.model import attention, checkpoint, config_section, modes
 from spkv_nas.model.gates import keeps
 from spkv_nas.report import plot, result_charts
 from spkv_nas.stages import commands, printing
@@ -60,7 +61,7 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     subject = Subject.of(options, DENSE, "prune on")
     check_pair(subject.source, options.against)
     measured = subject.load(reporter, tokens=choices.TOKENS, learns=True)
-    check_prunable(measured.model, measured.blocks, options.max_tokens)
+    check_prunable(measured.model, measured.blocks)
     gated = _load_gated(options, measured)
     gates = None if gated is None else config_section.gate_config(gated)
     # Fix the protocol
@@ -68,7 +69,7 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     chunk = min(_CHUNK, window)
     protocols = [Protocol(window, sinks, chunk, options.protocol) for sinks in choices.parse_sinks(options.sinks)]
     for protocol in protocols:
-        protocol.check(measured.blocks.block_size)
+        protocol.check(int(measured.blocks.boundaries.positions(measured.blocks.tokens).max()) + 1)
     # Measure the pruned model and the gated one
     methods, record = _methods(measured, choices.parse_methods(options.methods), SEED, reporter)
     measurements = _measure(measured, methods, choices.parse_densities(options.densities), protocols, reporter)
@@ -87,8 +88,8 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     return commands.Result(NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents), show)
 
 
-def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int | None = None) -> None:
-    """Raise ``UserError`` unless a model is dense and the text, cut at ``max_tokens``, has two documents."""
+def check_prunable(model: PreTrainedModel, blocks: TokenBlocks) -> None:
+    """Raise ``UserError`` unless a model is dense and the text has two documents."""
     if config_section.gate_config(model) is not None:
         raise errors.UserError(
             "the model has SP-KV gates, which prune keys already: give a dense model, and this one to --against"
@@ -96,13 +97,8 @@ def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int 
     if config_section.checkpoint_layout(model) is not None:
         raise errors.UserError("the model is a hybrid, whose local heads see only their window: give a dense model")
     if len(np.unique(blocks.document)) < 2:
-        if max_tokens is None or blocks.tokens.size + blocks.block_size <= max_tokens:
-            raise errors.UserError(
-                "the text is a single document, so no standard error can be computed: give at least two documents"
-            )
         raise errors.UserError(
-            f"--max-tokens {max_tokens} keeps {blocks.tokens.size} tokens, all of a single document, so no standard "
-            "error can be computed\ngive a larger --max-tokens"
+            "the text is a single document, so no standard error can be computed: give more, or a larger --max-tokens"
         )
 
 
@@ -168,39 +164,6 @@ def _measure(
 
 
 @torch.inference_mode()
-def pruned_nll(
-    model: PreTrainedModel,
-    blocks: TokenBlocks,
-    rule: Rule,
-    protocol: Protocol,
-    *,
-    batch_size: int = 8,
-    progress: Progress | None = None,
-) -> tuple[paired.DocumentNLL, float]:
-    """Compute the NLL of ``blocks`` read by a rule of a protocol, and the density of what it kept.
-
-    Raises ``UserError`` if the model cannot be hooked, or an NLL is not finite.
-    """
-    sums, num_kept = DocumentSums(blocks), 0
-    with reading(model) as reader:
-        # Evaluate under the rule, counting the kept pairs
-        reader.rule = rule
-
-        def run(start: int, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
-            reader.begin(start)
-            losses = loss.token_nll(model, **blocks.boundaries.inputs(tokens))
-            return losses, sum(int(num_pairs) for num_pairs in reader.kept)
-
-        def add(start: int, result: tuple[torch.Tensor, int]) -> None:
-            nonlocal num_kept
-            sums.add(start, result[0])
-            num_kept += result[1]
-
-        run_own_batches(run, add, blocks, batch_size, model.device, progress)
-    return sums.result(), reader.density(num_kept, blocks, protocol)
-
-
-@torch.inference_mode()
 def measure_sp_kv(
     model: PreTrainedModel,
     blocks: TokenBlocks,
@@ -215,22 +178,28 @@ def measure_sp_kv(
     """
     gates = config_section.gate_config(model)
     assert gates is not None
-    num_outside = Protocol(gates.window).num_outside(blocks.block_size)
+    protocol = Protocol(gates.window)
     all_taus = [0.0, *(tau for tau in sorted(set(taus)) if tau > 0.0)]
     measurements: list[Measurement] = []
     for index, tau in enumerate(all_taus):
         # Count the kept pairs outside the window in a pass at each threshold
-        num_kept, outside = torch.zeros((), dtype=torch.int64, device=model.device), 0
+        num_pairs = torch.zeros(2, dtype=torch.int64)
 
-        def count_kept(_layer: int, logits: torch.Tensor, _text: torch.Tensor, tau: float = tau) -> None:
-            nonlocal num_kept, outside
-            num_kept = num_kept + (keeps(logits, tau) * num_outside.to(logits.device)).sum().to(num_kept.device)
-            outside += int(num_outside.sum()) * logits.shape[0] * logits.shape[1]
+        def count(_: Any, _args: Any, kwargs: Any, logits: Any, tau: float = tau, total: Any = num_pairs) -> None:
+            starts, position = kwargs["starts"], torch.arange(logits.shape[2])[None]
+            is_first = position == (0 if starts is None else starts.cpu())
+            outside = torch.cat([protocol.num_outside(part.stop - part.start) for _, part in rules.documents(is_first)])
+            each = outside.view_as(is_first)[:, None].expand(logits.shape)
+            total.add_(torch.stack([(keeps(logits.cpu(), tau) * each).sum(), each.sum()]))
 
-        with modes.gate_mode(model, "hard", tau), attention.watch_logits(model, count_kept):
+        with modes.gate_mode(model, "hard", tau), ExitStack() as hooks:
+            for layer in attention.attention_layers(model).values():
+                if (predictor := attention.layer_predictor(layer)) is not None:
+                    hooks.callback(predictor.register_forward_hook(count, with_kwargs=True).remove)
             part = part_of(progress, index, len(all_taus))
             nll = document_nll(model, blocks, batch_size=batch_size, progress=part)
-        measurements.append(Measurement(comparison.SP_KV, gates.sinks, None, int(num_kept) / outside, nll, tau))
+        density = float(num_pairs[0] / num_pairs[1])
+        measurements.append(Measurement(comparison.SP_KV, gates.sinks, None, density, nll, tau))
     return measurements
 
 
