@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from spkv_nas.data.blocks import TokenBlocks
 
 BATCH_SIZE = 8  # micro-batch size in blocks, where memory allows
-_WITH_STATE = {"linear_attention", "conv", "mamba"}  # layers that carry a state from one document to the next
 
 
 def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
@@ -29,14 +28,15 @@ def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
 
 def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
     """Check that there is text, and that a model can read its tokens and length; ``UserError`` if not."""
+    from spkv_nas.model.cache_layers import keeps_states
     from spkv_nas.model.model_shape import check_tokens
 
     if blocks.num_blocks == 0:
         raise errors.UserError("there is no text to measure the model on: the blocks are empty")
     check_tokens(model, blocks.largest_token)
-    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+    # Layers with a state carry it from one document to the next
     if isinstance(blocks.boundaries, SeparateDocuments) and (
-        kinds & _WITH_STATE or "position_ids" not in signature(type(model).forward).parameters
+        keeps_states(model.config) or "position_ids" not in signature(type(model).forward).parameters
     ):
         raise errors.UserError(
             f"{type(model).__name__} cannot keep documents of a block separate: use --documents joined (data.documents)"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import sharpen_attention, tiny_model
 from marks import slow
+from model.test_cache_families import FAMILIES as CACHE_FAMILIES
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
 
 import spkv_nas
@@ -259,6 +260,6 @@ def test_refusals(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match="need a token between them"):
         build_blocks(TEXTS, tokenizer, SIZE, separator="none", bos=False, **SEPARATE)
     blocks = build_blocks(TEXTS, tokenizer, SIZE, **SEPARATE)
-    model = tiny_model("lfm2", vocab_size=300, layer_types=["conv", "full_attention"] * 2)
-    with pytest.raises(UserError, match="cannot keep documents of a block separate"):
-        document_nll(model, blocks)
+    for family in ("lfm2", "falcon_h1"):  # states of some layers, and in all beside attention
+        with pytest.raises(UserError, match="cannot keep documents of a block separate"):
+            document_nll(tiny_model(family, **CACHE_FAMILIES[family], vocab_size=300), blocks)
