@@ -328,10 +328,12 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
     reached = len({id(call.module) for call in calls})
     num_sources = len({id(call.keys) for call in calls})
     if not calls or num_sources != expected or len(calls) != reached:
+        reason = "its class does not use the attention interface of transformers, so gates would have no effect"
+        if len(calls) > expected:
+            reason = "a layer that is repeated, or has several attentions, has no single choice for each of its heads"
         raise UserError(
-            f"{type(model).__name__}: {num_sources} of {expected} attention layers reached the attention function, in "
-            f"{len(calls)} calls; SP-KV needs each layer exactly once\n"
-            "its class does not use the attention interface of transformers, so gates would have no effect"
+            f"{type(model).__name__}: its {expected} attention layers called the attention function {len(calls)} times "
+            f"with {num_sources} sets of keys; SP-KV needs each layer exactly once\n{reason}"
         )
     # Compare with the limits of the masks. Some models make masks that none of their kinds of layers uses, and nothing
     # exceeds a limit of as many keys as the model has positions

@@ -272,12 +272,16 @@ class TestRefusals:
 
     def test_a_class_without_the_attention_interface(self) -> None:
         config = AutoConfig.for_model("bloom", vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
-        with pytest.raises(UserError, match="Bloom"):
+        with pytest.raises(UserError, match=r"Bloom.* 0 times.*\n.* does not use the attention interface"):
             attach_gates(AutoModelForCausalLM.from_config(config), CONFIG)
+
+    def test_layers_that_attend_twice(self) -> None:
+        with pytest.raises(UserError, match=r"DiffLlama.* 4 attention layers .* 8 times.*\na layer that is repeated"):
+            attach_gates(tiny_model("diffllama"), CONFIG)
 
     def test_a_model_without_attention(self) -> None:
         config = AutoConfig.for_model("mamba", vocab_size=97, hidden_size=16, num_hidden_layers=2)
-        with pytest.raises(UserError, match="0 of 0 attention layers"):
+        with pytest.raises(UserError, match="its 0 attention layers"):
             attach_gates(AutoModelForCausalLM.from_config(config), CONFIG)
 
     def test_gates_twice(self) -> None:
