@@ -374,8 +374,8 @@ class HeadScores(grid.OnGrid):
 
     def _by_domain(self, column: str) -> NDArray[np.float64]:
         """Return a column as an array [P, L, Hkv], in the order of ``domains``."""
-        rows = self.rows.sort_values(["domain", "layer", "kv_head"])
-        values = rows[column].to_numpy(np.float64).reshape(-1, self.num_heads)
+        order = np.lexsort([self.rows[key] for key in ("kv_head", "layer", "domain")])
+        values = self.rows[column].to_numpy(np.float64)[order].reshape(-1, self.num_heads)
         return head_tables.on_grid(values, self.heads_per_layer)
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import logsumexp, stdtrit
+from scipy.special import stdtrit
 
 NORMAL_95 = 1.96  # standard errors on either side of 95 %
 FEW_DOCUMENTS = 20  # with fewer clusters, normal intervals are too narrow
@@ -26,7 +26,7 @@ Float = NDArray[np.float64]
 # Bets as shares of the largest one that cannot lose more than everything, and the capital put on each. Large bets win
 # fastest where samples hardly vary, as where two models give equal answers, so they get the most capital.
 _BETS = 2.0 ** (-0.5 * np.arange(16))
-_CAPITAL = 0.75 ** np.arange(16) / (0.75 ** np.arange(16)).sum()
+_LOG_CAPITAL = np.log(0.75 ** np.arange(16) / (0.75 ** np.arange(16)).sum())
 _REACH = 2.0  # assumed bound of the next sample, in multiples of the largest one so far
 
 
@@ -126,7 +126,7 @@ def betting_log_e(samples: Float, bounds: ArrayLike) -> Float:
     share = samples / np.asarray(bounds, dtype=np.float64)
     with np.errstate(divide="ignore"):  # the largest bet loses everything at its bound
         capital = np.log1p(np.maximum(share[..., None] * _BETS, -1.0)).cumsum(-2)
-    evidence: Float = logsumexp(capital, axis=-1, b=_CAPITAL)
+    evidence: Float = np.logaddexp.reduce(capital + _LOG_CAPITAL, axis=-1)
     return evidence
 
 

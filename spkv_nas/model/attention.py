@@ -163,7 +163,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def hooked_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the ``attention_layers`` of a model, and those that read their keys."""
-    return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "spkv", None), LayerState)}
+    return {name: m for name, m in model.named_modules() if isinstance(vars(m).get("spkv"), LayerState)}
 
 
 def layer_source(layer: nn.Module) -> nn.Module:
