@@ -12,7 +12,10 @@ import pytest
 
 if gc.isenabled():
     gc.disable()  # until all tests are collected: nothing that imports create is garbage
-os.environ["HF_HUB_OFFLINE"] = "1"
+gc.set_threshold(50_000)  # from 700: objects die by reference counting, and each collection looks at much
+sys.dont_write_bytecode = False  # every process that a test starts would compile the package again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1"}  # tiny weights need no threads to be read
 NUM_FROZEN = pytest.StashKey[int]()  # modules that garbage collections leave out
 
 

@@ -188,7 +188,7 @@ def check_generation(model: PreTrainedModel, lengths: tuple[int, ...] = (20, 7, 
     longest = max(lengths)
     ids = torch.randint(3, 300, (len(lengths), longest), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
-    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, "attention_mask": mask.long()}
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "attention_mask": mask.long()}
     record = {"return_dict_in_generate": True, "output_logits": True}
     actual = model.generate(ids, past_key_values=SPKVCache(model), **record, **options)
     for row, length in enumerate(lengths):

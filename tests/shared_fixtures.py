@@ -22,6 +22,7 @@ import spkv_kernels  # noqa: F401  # before torch: sets how threads wait
 import numpy as np
 import pytest
 import torch
+import typer.main
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before transformers, which imports Triton
@@ -46,6 +47,7 @@ torch.set_num_threads(1)
 
 
 measured_speed = cache(step_cost.matmul_speed)
+built_command = cache(typer.main.get_command)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,6 +55,14 @@ def unflushed_files() -> Iterator[None]:
     """Leave files to the system's cache: processes are killed in tests, machines are not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def command_line() -> Iterator[None]:
+    """Build the command line once instead of at every call of ``main``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", built_command)
         yield
 
 

@@ -187,14 +187,14 @@ def test_generation_equals_whole_passes(family: str) -> None:
     mask[1, :7] = 0
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "attention_mask": mask}
     record: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
-    made = model.generate(ids, past_key_values=SPKVCache(model), max_new_tokens=20, **record, **options)
+    made = model.generate(ids, past_key_values=SPKVCache(model), max_new_tokens=14, **record, **options)
     for row, start in enumerate((0, 7)):
         sequence = made.sequences[row : row + 1, start:]
         assert error(torch.stack(made.logits, 1)[row], logits(model, sequence[:, :-1])[0, 19 - start :]) < 1e-4
-        whole = model.generate(ids[row : row + 1, start:], use_cache=False, max_new_tokens=20, do_sample=False)
+        whole = model.generate(ids[row : row + 1, start:], use_cache=False, max_new_tokens=14, do_sample=False)
         assert torch.equal(sequence, whole)
     # Beams
-    options |= {"attention_mask": torch.ones_like(mask), "max_new_tokens": 10}
+    options |= {"attention_mask": torch.ones_like(mask), "max_new_tokens": 8}
     beams = [model.generate(ids, num_beams=3, use_cache=uses_cache, **options) for uses_cache in (True, False)]
     assert torch.equal(*beams)
     # Chunks, and copies of a prompt's cache
@@ -273,7 +273,7 @@ def test_gates_of_shared_keys(family: str) -> None:
     model = hybrid(family)
     attach_gates(model, GateConfig(window=5, sinks=1, bias=0.0, init_scale=40.0), seed=0)
     # Generate with hard gates
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
     set_gate_mode(model, "hard")
     cached = model.generate(prompts(), past_key_values=SPKVCache(model), **options)
     assert torch.equal(cached, model.generate(prompts(), use_cache=False, **options))

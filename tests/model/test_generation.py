@@ -15,6 +15,7 @@ from spkv_nas.model.generation import continue_greedily
 from spkv_nas.model.generation import generate as generate_text
 
 LENGTHS = (5, 31, 12, 1, 24)
+NEW = 12  # tokens, with which some rows begin a page of 16
 
 
 def model_with(kind: str, family: str = "llama") -> PreTrainedModel:
@@ -53,7 +54,7 @@ def prompts(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: object) -> Tensor:
-    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, **options}
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
     return model.generate(ids, attention_mask=mask, **options)
 
 
@@ -125,7 +126,7 @@ def test_a_conversation_continues(kind: str) -> None:
     cache = SPKVCache(model)
     first = generate(model, ids, mask, past_key_values=cache)
     turn = torch.randint(3, 97, (len(LENGTHS), 9), generator=torch.Generator().manual_seed(1))
-    ids, mask = torch.cat([first, turn], 1), torch.nn.functional.pad(mask, (0, 29), value=1)
+    ids, mask = torch.cat([first, turn], 1), torch.nn.functional.pad(mask, (0, NEW + 9), value=1)
     result = generate(model, ids, mask, past_key_values=cache)
     assert torch.equal(result, generate(model, ids, mask, past_key_values=SPKVCache(model)))
     assert cache.get_seq_length() == result.shape[1] - 1
@@ -137,7 +138,7 @@ def test_beam_search(kind: str) -> None:
     ids, mask = prompts()
     result = generate(model, ids, mask, past_key_values=SPKVCache(model), num_beams=3)
     model.generation_config.use_cache = False
-    assert torch.equal(result[0, -20:], generate(model, ids[:1, -5:], mask[:1, -5:], num_beams=3)[0, -20:])
+    assert torch.equal(result[0, -NEW:], generate(model, ids[:1, -5:], mask[:1, -5:], num_beams=3)[0, -NEW:])
 
 
 def test_sampling_repeats_with_its_seed() -> None:

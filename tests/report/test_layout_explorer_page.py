@@ -1,11 +1,10 @@
-"""Test the layout explorer in a browser: what it shows, exports and remembers, and that no name is executed."""
+"""Test a page in a browser: what the layout explorer shows, exports and remembers, and how readers see the rest."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,13 @@ import pandas as pd
 import pytest
 from browser_cases import MAP, NEEDED, OTHER, num_outlined
 from command_cases import parsed
-from helpers import make_comparison, make_domain_table
+from helpers import make_domain_table
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import propose
-from spkv_nas.report import page as report_page
-from spkv_nas.report.inputs import ReportInputs
-from spkv_nas.report.page import write_report
 
 pytestmark = NEEDED
 
@@ -281,16 +277,6 @@ def test_points_of_charts_show_their_layout(open_page: Any) -> None:
     assert page.locator("#explorer-selected option:checked").inner_text() == name
 
 
-def test_no_nearest_layouts_before_training(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script works without the table of measured layouts."""
-    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
-    page = open_page("#budget=3", write_report(tmp_path, ReportInputs(make_domain_table(), {})))
-    assert page.inner_text("#explorer-heads") == "3 of 8 KV heads"
-    assert page.locator("#explorer-measured").count() == 0
-    assert num_outlined(page) == 3
-    assert not page.is_visible("#explorer-memory-row")  # the probe does not record the heads' dimension
-
-
 def test_nothing_is_cut_off_in_print(open_page: Any) -> None:
     """Maps and tables do not scroll on paper, and no page is left empty."""
     page = open_page()
@@ -312,40 +298,58 @@ def test_without_javascript_the_page_shows_the_map(browser: Any, workspace: Path
     page.close()
 
 
-def test_hostile_names_do_not_run(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of domains, layouts, notes and a probe would each open a dialog, which fails the page."""
-    monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
-    forms = (
-        "<script>alert({})</script>",
-        '"><img src=x onerror=alert({})>',
-        "</script><script>alert({})</script>",
-        "'-alert({})-'",
-        "<svg onload=alert({})>",
-        "${{alert({})}}",
-        "javascript:alert({})",
-        "</style><script>alert({})<!--",
-        "{{{{alert({})}}}}",
-        "\u2028alert({})//",
-    )
-    payloads = [form.format(number) for number in range(100) for form in forms]
-    fit = [name for name in payloads if "/" not in name and name.isprintable()]  # to name files
-    layouts = {name: Layout(("GL", "LG", "LL", "LL"), 8, name) for name in fit[:20]}
-    strategies = ["full-attention", "sp-kv", *fit[:3]]
-    table = replace(make_domain_table(tuple(payloads[:40])), name=payloads[1], metadata={"model": payloads[0]})
-    record = {payload: payload for payload in payloads}
-    file = write_report(
-        tmp_path,
-        ReportInputs(
-            table,
-            layouts,
-            record=record,
-            comparison=make_comparison(strategy=strategies, note=payloads[40:45]),
-        ),
-    )
-    page = open_page("#budget=3&" + "&".join(payloads[:5]), file)
-    for control in ("#explorer-domain", "#explorer-selected", "#explorer-compared"):
-        for option in range(1, page.locator(f"{control} option").count()):
-            page.select_option(control, index=option)
-    page.locator("svg[data-chart=density] .cell").first.hover()
-    assert payloads[0] in page.inner_text("#tip")
-    assert page.locator("dd", has_text="alert(99)").count() >= len(forms)
+def test_the_page_begins_with_the_layout_of_its_headline(open_page: Any, workspace: Path) -> None:
+    """Map, file and numbers are those of the layout in the headline."""
+    page = open_page()
+    search = pd.read_csv(workspace / "reports/stdlib-21x3/search.csv").set_index("name")
+    heads = search.loc["duo", "heads"].iloc[0] if search.index.duplicated().any() else search.loc["duo", "heads"]
+    link = page.locator("p.lead a")
+    assert (link.inner_text(), page.inner_text("#explorer-selected option:checked")) == ("duo", "duo")
+    with page.expect_download() as download:
+        page.click("#explorer-download")
+    layout = Layout.read(Path(download.value.path()))
+    assert (layout.strategy, " ".join(layout.heads)) == ("duo", heads)
+    assert download.value.suggested_filename == "duo.yaml"
+    page.focus("#explorer-budget")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#explorer-selected option:checked") == "from sliders"
+    link.press("Enter")
+    assert page.inner_text("#explorer-selected option:checked") == "duo"
+    assert num_outlined(page) == 18
+
+
+@pytest.mark.slow
+def test_changes_of_nll_are_visible_on_a_phone(open_page: Any) -> None:
+    """Every table shows the change of NLL beside the names at 390 pixels."""
+    page = open_page()
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.eval_on_selector_all("details", "all => all.forEach(one => { one.open = true; })")
+    checked = 0
+    for table in page.locator("table:has(thead th:nth-child(2))").all():
+        if not table.is_visible() or "NLL" not in table.locator("thead").inner_text():
+            continue
+        heads = table.locator("thead th").all_inner_texts()
+        column = next(at for at, name in enumerate(heads) if name.replace("\u00a0", " ").startswith("Δ NLL"))
+        for cell in table.locator(f"tbody tr td:nth-child({column + 1})").all():
+            inside = (
+                "cell => cell.getBoundingClientRect().right <= cell.closest('.scroll').getBoundingClientRect().right"
+            )
+            assert cell.evaluate(inside), heads
+            checked += 1
+    assert checked > 30
+
+
+def test_words_explain_themselves_by_pointer_and_keyboard(open_page: Any) -> None:
+    page = open_page()
+    term = page.locator("section[aria-labelledby=comparison] a.term", has_text="control").first
+    term.hover()
+    assert "retrained like the layouts" in page.inner_text("#tip")
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#tip")
+    term.focus()
+    assert "retrained like the layouts" in page.inner_text("#tip")
+    page.keyboard.press("Enter")
+    assert "retrained like the layouts" in page.inner_text("#tip")
+    page.emulate_media(media="print")
+    assert page.is_visible("#word-control")
