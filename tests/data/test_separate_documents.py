@@ -39,7 +39,7 @@ from spkv_nas.training.corpus import BlockDataset
 
 SIZE, WINDOW = 32, 4
 WORDS = ["alpha", "beta", "gamma", "delta"]
-TEXTS = [" ".join(np.resize(WORDS, 1 + i * 7 % 12)) + f" {i}" for i in range(40)]  # of 5 to 30 tokens
+TEXTS = [" ".join(np.resize(WORDS, 1 + i * 7 % 12)) + f" {i}" for i in range(24)]  # of 5 to 30 tokens
 LAYOUT = Layout(("GL", "LG", "LL", "GL"), WINDOW, sinks=1)
 SEPARATE: dict[str, Any] = {"documents": "separate"}
 
@@ -84,7 +84,7 @@ def alone(model: PreTrainedModel, blocks: TokenBlocks) -> tuple[float, int]:
 def test_documents_are_whole(tokenizer: PreTrainedTokenizerBase, blocks: TokenBlocks) -> None:
     found = [[t for t in part.tolist() if t not in tokenizer.all_special_ids] for part in parts(blocks)]
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    assert len(found) > 35  # without those of a last block that is not half full
+    assert len(found) > 20  # without those of a last block that is not half full
     assert all(tokens in expected for tokens in found)
     shuffled = [part.tolist() for part in parts(blocks.in_random_order(0))]
     assert sorted(shuffled)[:-1] != shuffled[:-1]
@@ -123,7 +123,7 @@ def test_gates_learn_on_the_same_targets(model: PreTrainedModel, tokenizer: PreT
 
 def test_signals_see_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Windows as long as the longest document cost nothing."""
-    texts = [" ".join(text.split()[:3]) for text in TEXTS]
+    texts = [" ".join(text.split()[-3:]) for text in TEXTS]
     separate, joined = (build_blocks(texts, tokenizer, SIZE, documents=each) for each in ("separate", "joined"))
     longest = max(map(len, parts(separate)))
     for blocks, is_free in ((separate, True), (joined, False)):
