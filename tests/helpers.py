@@ -98,7 +98,7 @@ model:
   config: {model_type: llama, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 2, num_attention_heads: 4,
            num_key_value_heads: 2, tie_word_embeddings: true}
 tokenizer: {vocab_size: 280}
-data: {sources: [text], block_size: 32, heldout: 0.3, max_heldout_tokens: 4000}
+data: {sources: [text], block_size: 32, heldout: 0.3, max_heldout_tokens: 1600}
 dense: {steps: 6, batch_size: 4, learning_rate: 1e-2, warmup_steps: 2}
 branch: {steps: 8, batch_size: 4, learning_rate: 1e-2}
 gates: {window: 8, hidden_size: 8, bias: 0.2, learning_rate_multiplier: 10.0}

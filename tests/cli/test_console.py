@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import terminal
-from helpers import MessageLog, write_project
+from helpers import RECIPE, MessageLog, write_project
 from marks import slow_after
 from paths import ROOT
 from transformers.utils import logging
@@ -37,7 +37,8 @@ Project = tuple[Path, Path]  # recipe, workspace
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """Write a recipe and a workspace with a probe, layouts, and their comparison."""
     folder = tmp_path_factory.mktemp("console")
-    recipe, workspace = write_project(folder / "project"), folder / "workspace"
+    recipe = write_project(folder / "project", RECIPE.replace("{steps: 8", "{steps: 2"))
+    workspace = folder / "workspace"
     options = ["--probe", "tiny", "--workspace", str(workspace)]
     main(["probe", str(recipe), "--workspace", str(workspace)])
     main(["propose", "--budget", "2", "--num-random", "1", *options])

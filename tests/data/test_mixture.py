@@ -152,7 +152,7 @@ class TestTraining:
             **merged(
                 recipe.model_dump(),
                 {
-                    "data": {"block_size": 400, "heldout": 0.5, "mix": {"ruler": MIX}},
+                    "data": {"block_size": 400, "heldout": 0.5, "max_heldout_tokens": 4000, "mix": {"ruler": MIX}},
                     "model": {"config": config},
                 },
             )

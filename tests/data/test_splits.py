@@ -138,9 +138,9 @@ class TestSplit:
         """A truncated cache file is a user error that names it."""
         tokenizer = train_tokenizer(recipe.data, 280, recipe_file.parent)
         folder = cache_split(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
-        file = folder / f"heldout-{RULE}-4000-{recipe.data.block_size}.npz"
+        file = folder / f"heldout-{RULE}-1600-{recipe.data.block_size}.npz"
         file.write_bytes(file.read_bytes()[:-50])
-        with pytest.raises(UserError, match=r"4000-32\.npz is damaged: .*\nremove it: the text is then"):
+        with pytest.raises(UserError, match=r"1600-32\.npz is damaged: .*\nremove it: the text is then"):
             read_split(folder, recipe.data)
 
     def test_the_tokenizer_never_sees_held_out_text(

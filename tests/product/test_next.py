@@ -30,7 +30,7 @@ MAX_COMMANDS = 20
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder with a user's text, and small steps."""
     monkeypatch.chdir(tmp_path)
-    write_project(tmp_path / "my project", words=20)
+    write_project(tmp_path / "my project", words=10)
     monkeypatch.setattr("spkv_nas.training.first_recipe.STEP_TOKENS", {"cpu": 256})
     monkeypatch.setattr("spkv_nas.artifacts.defaults.FIRST_STEPS", 3)
     monkeypatch.setattr("spkv_nas.stages.probe.PRICED_STEPS", 3)

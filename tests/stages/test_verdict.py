@@ -43,7 +43,7 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch:
     for name in ("text", "other"):
         Path(name).mkdir()
         for number in range(60):
-            words = " ".join(f"{name}{(number * word) % 17} returns" for word in range(8))
+            words = " ".join(f"{name}{(number * word) % 17} returns" for word in range(4))
             Path(name, f"{number}.txt").write_text(f"document {number}: {words}\n")
     Layout(("GG",) * 4, window=4, strategy="full").write("full.yaml")
     Layout(("GL",) * 4, window=4, strategy="mixed").write("mixed.yaml")

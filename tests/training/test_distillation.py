@@ -61,7 +61,7 @@ class TestRecipe:
             for one in (recipe, with_teacher(recipe), with_teacher(recipe, weight=0.6))
         ]
         assert len(set(keys)) == 3
-        assert keys[1] == "custom-007049ac77b6fe45-30bc9f0de8e2-seed0"
+        assert keys[1] == "custom-007049ac77b6fe45-7e3e3941aaac-seed0"
 
 
 @pytest.mark.parametrize("changes", [{}, slow(LORA)], ids=["full", "lora"])
