@@ -51,17 +51,10 @@ built_command = cache(typer.main.get_command)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def unflushed_files() -> Iterator[None]:
-    """Leave files to the system's cache: processes are killed in tests, machines are not."""
+def spared_work() -> Iterator[None]:
+    """Leave files to the system's cache, as tests kill processes and not machines, and build the command line once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def command_line() -> Iterator[None]:
-    """Build the command line once instead of at every call of ``main``."""
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", built_command)
         yield
 
