@@ -144,7 +144,7 @@ def test_filling_does_not_count(model: PreTrainedModel, blocks: TokenBlocks) -> 
     """Divergence, price and densities are means over the tokens of documents, as if each were alone."""
     batches, batch = document_batches(blocks), inputs(blocks)
     num_tokens = sum(x.numel() for x in batches)
-    assert int(blocks.boundaries.is_filling(blocks.tokens).sum()) == blocks.tokens.size - num_tokens > 0
+    assert int(blocks.boundaries.is_filling(blocks.tokens)[:, 1:].sum()) == blocks.tokens.size - num_tokens > 0
     assert blocks.boundaries.num_measured(blocks.tokens) == (num_tokens - len(batches), num_tokens)
     # Divergence of a layout
     with spkv_nas.layout_applied(model, LAYOUT), torch.no_grad():

@@ -104,8 +104,8 @@ def test_the_model_passes_in_transformers(
     assert in_process == [str(python)]
     assert (check.passed, check.num_equal, check.num_new) == (True, 20, 20)
     assert check.difference < 1e-4 < 0.1 < check.dense_difference
-    assert (check.num_prompt, check.reach) == (WINDOW + 128, f"window {WINDOW}")
-    assert check.cache == check.findings == []
+    assert not any(replace(check, **one).passed for one in ({"num_equal": 19}, {"difference": 1.0}))
+    assert (check.num_prompt, check.reach, check.cache, check.findings) == (136, f"window {WINDOW}", [], [])
     assert compare_with_engine(per_head, "transformers", num_prompt=30).num_prompt == 30
 
 
