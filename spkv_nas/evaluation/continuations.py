@@ -94,7 +94,7 @@ def by_continuation(
     def run(part: range) -> list[Line]:
         batch = continuations[part.start : part.stop]
         tokens = _continued(blocks, batch, prompt_length)
-        inputs = blocks.boundaries.inputs(tokens)
+        inputs = _inputs(blocks, tokens, prompt_length)
         with ExitStack() as evaluating:
             for model in models:
                 evaluating.enter_context(modes.evaluation_mode(model))
@@ -119,6 +119,15 @@ def _continued(blocks: TokenBlocks, continuations: Sequence[Line], prompt_length
         row[:prompt_length] = torch.from_numpy(blocks.tokens[line["block"], :prompt_length].astype(np.int64))
         row[prompt_length : prompt_length + len(line["tokens"])] = torch.tensor(line["tokens"])
     return tokens
+
+
+def _inputs(blocks: TokenBlocks, tokens: torch.Tensor, prompt_length: int) -> dict[str, torch.Tensor]:
+    """Return the keyword arguments of a pass; a continuation belongs to the last document of its prompt."""
+    inputs = blocks.boundaries.inputs(tokens[:, :prompt_length])
+    if (positions := inputs.get("position_ids")) is not None:
+        following = positions[:, -1:] + torch.arange(1, tokens.shape[1] - prompt_length + 1)
+        inputs["position_ids"] = torch.cat([positions, following], 1)
+    return {**inputs, "input_ids": tokens}
 
 
 @torch.inference_mode()

@@ -219,7 +219,7 @@ def test_continuations_are_those_of_documents_alone(
     lines = write_continuations(model, tokenizer, blocks, 8)
     predicted = predict(model, blocks, lines, 8, temperature=1.0)
     positions = blocks.boundaries.positions(blocks.tokens[:, :-8])[:, -1]
-    assert set(positions) > {0}, "in some blocks, the last prompt token is inside a later document"
+    assert (positions < SIZE - 9).any(), "some prompts have several documents"
     for line, scores, position in zip(lines, predicted, positions, strict=True):
         prompt = torch.tensor(blocks.tokens[line["block"], -9 - position : -8].astype(np.int64))[None]
         assert continue_tokens(model, tokenizer, prompt, torch.ones_like(prompt), 8)[0] == line["tokens"]

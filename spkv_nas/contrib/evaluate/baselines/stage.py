@@ -61,7 +61,7 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     subject = Subject.of(options, DENSE, "prune on")
     check_pair(subject.source, options.against)
     measured = subject.load(reporter, tokens=choices.TOKENS, learns=True)
-    check_prunable(measured.model, measured.blocks)
+    check_prunable(measured.model, measured.blocks, options.max_tokens)
     gated = _load_gated(options, measured)
     gates = None if gated is None else config_section.gate_config(gated)
     # Fix the protocol
@@ -88,8 +88,8 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     return commands.Result(NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents), show)
 
 
-def check_prunable(model: PreTrainedModel, blocks: TokenBlocks) -> None:
-    """Raise ``UserError`` unless a model is dense and the text has two documents."""
+def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int | None) -> None:
+    """Raise ``UserError`` unless a model is dense and the text, cut at ``max_tokens``, has two documents."""
     if config_section.gate_config(model) is not None:
         raise errors.UserError(
             "the model has SP-KV gates, which prune keys already: give a dense model, and this one to --against"
@@ -97,8 +97,13 @@ def check_prunable(model: PreTrainedModel, blocks: TokenBlocks) -> None:
     if config_section.checkpoint_layout(model) is not None:
         raise errors.UserError("the model is a hybrid, whose local heads see only their window: give a dense model")
     if len(np.unique(blocks.document)) < 2:
+        if max_tokens is None or blocks.tokens.size + blocks.block_size <= max_tokens:
+            raise errors.UserError(
+                "the text is a single document, so no standard error can be computed: give at least two documents"
+            )
         raise errors.UserError(
-            "the text is a single document, so no standard error can be computed: give more, or a larger --max-tokens"
+            f"--max-tokens {max_tokens} keeps {blocks.tokens.size} tokens, all of a single document, so no standard "
+            "error can be computed\ngive a larger --max-tokens"
         )
 
 

@@ -60,7 +60,6 @@ def retrieval(
     blocks = hidden.blocks
     queries = slice(blocks.block_size - needle_length, blocks.block_size - 1)  # the last token has no next one to copy
     num_correct = np.zeros(1, dtype=np.int64)
-
     # Measure attention on the needles
     with windows.full_attention(model) as states:
         num_heads = model_shape.config_shape(model.config).num_heads * (1 + max(state.num_readers for state in states))
@@ -83,10 +82,8 @@ def retrieval(
 
         batches.run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
-
     # Build the table
     heads = attention.heads_per_layer(states)
-    sums = _best_of_group(collected.sums.cpu().numpy(), heads)
     accuracy = float(distributed.sum_over_processes(num_correct)[0]) / (blocks.num_blocks * (needle_length - 1))
     if accuracy < _MIN_ACCURACY:
         warnings.warn(
@@ -94,10 +91,11 @@ def retrieval(
             "are unreliable",
             stacklevel=3,
         )
-    options = {"needle_length": needle_length, "seed": seed, "copy_accuracy": round(accuracy, 4)}
-    facts: Any = {"passes": 1.0, "tokens": blocks.tokens.size, "heads_per_layer": heads, "name": name}
-    facts["metadata"] = {**(metadata or {}), **options}
-    return signal_table("retrieval", collected.means(sums), window, unit=kinds.ATTENTION_UNIT, **facts)
+    scores = collected.means(_best_of_group(collected.sums.cpu().numpy(), heads))
+    settings: dict[str, Any] = {**(metadata or {}), "needle_length": needle_length, "seed": seed}
+    settings["copy_accuracy"] = round(accuracy, 4)
+    facts: Any = {"unit": kinds.ATTENTION_UNIT, "passes": 1.0, "tokens": blocks.tokens.size, "heads_per_layer": heads}
+    return signal_table("retrieval", scores, window, name=name, metadata=settings, **facts)
 
 
 @dataclass(frozen=True)
