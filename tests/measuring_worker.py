@@ -25,7 +25,7 @@ from spkv_nas.stages.options.evaluate.nll import NLLOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.probe import probe
-from spkv_nas.stages.score import score
+from spkv_nas.stages.score import run as score
 from spkv_nas.stages.subject import Subject
 
 SHORT = 48  # tokens of a text of one block: fewer than there are processes
@@ -53,7 +53,7 @@ def measure_all(ground: Path, workspace: Path) -> Found:
         at_tau = nll(NLLOptions(**options)).evaluation
         result[name] = np.array([at_tau.density, *at_tau.nll.total, *at_tau.nll.num_tokens])
         result[f"{name}, sweep"] = sweep(NLLOptions(**options, taus="0.2,0.5,0.8")).rows
-    result["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).rows
+    result["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).value.rows
     take("density", model=gated, ablation_tokens=200)
     take("learned", signal="density", steps=6, ablation_tokens=0)
     for signal in SIGNALS.names[1:]:

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.options.verdict import VerdictOptions
-from spkv_nas.stages.verdict import VerdictResult, verdict
+from spkv_nas.stages.verdict import VerdictResult
+from spkv_nas.stages.verdict import run as verdict
 
 
 def decisive_model() -> PreTrainedModel:
@@ -39,9 +40,8 @@ def write_folder(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def run(*candidates: str, **options: Any) -> VerdictResult:
-    return verdict(
-        VerdictOptions(candidates=[*candidates], **{"model": "dense", "data": ["text"], "block_size": 32} | options)
-    )
+    options = {"model": "dense", "data": ["text"], "block_size": 32} | options
+    return verdict(VerdictOptions(candidates=[*candidates], **options)).value
 
 
 def check_resumes(rounds: Any, monkeypatch: pytest.MonkeyPatch, *candidates: str, **options: Any) -> None:

@@ -54,19 +54,13 @@ class BudgetResult(CriticalBudget):
         return [f"the layouts of {self.probe}"] if self.compared.selected.unknown else []
 
 
-def run(options: CriticalBudgetOptions, reporter: progress.Reporter, deadline: float | None = None) -> commands.Result:
-    """Run the command; no budget is looked at after ``deadline``, as in ``find_critical_budget``."""
-    result = critical_budget(options, reporter, deadline)
-    return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
-
-
-def critical_budget(
+def run(
     options: CriticalBudgetOptions, reporter: progress.Reporter = progress.SILENT, deadline: float | None = None
-) -> BudgetResult:
+) -> commands.Result:
     """Bisect budgets of global heads, or of memory, for the smallest whose layout passes against the dense model.
 
-    Raises:
-        UserError: all documents were used to select a layout, the budgets are invalid, or something cannot be read.
+    No budget is looked at after ``deadline``, as in ``find_critical_budget``. Raises ``UserError`` if all documents
+    were used to select a layout, the budgets are invalid, or something cannot be read.
     """
     checks.check(options)
     # Make or read the layouts before any document is looked at
@@ -118,7 +112,7 @@ def critical_budget(
     result_tables.CRITICAL_BUDGET.write(
         result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
     )
-    return result
+    return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=following)
 
 
 def _layouts(
@@ -132,16 +126,15 @@ def _layouts(
     if not files.layouts and text.startswith(MEMORY):
         by_percent = windows.layouts_by_memory(table, cost, parse_memories(text), requirements.constraints)
         return {f"{percent:g}%": layout for percent, layout in by_percent.items()}, list(by_percent)
-    # Files of which some have several windows, so that numbers of heads do not order them
+    # One for each number of heads, as constraints may not use a budget up; or, as several windows are not ordered by
+    # numbers of heads, one for each memory
     layouts = files.layouts or budget_curve(table, requirements, parse_budgets(text, table.num_candidates)).layouts
-    if any(layout.windows for layout in layouts.values()):
-        full = cost.full(table.num_heads)
-        shares = {name: round(100.0 * _kv_bytes(cost, layout, table) / full, 2) for name, layout in layouts.items()}
-        by_memory = {share: name for name, share in reversed(shares.items())}
-        return {by_memory[share]: layouts[by_memory[share]] for share in sorted(by_memory)}, sorted(by_memory)
-    # One for each number of heads: constraints may not use a budget up
-    by_size = {layout.num_global: name for name, layout in reversed(layouts.items())}
-    return {by_size[number]: layouts[by_size[number]] for number in sorted(by_size)}, None
+    has_several, full = any(layout.windows for layout in layouts.values()), cost.full(table.num_heads)
+    names: dict[float, str] = {}
+    for name, layout in layouts.items():
+        size = round(100.0 * _kv_bytes(cost, layout, table) / full, 2) if has_several else layout.num_global
+        names.setdefault(size, name)
+    return {names[size]: layouts[names[size]] for size in sorted(names)}, sorted(names) if has_several else None
 
 
 def _column(outcome: CriticalBudget) -> str:

@@ -22,7 +22,7 @@ from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.subject import Measured, NLLTable, Subject, measured_on
 
 
-def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
+def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure the zero-shot NLL of layouts on a checkpoint and write ``reports/<name>/zero-shot.csv``."""
     # Read table and layouts
     workspace = options.folders
@@ -70,7 +70,8 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> NLLTable:
     folder = workspace.report_dir(name)
     distributed.on_main(lambda: _write(folder, rows, origin, measured, reporter))
     counts = (full_attention.num_documents, full_attention.effective_documents)
-    return NLLTable(name, rows, folder, *counts, selected_by, num_selection, found_alarm)
+    result = NLLTable(name, rows, folder, *counts, selected_by, num_selection, found_alarm)
+    return commands.Result(result, show, next=next_steps.after_score(options, result))
 
 
 def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: Measured, reporter: Reporter) -> None:
@@ -124,9 +125,3 @@ def show(result: NLLTable) -> None:
     printing.about_errors(result.num_documents, result.effective_documents)
     printing.about_selection(result.num_selection, result.selected_by)
     console.print_path("scores", result.folder / "zero-shot.csv")
-
-
-def run(options: ScoreOptions, reporter: Reporter) -> commands.Result:
-    """Run the command."""
-    result = score(options, reporter)
-    return commands.Result(result, show, next=next_steps.after_score(options, result))

@@ -24,13 +24,7 @@ class VerdictResult(trial.Verdict):
     folder: Path
 
 
-def run(options: VerdictOptions, reporter: progress.Reporter) -> commands.Result:
-    """Run the command."""
-    result = verdict(options, reporter)
-    return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer])
-
-
-def verdict(options: VerdictOptions, reporter: progress.Reporter = progress.SILENT) -> VerdictResult:
+def run(options: VerdictOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
     """Measure candidates and the dense model until the answer about every candidate is known."""
     checks.check(options)
     # Check the candidates, then measure them
@@ -44,7 +38,8 @@ def verdict(options: VerdictOptions, reporter: progress.Reporter = progress.SILE
     record |= {} if outcome.alarm is None else {ALARM: outcome.alarm}
     folder = options.folders.report_dir(compared.name)
     VERDICT.write(folder, outcome.rows, record, reporter)
-    return VerdictResult(**vars(outcome), compared=compared, folder=folder)
+    result = VerdictResult(**vars(outcome), compared=compared, folder=folder)
+    return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer])
 
 
 def contenders(texts: Sequence[str], dense: str, reporter: progress.Reporter) -> list[Contender]:

@@ -26,8 +26,9 @@ from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.probe import probe
 from spkv_nas.stages.propose import propose
-from spkv_nas.stages.score import score
-from spkv_nas.stages.verdict import VerdictResult, document, verdict
+from spkv_nas.stages.score import run as score
+from spkv_nas.stages.verdict import VerdictResult, document
+from spkv_nas.stages.verdict import run as verdict
 from spkv_nas.training.recipe import Recipe
 
 TEXTS = {"a": range(12), "b": range(8, 20), "c": range(18, 30), "d": range(30, 42)}  # documents of each folder
@@ -62,7 +63,7 @@ def measure(text: str, **options: object) -> str:
 def judge(*layouts: Path, data: list[str], **options: object) -> VerdictResult:
     files = [str(layout) for layout in layouts]
     common = {"model": "dense", "block_size": 32, "margin": "nll=50%"}
-    return verdict(VerdictOptions(candidates=files, data=data, **common | options))  # type: ignore[arg-type]
+    return verdict(VerdictOptions(candidates=files, data=data, **common | options)).value  # type: ignore[arg-type]
 
 
 def left_out(*layouts: Path, data: list[str]) -> int | None:
@@ -127,9 +128,8 @@ class TestReplacedRecords:
 
     def test_only_documents_that_were_measured_are_used_up(self, folder: Path) -> None:
         Layout(("GL",) * 4, window=4, strategy="mine").write("mine.yaml")
-        result = score(
-            ScoreOptions(layouts=[Path("mine.yaml")], model="dense", data=["d"], block_size=32, max_tokens=96)
-        )
+        options = {"layouts": [Path("mine.yaml")], "model": "dense", "data": ["d"], "block_size": 32}
+        result = score(ScoreOptions(**options, max_tokens=96)).value
         assert 0 < result.num_documents < len(TEXTS["d"])
         assert left_out(Path("mine.yaml"), data=["d"]) == result.num_documents
 

@@ -31,7 +31,7 @@ from spkv_nas.model.export.export import export
 from spkv_nas.model.source import check_checkpoint, split_revision
 from spkv_nas.model.weight_files import INDEX, content_hashes
 from spkv_nas.stages.options.score import ScoreOptions
-from spkv_nas.stages.score import score
+from spkv_nas.stages.score import run as score
 from spkv_nas.stages.sized_model import model_name
 from spkv_nas.training.branches import branch_folder
 from spkv_nas.training.corpus import Corpus

@@ -145,8 +145,8 @@ def command_of(file: Path) -> str:
     for folder in path.parents[:-1]:
         if (STAGES / folder / "command.py").exists():
             return folder.as_posix()
-    runs = re.search(r"^def \w+\(options: [\w.]+Options, reporter: [\w.]*Reporter\)", file.read_text(), re.MULTILINE)
-    return path.with_suffix("").as_posix() if runs else ""
+    run = re.search(r"^def \w+\(\s*options: \S+Options, reporter: \S+(\)|[^)]*\) -> \S*Result)", file.read_text(), re.M)
+    return path.with_suffix("").as_posix() if run else ""
 
 
 def test_no_module_of_stages_imports_a_command() -> None:

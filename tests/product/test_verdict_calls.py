@@ -16,7 +16,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.stages.critical_budget import critical_budget
+from spkv_nas.stages import critical_budget
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 
 
@@ -71,7 +71,7 @@ def test_a_critical_budget_has_the_numbers_of_the_command(blocks: TokenBlocks, s
     options = {"model": "dense", "data": ["text"], "block_size": 32, "margin": "nll=1%"}
     spkv_nas.cli.main(["propose", "--probe", "mine", "--budget", "1..8", "--window", "4"])
     files = sorted(map(str, Path("layouts/p/budgets").glob("*.yaml")))
-    command = critical_budget(CriticalBudgetOptions(budgets=files, probe="mine", **options))  # type: ignore[arg-type]
+    command = critical_budget.run(CriticalBudgetOptions(budgets=files, probe="mine", **options)).value  # type: ignore[arg-type]
     assert (result.passes, result.fails, result.answers) == (command.passes, command.fails, command.answers)
     equal(result.rows.drop(columns="candidate"), command.rows.drop(columns=["kv_bytes", "candidate"]))
     assert [layout.content for layout in result.layouts] == [layout.content for layout in command.layouts]

@@ -26,12 +26,12 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
 from spkv_nas.evaluation.verdict.criteria import DocumentRounds
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.stages.critical_budget import BudgetResult, critical_budget, document
+from spkv_nas.stages import critical_budget, verdict
+from spkv_nas.stages.critical_budget import BudgetResult, document
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.probe import probe
-from spkv_nas.stages.verdict import verdict
 
 TOKENS = 48  # per document
 NUM_HEADS = 8
@@ -87,8 +87,8 @@ def folder(tmp_path: Path, measured: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def run(reporter: Reporter = SILENT, **options: Any) -> BudgetResult:
-    chosen = {"budgets": ["1..8"], "probe": "mine", "model": "dense", "data": ["text"], "block_size": TOKENS}
-    return critical_budget(CriticalBudgetOptions(**chosen | {"margin": "nll=10%"} | options), reporter)
+    chosen = {"budgets": ["1..8"], "probe": "mine", "model": "dense", "data": ["text"], "margin": "nll=10%"}
+    return critical_budget.run(CriticalBudgetOptions(**{"block_size": TOKENS} | chosen | options), reporter).value
 
 
 class TestAnswer:
@@ -351,7 +351,7 @@ class TestAuto:
         assert record["risk"] == 0.025
         assert record["left_out"]["documents"] == len(file.read_text().split())
         options = {"model": "dense", "data": ["text"], "block_size": 96, "name": "later"}
-        later = verdict(VerdictOptions(candidates=["hybrid"], **options))
+        later = verdict.run(VerdictOptions(candidates=["hybrid"], **options)).value
         assert later.compared.num_left_out == record["left_out"]["documents"]
         assert "training" in later.compared.selected.by
         whole = contents()

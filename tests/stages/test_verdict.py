@@ -28,7 +28,8 @@ from spkv_nas.stages import decision
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.verdict import VerdictOptions
 from spkv_nas.stages.probe import probe
-from spkv_nas.stages.verdict import VerdictResult, document, verdict
+from spkv_nas.stages.verdict import VerdictResult, document
+from spkv_nas.stages.verdict import run as verdict
 
 
 @pytest.fixture
@@ -51,9 +52,8 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch:
 
 
 def run(*candidates: str, **options: Any) -> VerdictResult:
-    return verdict(
-        VerdictOptions(candidates=[*candidates], **{"model": "dense", "data": ["text"], "block_size": 32} | options)
-    )
+    options = {"model": "dense", "data": ["text"], "block_size": 32} | options
+    return verdict(VerdictOptions(candidates=[*candidates], **options)).value
 
 
 class TestAnswers:
