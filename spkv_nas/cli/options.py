@@ -9,14 +9,15 @@ import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from pydantic_core import to_jsonable_python
 from rich.text import Text
 
 from spkv_nas.base import console, progress
@@ -203,18 +204,9 @@ def print_results(output: Results, *, as_json: bool) -> int:
 
 def plain(value: Any) -> Any:
     """Return a value in JSON's types: numbers unrounded, NaN and infinity as null, tables as rows, paths as text."""
-    # Convert objects
-    if is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    elif hasattr(value, "to_dict"):  # a pandas table
-        value = value.to_dict("records")
-    elif hasattr(value, "tolist"):  # an array or a NumPy scalar
-        value = value.tolist()
-    # Convert containers, and values that JSON lacks
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return str(value) if isinstance(value, Path) else value
+    return to_jsonable_python(value, inf_nan_mode="null", fallback=_from_numpy)
+
+
+def _from_numpy(value: Any) -> Any:
+    """Return a pandas table as rows, and an array or a NumPy scalar as Python's types."""
+    return value.to_dict("records") if hasattr(value, "to_dict") else value.tolist()
