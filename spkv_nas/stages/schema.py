@@ -8,16 +8,14 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import console, errors, progress
 from spkv_nas.base.flag import Flag
 
-SchemaOf = Annotated[
-    str, Flag("File format: layout or recipe.", metavar="layout|recipe", argument=True, values=("layout", "recipe"))
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaOptions:
     """Options of the ``schema`` command."""
 
-    of: SchemaOf = "layout"
+    of: Annotated[
+        str, Flag("File format: layout or recipe.", metavar="layout|recipe", argument=True, values=("layout", "recipe"))
+    ] = "layout"
 
 
 def schema(options: SchemaOptions, reporter: progress.Reporter) -> None:

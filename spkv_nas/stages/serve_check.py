@@ -10,22 +10,19 @@ from spkv_nas.engines.registry import checked_engines
 from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import commands, flags
 
-Folder = Annotated[Path, flag.Flag("Exported model folder.", argument=True)]
-Engine = Annotated[str, flag.Flag("Inference engine to run.", values=checked_engines)]
-Intended = Annotated[Path | None, flag.Flag("Layout (YAML) that the engine must run.")]
-PromptTokens = Annotated[
-    int | None, flag.Flag("Tokens of the prompt, more than the widest window.", low=2, high=limits.MAX_WHOLE)
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCheckOptions:
     """Options of the ``serve-check`` command."""
 
-    folder: Folder
-    engine: Engine
-    layout: Intended = flag.default(None, "the folder's")
-    prompt_tokens: PromptTokens = flag.default(None, "128 more than the widest window")
+    folder: Annotated[Path, flag.Flag("Exported model folder.", argument=True)]
+    engine: Annotated[str, flag.Flag("Inference engine to run.", values=checked_engines)]
+    layout: Annotated[Path | None, flag.Flag("Layout (YAML) that the engine must run.")] = flag.default(
+        None, "the folder's"
+    )
+    prompt_tokens: Annotated[
+        int | None, flag.Flag("Tokens of the prompt, more than the widest window.", low=2, high=limits.MAX_WHOLE)
+    ] = flag.default(None, "128 more than the widest window")
     python: flags.EnginePython = flag.default(None, "this one")
 
 

@@ -9,17 +9,6 @@ from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, ONLY_PROBE, ChoosesProbe, EngineOptions, verdict
 
-Budgets = Annotated[
-    list[str],
-    flag.Flag(
-        "Numbers of global heads: a range (4..40, 5%..50%; 4..40:2 has step 2) or a list. Or shares of full "
-        "attention's KV cache, for a probe with costs of windows: memory, memory=5%..50% or memory=10%,20%. Their "
-        "layouts are those that propose makes of --probe. Or layout files (YAML), such as layouts/NAME/budgets/*.yaml.",
-        metavar="RANGE|LAYOUT...",
-        argument=True,
-    ),
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalBudgetOptions(EngineOptions, verdict.DecisionOptions, ChoosesProbe):
@@ -34,7 +23,17 @@ class CriticalBudgetOptions(EngineOptions, verdict.DecisionOptions, ChoosesProbe
     runs/NAME/verdict/ and reused. spkv-nas verdict --help describes the criteria.
     """
 
-    budgets: Budgets
+    budgets: Annotated[
+        list[str],
+        flag.Flag(
+            "Numbers of global heads: a range (4..40, 5%..50%; 4..40:2 has step 2) or a list. Or shares of full "
+            "attention's KV cache, for a probe with costs of windows: memory, memory=5%..50% or memory=10%,20%. "
+            "Their layouts are those that propose makes of --probe. Or layout files (YAML), such as "
+            "layouts/NAME/budgets/*.yaml.",
+            metavar="RANGE|LAYOUT...",
+            argument=True,
+        ),
+    ]
     probe: flags.OptionalProbe = flag.default(None, f"{ONLY_PROBE}, or that of the layouts")
     granularity: flags.Granularity = flag.default("head", note="Applies to a range of budgets.")
     context: flags.OptionalContext = flag.default(None, LONGEST)

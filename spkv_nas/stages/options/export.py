@@ -14,15 +14,6 @@ from spkv_nas.stages import flags
 from spkv_nas.stages.options import InWorkspace
 
 Out = Annotated[Path, Flag("Output folder; must not exist.")]
-ExportTo = Annotated[
-    str,
-    Flag(
-        "Target format. auto: the first of these that can express the layout. "
-        f"{'; '.join(f'{target.name}: {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
-        metavar="TARGET",
-        values=lambda: (AUTO, *TARGETS.names),
-    ),
-]
 ForEngine = Annotated[
     str | None,
     Flag(
@@ -31,16 +22,6 @@ ForEngine = Annotated[
         metavar="ENGINE",
         values=lambda: ENGINES.names,
     ),
-]
-Link = Annotated[
-    bool, Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",))
-]
-Card = Annotated[
-    bool, Flag("Write a model card, with what the workspace has measured of the layout.", ("--card/--no-card",))
-]
-PushToHub = Annotated[
-    str | None,
-    Flag("Upload the folder to this repository on the Hugging Face Hub; a new one is private.", metavar="ORG/NAME"),
 ]
 
 
@@ -58,11 +39,26 @@ class ExportOptions(InWorkspace):
     layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
     model: flags.Model
     out: Out
-    to: ExportTo = AUTO
+    to: Annotated[
+        str,
+        Flag(
+            "Target format. auto: the first of these that can express the layout. "
+            f"{'; '.join(f'{target.name}: {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
+            metavar="TARGET",
+            values=lambda: (AUTO, *TARGETS.names),
+        ),
+    ] = AUTO
     engine: ForEngine = default(None, "none")
-    link: Link = False
-    card: Card = True
-    push_to_hub: PushToHub = default(None, "none")
+    link: Annotated[
+        bool, Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",))
+    ] = False
+    card: Annotated[
+        bool, Flag("Write a model card, with what the workspace has measured of the layout.", ("--card/--no-card",))
+    ] = True
+    push_to_hub: Annotated[
+        str | None,
+        Flag("Upload the folder to this repository on the Hugging Face Hub; a new one is private.", metavar="ORG/NAME"),
+    ] = default(None, "none")
 
     @property
     def target_options(self) -> dict[str, Any]:

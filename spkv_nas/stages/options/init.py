@@ -18,8 +18,6 @@ ModelArgument = Annotated[
 Texts = Annotated[
     list[str], Flag("Text: files or folders, stdlib (Python's library) or installed (pinned packages).", argument=True)
 ]
-NewRecipe = Annotated[Path, Flag("Recipe file to write.", ("--out",))]
-Force = Annotated[bool, Flag("Overwrite an existing file.", ("--force",))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +32,12 @@ class InitOptions(InWorkspace, OnDevice):
     model: ModelArgument
     data: Texts
     name: flags.Name = default(None, "the model's")
-    out: NewRecipe = Path("recipe.yaml")
+    out: Annotated[Path, Flag("Recipe file to write.", ("--out",))] = Path("recipe.yaml")
     steps: flags.Steps = default(None, str(defaults.FIRST_STEPS), note="Applies to each model.")
     minutes: Minutes = default(None, note="Replaces --steps.")
     separator: flags.Separator = default(None, "measured on the model")
     documents: flags.Documents = default(None, "joined")
-    force: Force = False
+    force: Annotated[bool, Flag("Overwrite an existing file.", ("--force",))] = False
 
 
 def check(options: InitOptions) -> None:

@@ -32,22 +32,6 @@ class DiffOptions:
     b: flags.LayoutFile
 
 
-Source = Annotated[
-    Path,
-    Flag(
-        "Layout (.yaml), DuoAttention folder, DuoAttention or PruLong file (.tsv), or head scores (.csv).",
-        argument=True,
-    ),
-]
-Target = Annotated[
-    Path, Flag("Output: .yaml writes a layout, .tsv a PruLong mask, a folder DuoAttention's two files.", argument=True)
-]
-Sparsity = Annotated[
-    float | None, Flag("Make heads below this quantile of the scores local, as DuoAttention and PruLong do.")
-]
-Threshold = Annotated[float | None, Flag("Make heads with at least this score global.")]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """Convert a layout between the formats of spkv-nas, DuoAttention and PruLong.
@@ -58,10 +42,21 @@ class ConvertOptions:
 
     command = "layout convert"
 
-    source: Source
-    target: Target
+    source: Annotated[
+        Path,
+        Flag(
+            "Layout (.yaml), DuoAttention folder, DuoAttention or PruLong file (.tsv), or head scores (.csv).",
+            argument=True,
+        ),
+    ]
+    target: Annotated[
+        Path,
+        Flag("Output: .yaml writes a layout, .tsv a PruLong mask, a folder DuoAttention's two files.", argument=True),
+    ]
     budget: flags.OptionalBudget = default(note="Takes the heads with the highest scores.")
-    sparsity: Sparsity = None
-    threshold: Threshold = None
+    sparsity: Annotated[
+        float | None, Flag("Make heads below this quantile of the scores local, as DuoAttention and PruLong do.")
+    ] = None
+    threshold: Annotated[float | None, Flag("Make heads with at least this score global.")] = None
     window: flags.OptionalWindow = default(None, "the source's")
     sinks: flags.OptionalSinks = default(None, "the source's")

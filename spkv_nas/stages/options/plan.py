@@ -11,10 +11,6 @@ from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import LONGEST, EngineOptions, InDtype, InWorkspace
 
-Devices = Annotated[
-    int, flag.Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=1024)
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(InWorkspace, InDtype, EngineOptions):
@@ -39,7 +35,10 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
     budget: flags.OptionalBudget = flag.default(None, PAPER_BUDGET)
     context: flags.OptionalContext = flag.default(None, LONGEST, note="Applies to generation.")
     hardware: flags.Hardware = flag.default(None, "this machine, no times", note="It sets memory and speed.")
-    devices: Devices = 1
+    devices: Annotated[
+        int,
+        flag.Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=1024),
+    ] = 1
     kv_bytes: flags.KvBytes = flag.default(None, note="Applies to --engine.")
 
 

@@ -10,27 +10,6 @@ from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.proposal.strategies import STRATEGIES
 from spkv_nas.stages import flags, options
 
-NumRandom = Annotated[int, flag.Flag("Number of random layouts.", low=0, high=limits.MAX_REPEATS)]
-Robust = Annotated[
-    bool, flag.Flag("Maximise the coverage of the worst domain, not of all text.", ("--robust",), panel=flags.MEMORY)
-]
-HeadCosts = Annotated[
-    Path | None,
-    flag.Flag(
-        "Cost of each global head instead of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
-        metavar="FILE.csv",
-        panel=flags.MEMORY,
-    ),
-]
-SeveralSolutions = Annotated[
-    str | None,
-    flag.Flag(
-        "Also write the N best layouts, the best included, that differ from each other in at least "
-        f"{SOLUTIONS_APART} KV heads, or in as many as apart says.",
-        metavar="N[:apart=HEADS]",
-    ),
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProposeOptions(options.LayerOptions, options.EngineOptions, options.ChoosesProbe):
@@ -46,12 +25,29 @@ class ProposeOptions(options.LayerOptions, options.EngineOptions, options.Choose
     tau: flags.ChosenTau = None
     window: flags.OptionalWindow = flag.default(None, "the probe's")
     sinks: flags.OptionalSinks = flag.default(None, "the probe's")
-    num_random: NumRandom = 3
+    num_random: Annotated[int, flag.Flag("Number of random layouts.", low=0, high=limits.MAX_REPEATS)] = 3
     seed: flags.Seed = 0
     memory: flags.Memory = flag.default(None, note="Replaces --budget.")
-    robust: Robust = False
-    head_costs: HeadCosts = None
-    solutions: SeveralSolutions = None
+    robust: Annotated[
+        bool,
+        flag.Flag("Maximise the coverage of the worst domain, not of all text.", ("--robust",), panel=flags.MEMORY),
+    ] = False
+    head_costs: Annotated[
+        Path | None,
+        flag.Flag(
+            "Cost of each global head instead of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
+            metavar="FILE.csv",
+            panel=flags.MEMORY,
+        ),
+    ] = None
+    solutions: Annotated[
+        str | None,
+        flag.Flag(
+            "Also write the N best layouts, the best included, that differ from each other in at least "
+            f"{SOLUTIONS_APART} KV heads, or in as many as apart says.",
+            metavar="N[:apart=HEADS]",
+        ),
+    ] = None
 
 
 # The help lists the strategies of the registry, those of installed packages included

@@ -11,9 +11,6 @@ from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import DENSE, SubjectOptions
 
-Dense = Annotated[
-    str, Flag("Checkpoint to compare with; layouts are tried on its weights.", ("--against",), "CHECKPOINT")
-]
 Margin = Annotated[
     str,
     Flag(
@@ -29,7 +26,9 @@ Risk = Annotated[str, Flag("Largest probability of a wrong pass, and of a wrong 
 class DecisionOptions(SubjectOptions):
     """Options of the commands that compare candidates with a dense model until the answer is known."""
 
-    model: Dense = DENSE
+    model: Annotated[
+        str, Flag("Checkpoint to compare with; layouts are tried on its weights.", ("--against",), "CHECKPOINT")
+    ] = DENSE
     margin: Margin = "nll=1%"
     risk: Risk = "5%"
     max_tokens: flags.OptionalMaxTokens = default(None, "one block per document, at least 128 blocks")
@@ -40,8 +39,8 @@ def is_layout(candidate: str) -> bool:
     return hub.is_on_hub(candidate) or candidate.lower().endswith((".yaml", ".yml"))
 
 
-def check_decision(options: DecisionOptions) -> Margins:
-    """Check the margins with the criteria's options, the risk, the dense model and the text; return the margins."""
+def check_decision(options: DecisionOptions) -> None:
+    """Check the margins with the criteria's options, the risk, the dense model and the text."""
     from spkv_nas.stages.subject import Subject
 
     parse_risk(options.risk)
@@ -51,15 +50,11 @@ def check_decision(options: DecisionOptions) -> Margins:
     Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins)).check()
     for criterion, _ in margins:
         criterion.check()
-    return margins
 
 
 def reads_text(margins: Margins) -> bool:
     """Return whether a criterion reads text."""
     return any(criterion.reads_text for criterion, _ in margins)
-
-
-Candidates = Annotated[list[str], Flag("Checkpoints, and layout files (YAML).", metavar="CANDIDATE", argument=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +72,7 @@ class VerdictOptions(DecisionOptions):
     Exits with 0 if a candidate passes, 1 if all fail, 3 otherwise. Samples are kept in runs/NAME/verdict/ and reused.
     """
 
-    candidates: Candidates
+    candidates: Annotated[list[str], Flag("Checkpoints, and layout files (YAML).", metavar="CANDIDATE", argument=True)]
 
 
 VerdictOptions.__doc__ = f"{VerdictOptions.__doc__}\n\n{options_help()}\n"
