@@ -8,11 +8,11 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base import console, errors, progress, units
 from spkv_nas.cost import calibration, formulas
-from spkv_nas.stages.commands import Result
+from spkv_nas.stages.commands import Result, command_line, next_line
 from spkv_nas.stages.engines import Served, chosen_engine, serve
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.plan_attention import AttentionOptions
-from spkv_nas.stages.sized_model import SizedModel, calibrate_command, choose_context, read_times
+from spkv_nas.stages.sized_model import SizedModel, choose_context
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,42 @@ def _times(
 ) -> tuple[calibration.Calibration | None, list[str]]:
     """Return the times that options name or that fit, and the command that measures them if there are none."""
     name = options.calibration or subject.name
-    calibrate = CalibrateOptions(level=options.level, model=options.model, name=name, workspace=options.workspace)
-    if not options.calibration and not (options.folders.report_dir(name) / "calibration.yaml").is_file():
-        is_timed = not any(subject.native_windows) and not subject.shape.expanded_dim
-        return None, calibrate_command(calibrate, windows, context) if is_timed else []
+    folder, shape = options.folders.report_dir(name), subject.shape
+    is_timed = not any(subject.native_windows) and not shape.expanded_dim
+    remedy = _calibrate_command(options, name, windows, context) if is_timed else []
+    if not options.calibration and not (folder / "calibration.yaml").is_file():
+        return None, remedy
+    # Read the calibration, and check that it fits
     try:
-        return read_times(calibrate, windows, context, subject.shape, subject.native_windows), []
+        if not is_timed:
+            raise errors.UserError(
+                "attention is not timed in models with sliding windows by design, or with latent attention"
+            )
+        times = calibration.Calibration.read(folder)
+        times.check_shape(shape)
+        for window in windows:
+            times.check_window(window)
+        times.check_context(context)
+        return times, []
     except errors.UserError as error:
+        message = "\n".join([str(error), *remedy])
         if options.calibration is not None:
-            raise
-        reporter.caution(str(error))
+            raise errors.UserError(message) from error
+        reporter.caution(message)
         return None, []
+
+
+def _calibrate_command(options: AttentionOptions, name: str, windows: Sequence[int], context: int) -> list[str]:
+    """Suggest the command that measures the times of a window and a context, unless windows differ."""
+    if len(set(windows)) > 1:
+        return []
+    suggested = CalibrateOptions(level=options.level, model=options.model, name=name, workspace=options.workspace)
+    for window in windows[:1]:
+        suggested = replace(suggested, window=window)
+    measured = calibration.default_contexts(units.parse_context(suggested.context))
+    if not measured[0] <= context <= measured[-1]:
+        suggested = replace(suggested, context=str(context))
+    return [next_line(command_line(suggested))]
 
 
 def _served(

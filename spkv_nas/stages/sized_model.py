@@ -1,9 +1,8 @@
-"""Name a model's results, and describe models by their sizes, context and the attention times that were measured."""
+"""Name a model's results, and describe models by their sizes and context."""
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from spkv_nas.artifacts.layout import Layout
@@ -12,13 +11,10 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base import assets, files, progress, units
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.cost.calibration import Calibration, default_contexts
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.evaluation.selected import probe_of
 from spkv_nas.model.source import split_revision
-from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.options import REFERENCE
-from spkv_nas.stages.options.calibrate import CalibrateOptions
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # folder of an unfinished run
 
@@ -98,32 +94,3 @@ def choose_context(text: str | None, positions: int | None, reporter: progress.R
             f"positions are extended\nuse --context {positions} for the model's maximum"
         )
     return context
-
-
-def read_times(
-    options: CalibrateOptions, windows: Sequence[int], context: int, shape: Shape, native_windows: Sequence[int | None]
-) -> Calibration:
-    """Read the calibration that ``options`` would write; ``UserError``, with the command for it, if it does not fit."""
-    if any(native_windows) or shape.expanded_dim:
-        raise UserError("attention is not timed in models with sliding windows by design, or with latent attention")
-    try:
-        calibration = Calibration.read(options.folders.report_dir(str(options.name)))
-        calibration.check_shape(shape)
-        for window in windows:
-            calibration.check_window(window)
-        calibration.check_context(context)
-    except UserError as error:
-        raise UserError("\n".join([str(error), *calibrate_command(options, windows, context)])) from error
-    return calibration
-
-
-def calibrate_command(options: CalibrateOptions, windows: Sequence[int], context: int) -> list[str]:
-    """Suggest the command that measures a calibration for a window and a context, unless windows differ."""
-    if len(set(windows)) > 1:
-        return []
-    for window in windows:
-        options = replace(options, window=window)
-    measured = default_contexts(units.parse_context(options.context))
-    if not measured[0] <= context <= measured[-1]:
-        options = replace(options, context=str(context))
-    return [next_line(command_line(options))]
