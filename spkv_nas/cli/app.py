@@ -19,7 +19,7 @@ from spkv_nas.base.distributed import is_lost_process, leave, num_processes, pro
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import options, workflows
-from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS, Command, Results, runner
+from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS, Command, CommandGroup, Results, runner
 from spkv_nas.stages.generate import generate
 from spkv_nas.stages.options import plan, plan_attention, probe, propose, report, score, train, train_hybrid, verdict
 from spkv_nas.stages.options.calibrate import CalibrateOptions
@@ -78,7 +78,8 @@ class TwoWordGroup(TyperGroup):
 
     def get_command(self, context: Any, name: str) -> Any:
         """Return a command, or a group of commands; None if there is none of that name."""
-        return super().get_command(context, name) or _added(name)
+        added = next((entries for entries in (ADDED_COMMANDS, COMMAND_GROUPS) if name in entries.names), None)
+        return super().get_command(context, name) or (None if added is None else built(added[name]))
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         """Take the first two words for a command's name if there is such a command, else the first one."""
@@ -87,22 +88,13 @@ class TwoWordGroup(TyperGroup):
 
 
 @cache
-def built(entry: Command) -> Any:
-    """Return the command of an entry."""
-    holder = typer.Typer(add_completion=False)
-    options.command(holder, entry.name)(entry.run)
-    return typer.main.get_command(holder)
-
-
-@cache
-def _added(name: str) -> Any:
-    """Return a command, or a group of commands, that an entry point adds; None if there is none of that name."""
-    if name in ADDED_COMMANDS.names:
-        return built(ADDED_COMMANDS[name])
-    if name not in COMMAND_GROUPS.names:
-        return None
-    entry = COMMAND_GROUPS[name]
-    holder = typer.Typer(name=name, no_args_is_help=True, help=entry.help, add_completion=False)
+def built(entry: Command | CommandGroup) -> Any:
+    """Return the command of an entry, or its group of commands."""
+    if isinstance(entry, Command):
+        holder = typer.Typer(add_completion=False)
+        options.command(holder, entry.name)(entry.run)
+        return typer.main.get_command(holder)
+    holder = typer.Typer(name=entry.name, no_args_is_help=True, help=entry.help, add_completion=False)
     for function in entry.commands:
         options.command(holder)(function)
     return typer.main.get_group(holder)

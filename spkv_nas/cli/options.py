@@ -25,7 +25,7 @@ from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import screen
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.commands import Result, Results
+from spkv_nas.stages.commands import Result, Results, next_line
 from spkv_nas.stages.flags import DEVICE, WORKSPACE
 from spkv_nas.stages.options import OnDevice, Trains
 
@@ -72,7 +72,8 @@ def command(
             # Run the command and print its result
             verbosity = {key: bool(shared[key]) for key in ("quiet", "verbose")}
             computes = isinstance(options, OnDevice)
-            with screen.working(_title(invocation), takes_long=computes, **verbosity) as reporter:
+            title = invocation.command_path.removeprefix(f"{invocation.find_root().info_name} ")
+            with screen.working(title, takes_long=computes, **verbosity) as reporter:
                 if computes:
                     with suppress(ModuleNotFoundError):  # the command says what to install
                         quiet_transformers(reporter)
@@ -100,13 +101,6 @@ def command(
         return run
 
     return register
-
-
-def _title(context: Any) -> str:
-    """Return a command's name with those of its groups, such as "layout show"."""
-    if context.parent is None:
-        return ""
-    return f"{_title(context.parent)} {context.info_name}".strip()
 
 
 def _parameters(options_class: type) -> list[inspect.Parameter]:
@@ -166,10 +160,9 @@ def completion(flag: Flag) -> Callable[[typer.Context, str], list[str]] | None:
 
     def complete(context: typer.Context, incomplete: str) -> list[str]:
         folder = context.params.get("workspace") or context.find_root().params.get("workspace")
-        workspace = Workspace(Path(folder or "."))
         values = flag.values() if callable(flag.values) else flag.values
         if flag.is_probe:
-            values = workspace.probes()
+            values = Workspace(Path(folder or ".")).probes()
         return [value for value in values if value.startswith(incomplete)]
 
     return complete
@@ -195,7 +188,7 @@ def print_results(output: Results, *, as_json: bool) -> int:
             if suggestion.reason:
                 console.say(suggestion.reason)
             if suggestion.command:
-                console.out.print(Text(suggestion.line), soft_wrap=True)
+                console.out.print(Text(next_line(suggestion.command)), soft_wrap=True)
     if as_json:
         printed = documents[0] if isinstance(output, Result) else documents
         console.out.write(json.dumps(printed, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -39,11 +39,6 @@ class Suggestion:
         """Suggest the command that gives a stage ``options``."""
         return cls(command_line(options), reason)
 
-    @property
-    def line(self) -> str:
-        """Return the line shown to users."""
-        return next_line(self.command)
-
 
 def next_line(command: str) -> str:
     """Format the line that shows a command to run next, in results and in errors."""
