@@ -55,11 +55,6 @@ def result_files(workspace: Workspace, kind: ResultTable) -> Iterator[ResultFile
             yield ResultFile(file, rows, record)
 
 
-def no_pair_error(_first: str, _second: str) -> float:
-    """Return NaN: the standard error of the difference is unknown."""
-    return math.nan
-
-
 @dataclass(frozen=True)
 class ReportInputs:
     """Everything a report is made from, checked; ``UserError`` for a layout of another shape than the table."""
@@ -77,7 +72,7 @@ class ReportInputs:
     probes: Sequence[head_scores.HeadScores] = ()
     benchmarks: Sequence[Section] = ()  # sections of further result tables (``report.benchmark_sections``)
     # returns the standard error of the difference of two rows of the comparison, which share documents
-    pair_error: PairError = no_pair_error
+    pair_error: PairError = lambda first, second: math.nan
     scores: Sequence[ResultFile] = ()  # tables of ``score``, under any name
     verdicts: Sequence[ResultFile] = ()  # tables of ``verdict``, under any name
     alarms: Sequence[str] = ()  # sentences of results whose numbers make no sense

@@ -65,13 +65,7 @@ class PageRenderer(RendererBase):
         self._path(_style(gc, rgbFace) | self._reference(), _commands(path.transformed(transform + self._flip), clip))
 
     def draw_markers(
-        self,
-        gc: GraphicsContextBase,
-        marker_path: Path,
-        marker_trans: Transform,
-        path: Path,
-        trans: Transform,
-        rgbFace: Any = None,
+        self, gc: Any, marker_path: Path, marker_trans: Transform, path: Path, trans: Transform, rgbFace: Any = None
     ) -> None:
         """Write a mark at every vertex: one by one if they have tooltips, dots without as one path."""
         # Find the shape, the style and the centres

@@ -32,7 +32,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.errors import UserError
 from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
-from spkv_nas.report.inputs import PairError, ReportInputs, ResultFile, no_pair_error
+from spkv_nas.report.inputs import PairError, ReportInputs, ResultFile
 from spkv_nas.report.page import page_data, write_report
 from spkv_nas.report.result_charts import front_chart, search_charts, write_study_figures
 from spkv_nas.report.tables import findings, search_findings, search_rows
@@ -45,7 +45,7 @@ QUOTED = "\"'><img src=x onerror=alert(1)>"
 def say(
     comparison: pd.DataFrame | None,
     layouts: dict[str, Layout] | None = None,
-    pair_error: PairError = no_pair_error,
+    pair_error: PairError = lambda first, second: math.nan,
     **record: Any,
 ) -> str:
     inputs = ReportInputs(
