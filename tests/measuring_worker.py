@@ -50,9 +50,9 @@ def measure_all(ground: Path, workspace: Path) -> Found:
 
     for name, tokens in (("long", None), ("short", SHORT)):
         options: dict[str, Any] = {"model": gated, "max_tokens": tokens, "name": name, **subject}
-        at_tau = nll(NLLOptions(**options)).evaluation
+        at_tau = nll(NLLOptions(**options)).value.evaluation
         result[name] = np.array([at_tau.density, *at_tau.nll.total, *at_tau.nll.num_tokens])
-        result[f"{name}, sweep"] = sweep(NLLOptions(**options, taus="0.2,0.5,0.8")).rows
+        result[f"{name}, sweep"] = sweep(NLLOptions(**options, taus="0.2,0.5,0.8")).value.rows
     result["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).value.rows
     take("density", model=gated, ablation_tokens=200)
     take("learned", signal="density", steps=6, ablation_tokens=0)

@@ -108,7 +108,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     with stages.begin(_FOLDER) as inner:
         serve = _export(options, hybrid, inner)
     with stages.begin(_REPORT) as inner:
-        page = report.report(ReportOptions(probe=table.name, workspace=options.workspace), inner)
+        page = report.run(ReportOptions(probe=table.name, workspace=options.workspace), inner).value
     yield Result(AutoResult(_lines(options, hybrid, page, serve), hybrid.file, options.out, page), _show)
 
 

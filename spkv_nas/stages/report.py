@@ -30,8 +30,8 @@ from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
 
 
-def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
-    """Write the pages of a workspace, or of ``options.probe``; return the path of their index if there are several."""
+def run(options: ReportOptions, reporter: Reporter = SILENT) -> commands.Result:
+    """Write the pages of a workspace, or of ``options.probe``; the value is the path of the index of several."""
     checks.check(options)
     workspace = options.folders
     # Choose the probes
@@ -40,7 +40,8 @@ def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
     # Write their pages and the index
     page_files = [_page(options, table, reporter) for table in tables]
     index = write_workspace_index(workspace)
-    return page_files[0] if index is None or options.probe is not None else index
+    page = page_files[0] if index is None or options.probe is not None else index
+    return commands.Result(page, lambda page: console.print_path("report", page), lambda page: {"report": page})
 
 
 def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Reporter) -> Path:
@@ -155,12 +156,6 @@ def _retrain(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdi
     download = "" if file else f"Download {name}.yaml below. "
     purpose = f"{download}Retrain the layout {name} to get a checkpoint to export:"
     return [Step(purpose, command_line(replace(retrain, layouts=[file or Path(f"{name}.yaml")])))]
-
-
-def run(options: ReportOptions, reporter: Reporter) -> commands.Result:
-    """Run the command."""
-    page = report(options, reporter)
-    return commands.Result(page, lambda page: console.print_path("report", page), lambda page: {"report": page})
 
 
 SEARCH = "search.csv"

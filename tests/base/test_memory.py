@@ -190,7 +190,7 @@ class TestPasses:
     def test_batch_size_fits_memory(self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The measured values do not depend on the batch size."""
         options = NLLOptions(model=str(folder), data=[str(text)], block_size=64, device="cpu")
-        whole = nll(options).evaluation.nll
+        whole = nll(options).value.evaluation.nll
         sizes, messages, most = [], [], micro_batch.BATCH_SIZE
         for free in (1 << 40, 1_500_000, 1):
             monkeypatch.setattr("spkv_nas.base.memory.available_bytes_per_process", lambda device, free=free: free)
@@ -199,7 +199,7 @@ class TestPasses:
             measured = Subject.of(self.options(folder, text, 64), "", "measure").load(reporter)
             sizes.append(measured.batch_size)
             assert any("using a micro-batch of" in line for line in messages) == (measured.batch_size < most)
-            assert nll(options).evaluation.nll.mean == pytest.approx(whole.mean, rel=1e-6)
+            assert nll(options).value.evaluation.nll.mean == pytest.approx(whole.mean, rel=1e-6)
         assert sizes[0] == most > sizes[1] > sizes[2] == 1
 
     def test_tokens_that_the_model_does_not_have(

@@ -16,7 +16,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.report import page as report_page
 from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.report import report
+from spkv_nas.stages.report import run as report
 
 HOSTILE = "<img src=x onerror=alert(1)>#?&%"  # may name a folder
 
@@ -48,7 +48,7 @@ def links(page: Page) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore")  # of tables of eight heads that nobody probed
 def test_every_card_leads_somewhere(workspace: Path) -> None:
-    index = report(ReportOptions(workspace=workspace))
+    index = report(ReportOptions(workspace=workspace)).value
     assert index == workspace / "reports/index.html"
     page = Page(index.read_text(encoding="utf-8"))
     paragraphs = " ".join(" ".join(page.texts["p"]).split()).replace("\N{NO-BREAK SPACE}", " ")
@@ -63,7 +63,7 @@ def test_every_card_leads_somewhere(workspace: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_names_are_escaped(workspace: Path) -> None:
-    text = report(ReportOptions(workspace=workspace)).read_text(encoding="utf-8")
+    text = report(ReportOptions(workspace=workspace)).value.read_text(encoding="utf-8")
     page = Page(text)
     assert not page.all("img", "script", "link", "object", "iframe")
     assert HOSTILE in page.texts["a"]
@@ -76,7 +76,7 @@ def test_names_are_escaped(workspace: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_named_page_is_written_alone(workspace: Path) -> None:
-    page = report(ReportOptions(workspace=workspace, probe="first"))
+    page = report(ReportOptions(workspace=workspace, probe="first")).value
     assert page == workspace / "reports/first/index.html"
     assert not (workspace / "reports" / HOSTILE / "index.html").exists()
     assert (workspace / "reports/index.html").is_file()
@@ -87,6 +87,6 @@ def test_one_probe_needs_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     drawn: list[Any] = []
     monkeypatch.setattr(report_page.plot, "save_chart", lambda _, chart: drawn.append(chart.name))
     write_probe(tmp_path, "only", model="one", layouts=True)
-    assert report(ReportOptions(workspace=tmp_path)) == tmp_path / "reports/only/index.html"
+    assert report(ReportOptions(workspace=tmp_path)).value == tmp_path / "reports/only/index.html"
     assert not (tmp_path / "reports/index.html").exists()
     assert "density" in drawn

@@ -14,7 +14,7 @@ from spkv_nas.artifacts.comparison import write_comparison
 from spkv_nas.artifacts.result_tables import TrainedModel, write_checkpoints
 from spkv_nas.report import page as report_page
 from spkv_nas.stages.options.report import ReportOptions
-from spkv_nas.stages.report import report
+from spkv_nas.stages.report import run as report
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def recommended(workspace: Path) -> str:
     """Return the only command on the page, which says where to run it without the workspace's absolute path."""
-    html = report(ReportOptions(workspace=workspace)).read_text(encoding="utf-8")
+    html = report(ReportOptions(workspace=workspace)).value.read_text(encoding="utf-8")
     assert str(workspace) not in html
     assert " (run this in the workspace's folder):" in unescape(html)
     (command,) = re.findall(r'<code id="next-1">(.*?)</code>', html)

@@ -41,7 +41,7 @@ class NLLResult:
     pair: Pair | None = None
 
 
-def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
+def nll(options: NLLOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure the held-out NLL of a checkpoint; with ``against`` that of two, written to ``reports/<name>/``."""
     checks.check(options)
     subject = Subject.evaluated(options)
@@ -62,7 +62,8 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> NLLResult:
     layout = config_section.saved_layout(measured.model.config)
     selected = Selected() if layout is None else find_selected(options.folders, {subject.name: layout})
     used = (selected.count(measured.blocks), selected.among(measured.blocks))
-    return NLLResult(subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair)
+    result = NLLResult(subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair)
+    return commands.Result(result, show, document)
 
 
 def _pair(options: NLLOptions, subject: Subject, measured: Measured, first: Evaluation, reporter: Reporter) -> Pair:
@@ -146,7 +147,7 @@ class SweepResult:
     folder: Path
 
 
-def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
+def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure NLL and density with open gates and at every threshold; must be called on all ranks."""
     checks.check(options)
     subject = Subject.evaluated(options)
@@ -160,7 +161,7 @@ def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> SweepResult:
     rows = sweep_table(points)
     origin = measured_on(subject, measured, points[0].nll)
     distributed.on_main(lambda: _write_sweep(folder, rows, origin, reporter))
-    return SweepResult(subject.name, points[0], rows, folder)
+    return commands.Result(SweepResult(subject.name, points[0], rows, folder), show_sweep, sweep_document)
 
 
 def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
@@ -191,9 +192,7 @@ def sweep_document(result: SweepResult) -> dict[str, Any]:
 
 def run(options: NLLOptions, reporter: Reporter) -> commands.Result:
     """Run the command."""
-    if options.taus is not None:
-        return commands.Result(sweep(options, reporter), show_sweep, sweep_document)
-    return commands.Result(nll(options, reporter), show, document)
+    return nll(options, reporter) if options.taus is None else sweep(options, reporter)
 
 
 def _document(evaluation: Evaluation) -> dict[str, Any]:
