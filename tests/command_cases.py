@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.app import COMMANDS, EVALUATIONS, TwoWordGroup
-from spkv_nas.cli.options import command
+from spkv_nas.cli.options import add_command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
 from spkv_nas.stages.commands import ADDED_COMMANDS, PROGRAM
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
@@ -30,17 +30,17 @@ def parsed(line: str) -> Any:
     app, layouts, experiments = typer.Typer(cls=TwoWordGroup), typer.Typer(), typer.Typer()
     for name, function in commands().items():
         kind = next(value for key, value in get_type_hints(function).items() if key != "return")
-        command(app, name)(_recorder(name, kind, seen))
+        add_command(app, _recorder(name, kind, seen), name)
     for function in REPRODUCE.commands:
         kind = next(value for name, value in get_type_hints(function).items() if name != "return")
-        command(experiments)(_recorder(function.__name__, kind, seen))
+        add_command(experiments, _recorder(function.__name__, kind, seen))
     for name, kind in (("show", ShowLayoutsOptions), ("diff", DiffOptions), ("convert", ConvertOptions)):
-        command(layouts)(_recorder(name, kind, seen))
+        add_command(layouts, _recorder(name, kind, seen))
     app.add_typer(layouts, name="layout")
     evaluations = typer.Typer()
     for entry in EVALUATIONS:
         kind = next(iter(get_type_hints(entry.run).values()))
-        command(evaluations, entry.name)(_recorder(entry.name, kind, seen))
+        add_command(evaluations, _recorder(entry.name, kind, seen), entry.name)
     app.add_typer(evaluations, name="evaluate")
     app.add_typer(experiments, name="reproduce")
     program, *arguments = shlex.split(line)

@@ -92,11 +92,11 @@ def built(entry: Command | CommandGroup) -> Any:
     """Return the command of an entry, or its group of commands."""
     if isinstance(entry, Command):
         holder = typer.Typer(add_completion=False)
-        options.command(holder, entry.name)(entry.run)
+        options.add_command(holder, entry.run, entry.name)
         return typer.main.get_command(holder)
     holder = typer.Typer(name=entry.name, no_args_is_help=True, help=entry.help, add_completion=False)
     for function in entry.commands:
-        options.command(holder)(function)
+        options.add_command(holder, function)
     return typer.main.get_group(holder)
 
 
@@ -115,7 +115,7 @@ evaluate = typer.Typer(name="evaluate", cls=EvaluationGroup)
 LAYOUT_COMMANDS = (runner(ShowLayoutsOptions, "show"), runner(DiffOptions, "diff"), runner(ConvertOptions, "convert"))
 layout = typer.Typer(help="Show, compare and convert layout files.", no_args_is_help=True)
 for _function in LAYOUT_COMMANDS:
-    options.command(layout)(_function)
+    options.add_command(layout, _function)
 
 COMMANDS: dict[str, Callable[[Any, Reporter], Results | None] | typer.Typer] = {  # and groups, in the order of --help
     "auto": workflows.auto,
@@ -143,7 +143,7 @@ for _name, _entry in COMMANDS.items():
     if isinstance(_entry, typer.Typer):
         app.add_typer(_entry, name=_name)
     else:
-        options.command(app, _name)(_entry)
+        options.add_command(app, _entry, _name)
 
 
 def _version(value: bool) -> None:

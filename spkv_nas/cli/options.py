@@ -44,63 +44,58 @@ Json = Annotated[bool, _shared("--json", help="Print the result as one JSON docu
 _SHARED = {"workspace": Root, "device": Device, "quiet": Quiet, "verbose": Verbose, "debug": Debug}  # main reads debug
 
 
-def command(
-    app: typer.Typer, name: str | None = None
-) -> Callable[[Callable[[Options, progress.Reporter], Results | None]], Callable[..., None]]:
-    """Return a decorator that adds a function to ``app`` as a command, by default of the function's name, with dashes.
+def add_command(
+    app: typer.Typer, function: Callable[[Options, progress.Reporter], Results | None], name: str | None = None
+) -> None:
+    """Add a function to ``app`` as a command, by default of the function's name, with dashes.
 
     The function takes an options dataclass and a reporter; its docstring is the help. Its result is printed, with
     ``--json`` as one JSON document. A function that is declared to return None prints by itself and has no ``--json``.
     """
+    # Read the options class from the annotations
+    hints = get_type_hints(function)
+    returns = hints.pop("return", None)
+    options_class: type[Options] = next(iter(hints.values()))
+    names = [field.name for field in fields(options_class)]  # type: ignore[arg-type]
 
-    def register(function: Callable[[Options, progress.Reporter], Results | None]) -> Callable[..., None]:
-        # Read the options class from the annotations
-        hints = get_type_hints(function)
-        returns = hints.pop("return", None)
-        options_class: type[Options] = next(iter(hints.values()))
-        names = [field.name for field in fields(options_class)]  # type: ignore[arg-type]
+    def run(invocation: typer.Context, **values: Any) -> None:
+        from spkv_nas.stages.checks import check  # pandas takes too long for --help
 
-        def run(invocation: typer.Context, **values: Any) -> None:
-            from spkv_nas.stages.checks import check  # pandas takes too long for --help
+        # Take the shared options out of the values; they may stand before the command's name
+        before = invocation.find_root().params
+        shared = {key: values.pop(key, None) or before.get(key) for key in (*_SHARED, "json")}
+        # Build and check the options
+        options = options_class(**values, **{key: shared[key] for key in names if shared.get(key)})
+        check(options)
+        # Run the command and print its result
+        verbosity = {key: bool(shared[key]) for key in ("quiet", "verbose")}
+        computes = isinstance(options, OnDevice)
+        title = invocation.command_path.removeprefix(f"{invocation.find_root().info_name} ")
+        with screen.working(title, takes_long=computes, **verbosity) as reporter:
+            if computes:
+                with suppress(ModuleNotFoundError):  # the command says what to install
+                    quiet_transformers(reporter)
+            if isinstance(options, Trains) and options.dry_run:
+                from spkv_nas.stages.dry_run import dry_run
 
-            # Take the shared options out of the values; they may stand before the command's name
-            before = invocation.find_root().params
-            shared = {key: values.pop(key, None) or before.get(key) for key in (*_SHARED, "json")}
-            # Build and check the options
-            options = options_class(**values, **{key: shared[key] for key in names if shared.get(key)})
-            check(options)
-            # Run the command and print its result
-            verbosity = {key: bool(shared[key]) for key in ("quiet", "verbose")}
-            computes = isinstance(options, OnDevice)
-            title = invocation.command_path.removeprefix(f"{invocation.find_root().info_name} ")
-            with screen.working(title, takes_long=computes, **verbosity) as reporter:
-                if computes:
-                    with suppress(ModuleNotFoundError):  # the command says what to install
-                        quiet_transformers(reporter)
-                if isinstance(options, Trains) and options.dry_run:
-                    from spkv_nas.stages.dry_run import dry_run
+                results: Results | None = dry_run(options, reporter)
+            else:
+                results = function(options, reporter)
+            code = 0 if results is None else print_results(results, as_json=bool(shared["json"]))
+        raise typer.Exit(code)
 
-                    results: Results | None = dry_run(options, reporter)
-                else:
-                    results = function(options, reporter)
-                code = 0 if results is None else print_results(results, as_json=bool(shared["json"]))
-            raise typer.Exit(code)
-
-        # Give typer the signature that it reads the options from
-        paragraphs = (function.__doc__ or "").split("\n\n")  # typer would keep the line breaks of the source
-        run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        run.__name__ = function.__name__
-        common = {key: kind for key, kind in _SHARED.items() if key in names or key not in ("workspace", "device")}
-        common = common if returns is type(None) else {"json": Json, **common}
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters = [inspect.Parameter("invocation", keyword, annotation=typer.Context), *_parameters(options_class)]
-        parameters += [inspect.Parameter(key, keyword, default=None, annotation=kind) for key, kind in common.items()]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(name or function.__name__.replace("_", "-"))(run)
-        return run
-
-    return register
+    # Give typer the signature that it reads the options from
+    paragraphs = (function.__doc__ or "").split("\n\n")  # typer would keep the line breaks of the source
+    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    run.__name__ = function.__name__
+    common = {key: kind for key, kind in _SHARED.items() if key in names or key not in ("workspace", "device")}
+    common = common if returns is type(None) else {"json": Json, **common}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter("invocation", keyword, annotation=typer.Context), *_parameters(options_class)]
+    parameters += [inspect.Parameter(key, keyword, default=None, annotation=kind) for key, kind in common.items()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app.command(name or function.__name__.replace("_", "-"))(run)
 
 
 def _parameters(options_class: type) -> list[inspect.Parameter]:
@@ -112,12 +107,8 @@ def _parameters(options_class: type) -> list[inspect.Parameter]:
         if field.name not in _SHARED
     ]
     panels = Counter(flag.panel for _, _, flag in declared)
-    declared = [
-        (field, kind, flag if panels[flag.panel] > _FEW else replace(flag, panel=None))
-        for field, kind, flag in declared
-    ]
     declared.sort(key=lambda row: (not row[2].argument, row[0].name == _LAST, row[0].default is not MISSING))
-    return [_parameter(*row) for row in declared]
+    return [_parameter(*row, panel=row[2].panel if panels[row[2].panel] > _FEW else None) for row in declared]
 
 
 def _bounds(flag: Flag) -> dict[str, Any]:
@@ -136,14 +127,14 @@ def _bounds(flag: Flag) -> dict[str, Any]:
     return shown if shown == {"min": flag.low, "max": flag.high} else {**shown, "callback": check_bounds}
 
 
-def _parameter(field: Field[Any], kind: Any, flag: Flag) -> inspect.Parameter:
-    """Return the parameter of one field, with the help, limits and completion of its flag."""
+def _parameter(field: Field[Any], kind: Any, flag: Flag, panel: str | None) -> inspect.Parameter:
+    """Return the parameter of one field, with the help, limits and completion of its flag, in a panel of the help."""
     shown_default = field.metadata.get(SHOWN)
     settings: dict[str, Any] = {
         "help": f"{flag.help} {field.metadata.get(NOTE, '')}".rstrip(),
         "metavar": flag.metavar,
         **_bounds(flag),
-        "rich_help_panel": flag.panel,
+        "rich_help_panel": panel,
         "show_default": True if shown_default is None else shown_default,
         "autocompletion": completion(flag),
     }

@@ -21,7 +21,7 @@ from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.limits import MAX_WINDOW
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.app import EVALUATIONS, LAYOUT_COMMANDS, app
-from spkv_nas.cli.options import command
+from spkv_nas.cli.options import add_command
 from spkv_nas.contrib.reproduce.group import REPRODUCE
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.contrib.reproduce.palindrome.stage import PalindromeSettings
@@ -105,11 +105,11 @@ class TestExpansion:
     def line(self, seen: list[ProposeOptions]) -> typer.Typer:
         line = typer.Typer()
 
-        @command(line)
         def ask(options: ProposeOptions, reporter: Reporter) -> None:
             """Build options that request layouts."""
             seen.append(options)
 
+        add_command(line, ask)
         return line
 
     def test_defaults_are_those_of_the_dataclass(self, line: typer.Typer, seen: list[ProposeOptions]) -> None:
