@@ -33,11 +33,6 @@ def measured(value: float, error: float) -> str:
     return f"{number(value, 3)} ± {number(error, 3)}"
 
 
-def standard_errors(number: float) -> str:
-    """Return a number of standard errors (``critical_errors``) in words."""
-    return "two standard errors" if number == 2.0 else f"{number:.1f} standard errors (few documents)"
-
-
 def without_folder(text: str) -> str:
     """Return the last part of an absolute path; a page that is shown elsewhere should not hold a machine's folders."""
     path = PurePath(text)

@@ -178,11 +178,10 @@ def draw_chart(chart: Chart) -> Markup:
 def draw_scale(measure: Measure) -> Markup:
     """Return the colour scale of a table's map."""
     scale, quantity = measure.scale, f"{measure.title}, {measure.shown}"
-    root = Element("svg", {"class": "scale", "role": "img", "aria-labelledby": "scale-t"})
+    width = px(_LEFT + max(_SCALE, _LETTER * len(quantity)) + 24)
+    sizes = {"viewBox": f"0 0 {width} 54", "width": width}
+    root = Element("svg", {"class": "scale", "role": "img", "aria-labelledby": "scale-t", **sizes})
     add(root, "title", f"Colour scale: {quantity}", id="scale-t")
-    width = _LEFT + max(_SCALE, _LETTER * len(quantity)) + 24
-    root.set("viewBox", f"0 0 {px(width)} 54")
-    root.set("width", px(width))
     # Fill the bar with the gradient
     shades = add(add(root, "defs"), "linearGradient", id="cividis")
     for percent in range(0, 101, 10):

@@ -44,8 +44,7 @@ _LEADER: dict[str, Any] = {"arrowstyle": "-", "color": TONES["muted"], "linewidt
 _SAMPLE = 40.0  # width of a legend entry's sample, with the space around it
 _CLIP = Bbox([[-0.01, -0.01], [1.01, 1.01]])  # clip box of lines in axes coordinates, with a margin of 1 %
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "stroke": "|"}
-_DASHES: Any
-_DASHES = {"solid": "-", "dashed": (0, (4, 2)), "dashdot": (0, (5, 1.6, 1.2, 1.6)), "dotted": (0, (1.2, 1.6))}
+_DASHES: Any = {"solid": "-", "dashed": (0, (4, 2)), "dashdot": (0, (5, 1.6, 1.2, 1.6)), "dotted": (0, (1.2, 1.6))}
 _STYLE: Any = {  # matplotlib settings
     "svg.hashsalt": "spkv-nas",
     "svg.fonttype": "none",
@@ -249,10 +248,9 @@ def _draw_map(ax: axes.Axes, chart: Chart, cells: Heatmap) -> None:
         ax.plot(column, row, "o", color="white", markeredgecolor="black", markersize=3.2)
     for row, letters in enumerate(cells.letters):
         for column, letter in enumerate(letters):
-            if not letter.strip():
-                continue
-            ink = cividis(float(cells.scale.fraction(cells.values[row][column])))[1]
-            ax.text(column, row, letter, ha="center", va="center", fontsize=6.5, color=ink)
+            if letter.strip():
+                ink = cividis(float(cells.scale.fraction(cells.values[row][column])))[1]
+                ax.text(column, row, letter, ha="center", va="center", fontsize=6.5, color=ink)
     ax.set_title(chart.heading, loc="left", fontsize=11 if cells.written else 9.5)
     # Colour bar
     if cells.legend:

@@ -14,7 +14,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report.evidence import COMPARISON, PASSES, VERDICT, Evidence, Result, all_evidence, layout_result
-from spkv_nas.report.formatting import BASELINES, listed, number, signed, standard_errors
+from spkv_nas.report.formatting import BASELINES, listed, number, signed
 from spkv_nas.report.inputs import ReportInputs
 
 _MAX_NAMED = 4
@@ -158,7 +158,8 @@ def _competition(evidence: Evidence, num_others: int, close: Sequence[str]) -> s
     """Return how the layout compares with the others of its budget, of which ``close`` are not clearly behind."""
     has_several = any(result.reach for result in evidence.of_one_budget)
     total = f"{1 + num_others} layouts with {'as much memory' if has_several else 'as many global heads'}"
-    margin = standard_errors(evidence.critical)
+    critical = evidence.critical
+    margin = "two standard errors" if critical == 2.0 else f"{critical:.1f} standard errors (few documents)"
     runs = " None of these errors includes the variation between training runs." if evidence.steps != 0 else ""
     if not close:
         return f"It has the lowest NLL of {total}: the others are behind by more than {margin}.{runs}"

@@ -60,10 +60,8 @@ def command_line(options: object) -> str:
         else:
             switches += _switch(field.name, flag, value)
     # A positional argument that looks like an option follows a bare "--"
-    if any(argument.startswith("-") for argument in arguments):
-        words = [*switches, "--", *arguments]
-    else:
-        words = [*arguments, *switches]
+    has_dash = any(argument.startswith("-") for argument in arguments)
+    words = [*switches, "--", *arguments] if has_dash else [*arguments, *switches]
     return " ".join([PROGRAM, command_name(type(options)), *map(shlex.quote, words)])
 
 

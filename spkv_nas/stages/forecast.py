@@ -135,14 +135,11 @@ def show(result: Forecast) -> None:
     where = site.name if site.devices == 1 else f"{site.name}, training on {site.devices}"
     grid = console.Table("", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {where}")
     for stage in result.stages:
-        name = (
-            f"{console.escape(stage.name)}\n  [dim]{console.escape(stage.batching)}[/dim]"
-            if stage.batching
-            else console.escape(stage.name)
-        )
+        batching = f"\n  [dim]{console.escape(stage.batching)}[/dim]" if stage.batching else ""
         tokens, flops = (f"{stage.tokens:,}", units.format_flops(stage.flops)) if stage.tokens else ("-", "-")
         answer = "yes" if stage.fits else "no"
-        grid.add_row(name, units.format_bytes(round(stage.memory.total)), tokens, flops, _time(stage), answer)
+        memory = units.format_bytes(round(stage.memory.total))
+        grid.add_row(console.escape(stage.name) + batching, memory, tokens, flops, _time(stage), answer)
     console.out.print(grid)
     for stage in result.stages:
         if stage.remedy:

@@ -89,9 +89,6 @@ def show(result: "Generation") -> None:
     )
     # Print the density of a model with gates
     if result.density is not None:
-        density = (
-            "density unknown (no key left the window)"
-            if math.isnan(result.density)
-            else f"density {100 * result.density:.1f} %"
-        )
-        console.err.print(f"{density} at tau {result.tau:g}" if result.tau is not None else density)
+        is_known = not math.isnan(result.density)
+        density = f"{100 * result.density:.1f} %" if is_known else "unknown (no key left the window)"
+        console.err.print(f"density {density}{'' if result.tau is None else f' at tau {result.tau:g}'}")

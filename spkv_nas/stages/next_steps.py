@@ -11,10 +11,11 @@ from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, RECOMM
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.proposal.windows import WINDOW_PER_HEAD
 from spkv_nas.stages import lookup, record, subject
 from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.options import init, report, score, verdict
+from spkv_nas.stages.options import init, score, verdict
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
@@ -48,8 +49,10 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
     if _recommended_probe(workspace, identity) is not None:  # of another window or other sink tokens
         options = replace(options, window=table.window, sinks=str(table.sinks))
     cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
-    measuring = record.for_signal(options, RECOMMENDED, budget)
-    return Suggestion.of(measuring, f"{RECOMMENDATION}; measuring them takes {cost}")
+    # Keep the model and its blocks, but no option of the densities' signal
+    changed: dict[str, Any] = {name: None for name in SIGNALS.shared_options() if name != "seed"}
+    changed |= {"signal": RECOMMENDED, "name": options.name and f"{options.name}-{RECOMMENDED}", "budget": budget}
+    return Suggestion.of(replace(options, **changed), f"{RECOMMENDATION}; measuring them takes {cost}")
 
 
 def after_init(options: init.InitOptions, name: str, window: int) -> list[Suggestion]:
@@ -117,13 +120,6 @@ def retraining(workspace: Workspace, table: HeadScores) -> TrainHybridOptions | 
     if recorded.recipe is None and not is_embedded:
         return None
     return TrainHybridOptions(recipe=recorded.recipe, probe=table.name, workspace=workspace.root)
-
-
-def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Suggestion]:
-    """Suggest the report on the layouts of probe ``name``."""
-    if name not in options.folders.probes():
-        return []
-    return [Suggestion.of(report.ReportOptions(probe=name, workspace=options.workspace))]
 
 
 def _recommended_probe(workspace: Workspace, identity: str, like: HeadScores | None = None) -> str | None:

@@ -40,9 +40,8 @@ def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
     tokens = choose_context(options.context, subject.positions, reporter)
     layouts = [Layout.read(path) for path in options.layout or []]
     shares = [formulas.layout_density(shape, layout, native) for layout in layouts]
-    needed = [layout.window for layout in layouts if not layout.windows] + (
-        [options.window] if options.density is not None else []
-    )
+    needed = [layout.window for layout in layouts if not layout.windows]
+    needed += [] if options.density is None else [options.window]
     times, remedy = _times(options, subject, needed, tokens, reporter)
     serving = chosen_engine(options)
     item = units.ITEM_BYTES["bfloat16" if serving is None or serving.kv_dtype is None else serving.kv_dtype]

@@ -40,6 +40,7 @@ from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned
 _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
+_SHOWN = ("sink_mass", "massive_activation", "memory", "windows_tried", "alarm")  # entries of the record in the JSON
 _MAX_TARGET = 0.99  # maximum target density of learned gates
 
 
@@ -308,10 +309,7 @@ def document(table: HeadScores, folder: Path) -> dict[str, Any]:
         "mean": table.mean,
         "standard_deviation": table.std,
         "sinks": table.sinks,
-        "sink_mass": table.metadata.get("sink_mass"),
-        "massive_activation": table.metadata.get("massive_activation"),
-        **{key: table.metadata.get(key) for key in ("memory", "windows_tried")},
-        "alarm": table.metadata.get("alarm"),
+        **{key: table.metadata.get(key) for key in _SHOWN},
         "diagnosis": table.diagnosis(),
         "heads": table.rows,
         "folder": folder,

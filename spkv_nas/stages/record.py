@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from spkv_nas.base import arrays, assets, errors
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.ranking import Trust
-from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.options import init, probe
 
@@ -90,13 +89,6 @@ def is_of(record: Mapping[str, Any], identity: str, signal: str) -> bool:
 def is_comparable(record: Mapping[str, Any], table: HeadScores) -> bool:
     """Return whether layouts of a probe, by its record, have the window and the sink tokens of a table's."""
     return record.get("window") in (None, table.window) and record.get("sinks", 0) == table.sinks
-
-
-def for_signal(options: probe.ProbeOptions, signal: str, budget: str | None) -> probe.ProbeOptions:
-    """Return options of another signal on the same blocks, which learns at a budget."""
-    name = options.name and f"{options.name}-{signal}"
-    unset = {name: None for name in SIGNALS.shared_options() if name != "seed"}
-    return replace(options, **{**unset, "signal": signal, "name": name, "budget": budget})  # type: ignore[arg-type]
 
 
 def first_recipe(recorded: probe.ProbeOptions) -> init.InitOptions:

@@ -8,7 +8,8 @@ from spkv_nas.base.console import Table, escape, out, say
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.evaluation.ranking import format_rank_correlation
-from spkv_nas.stages import commands, lookup, next_steps, printing
+from spkv_nas.stages import commands, lookup, printing
+from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 from spkv_nas.training import hybrids
 from spkv_nas.training.recipe import Recipe
@@ -41,8 +42,10 @@ def run(options: TrainHybridOptions, reporter: Reporter) -> commands.Result:
         device=options.device,
         reporter=reporter,
     )
-    steps = () if result.alarm else next_steps.after_training_hybrids(options, result.folder.name)
-    return commands.Result(result, show, document, next=steps)
+    # Suggest the report on the layouts of a probe
+    following = ReportOptions(probe=result.folder.name, workspace=options.workspace)
+    is_shown = not result.alarm and following.probe in workspace.probes()
+    return commands.Result(result, show, document, next=[commands.Suggestion.of(following)] if is_shown else ())
 
 
 def show(result: hybrids.Comparison) -> None:
@@ -50,16 +53,9 @@ def show(result: hybrids.Comparison) -> None:
     printing.show_alarm(result.alarm)
     baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
     # Table of layouts
-    grid = Table(
-        "",
-        "density\n%",
-        "coverage\n%",
-        "zero-shot\nΔNLL %",
-        "\nNLL",
-        "\nΔNLL %",
-        "relative to\ncontrol %",
-        title="retrained from one dense checkpoint; ΔNLL is relative to that checkpoint as it is",
-    )
+    columns = ("density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %", "relative to\ncontrol %")
+    title = "retrained from one dense checkpoint; ΔNLL is relative to that checkpoint as it is"
+    grid = Table("", *columns, title=title)
     for row in result.rows.itertuples():
         grid.add_row(
             baselines.get(row.strategy, escape(row.strategy)),
