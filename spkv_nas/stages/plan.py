@@ -18,10 +18,9 @@ from spkv_nas.stages import commands, engines, forecast, sized_model, subject
 from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.training import first_recipe, run_plan, step_cost
 from spkv_nas.training.branch_config import BranchConfig
-from spkv_nas.training.first_recipe import TextSize, count_text
 from spkv_nas.training.recipe import DenseConfig, Recipe
 
-_ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest blocks and batches that init chooses
+_ENOUGH = first_recipe.TextSize(documents=1000, tokens=10**9)  # enough for the largest blocks and batches of init
 _BRANCHES = (("train the SP-KV reference", True), ("retrain a hybrid", False))  # and whether they have gates
 _UTILISATION = 0.4  # assumed share of a GPU's peak FLOP/s
 
@@ -62,7 +61,7 @@ def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) ->
     tokens, text = data.max_heldout_tokens, _ENOUGH
     if options.data:
         reporter.announce("counting the tokens of the text")
-        text = count_text(options.data, Path(), checkpoint.load_tokenizer(source))
+        text = first_recipe.count_text(options.data, Path(), checkpoint.load_tokenizer(source))
         tokens = text.heldout(data)
     # Draft the recipe
     draft = first_recipe.Draft.of("plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda")

@@ -27,7 +27,6 @@ from spkv_nas.model import model_shape, windows
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
 from spkv_nas.probing import measure, priced, signals, window_costs
 from spkv_nas.probing.gains import add_one_head_gains
-from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.signals import Signal, parse_sinks
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
@@ -81,7 +80,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, is_step: bool =
         reporter.announce(f"reused probe {name} of the same model, text and options")
         return HeadScores.read(folder)
     with reporter.bar("probing") as progress:
-        table = measure_signal(
+        table = measure.measure_signal(
             signal,
             measured.model,
             measured.blocks,

@@ -13,22 +13,13 @@ from spkv_nas.base import console, errors, units, workspace
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.ranking import Trust
 from spkv_nas.proposal import answers, budget, earlier, windows
+from spkv_nas.proposal import propose as proposing
 from spkv_nas.proposal.coverage import LEVEL, Certainty, bootstrap, caution, coverage
-from spkv_nas.proposal.propose import (
-    default_window,
-    layer_advice,
-    price_advice,
-    tau_advice,
-    tie_advice,
-    unmatched,
-    with_sinks,
-)
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions
 from spkv_nas.stages import engines, lookup, next_steps, printing, record
 from spkv_nas.stages.commands import Result, Suggestion, command_line
 from spkv_nas.stages.options.propose import ProposeOptions
-from spkv_nas.stages.record import neighbours, trust, unknown_trust, window_advice
 
 
 @dataclass(frozen=True)
@@ -56,12 +47,12 @@ class BudgetsResult:
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
     """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
     requirements, measured = engines.read_requirements(options), lookup.chosen_table(options, reporter)
-    table = with_sinks(measured, options.sinks)
+    table = proposing.with_sinks(measured, options.sinks)
     reporter.caution(table.missed_price)
     # Add the recommended signal's scores of the densities' model, if measured with the same sink tokens
-    tables = neighbours(options.folders, measured) if measured.is_density else ()
+    tables = record.neighbours(options.folders, measured) if measured.is_density else ()
     same = [other for other in tables if (other.signal, other.sinks) == (defaults.RECOMMENDED, measured.sinks)]
-    others = [with_sinks(other, options.sinks) for other in same[:1]]
+    others = [proposing.with_sinks(other, options.sinks) for other in same[:1]]
     solutions = None if options.solutions is None else SeveralSolutions.parse(options.solutions)
     # Solve for the layouts
     with reporter.bar("resampling") as progress:
@@ -83,13 +74,13 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     _keep_selection(folder, [table, *others])
     if (further := answer.solutions) is not None:
         earlier.write_layouts(folder, workspace.SOLUTIONS, further.layouts, further.rows, reporter)
-    table_trust = trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
-    trust_sentence = unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
+    table_trust = record.trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
+    trust_sentence = record.unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
     sentences = [
         None if answer.solutions is None else answer.solutions.shortfall,
         *_sentences(answer, requirements, options),
         trust_sentence,
-        window_advice(options.folders, measured),
+        record.window_advice(options.folders, measured),
     ]
     # Suggest what to run next
     advice = _advice(answer, options)
@@ -112,19 +103,19 @@ def _advice(answer: answers.Answer, options: ProposeOptions) -> Suggestion | Non
     """Suggest another granularity, price or threshold, with its command where the probe's record is complete."""
     table, num_global = answer.table, answer.layouts["densest"].num_global
     same_options = replace(options, probe=options.probe or table.name)
-    if (reason := layer_advice(table, options.granularity)) is not None:
+    if (reason := proposing.layer_advice(table, options.granularity)) is not None:
         is_of_layers = table.metadata.get("granularity") == kinds.LAYER
         return Suggestion(command_line(replace(same_options, granularity=kinds.LAYER)) if is_of_layers else "", reason)
-    if (reason := price_advice(table, num_global)) is not None:
+    if (reason := proposing.price_advice(table, num_global)) is not None:
         recorded = record.read_options(table.metadata, options.folders.root)
         if recorded is None or not {"budget", "training_steps"} & table.metadata.keys():
             return Suggestion("", reason)  # the record is incomplete, or the model has gates
         window = table.window if recorded.memory is not None else recorded.window  # the one that the memory chose
         again = replace(recorded, budget=f"{num_global / table.num_heads:.0%}", memory=None, window=window)
         return Suggestion(command_line(again), reason)
-    if options.tau is None and (reason := tau_advice(table, num_global)) is not None:
+    if options.tau is None and (reason := proposing.tau_advice(table, num_global)) is not None:
         return Suggestion(command_line(replace(same_options, tau=budget.MATCH_BUDGET)), reason)
-    if options.tau == budget.MATCH_BUDGET and (reason := unmatched(table, num_global)) is not None:
+    if options.tau == budget.MATCH_BUDGET and (reason := proposing.unmatched(table, num_global)) is not None:
         return Suggestion("", reason)
     return None
 
@@ -146,11 +137,11 @@ def _sentences(answer: answers.Answer, requirements: Requirements, options: Prop
     tokens = "token" if sinks == 1 else f"{sinks} tokens"
     sentences += [
         _by_costs(answer, options.window),
-        default_window(answer.table, options.window),
+        proposing.default_window(answer.table, options.window),
         f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
         if sinks
         else None,
-        tie_advice(answer.table, num_global),
+        proposing.tie_advice(answer.table, num_global),
         answers.uneven_budgets(answer.rows, num_global),
     ]
     sentences += [*(answer.certainty.sentences() if answer.certainty else []), caution(answer.table)]
@@ -177,7 +168,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     """Find the best layout at each of several budgets; write them, curve and figure to ``layouts/<name>/budgets/``."""
     from spkv_nas.report import result_charts
 
-    table = with_sinks(lookup.chosen_table(options, reporter), options.sinks)
+    table = proposing.with_sinks(lookup.chosen_table(options, reporter), options.sinks)
     reporter.caution(table.missed_price)
     # Solve at every budget
     with reporter.bar("solving") as progress:
