@@ -224,10 +224,9 @@ class HeadScores(grid.OnGrid):
         if tau == self.tau:
             return self
         histogram = self._need_histogram()
-        grids = dict(zip(histogram.domains, histogram.density(tau), strict=True))
         # Recompute densities
-        heads = zip(*(self.rows[name] for name in ("domain", "layer", "kv_head")), strict=True)
-        scores = [grids[domain][layer, head] for domain, layer, head in heads]
+        domain = self.rows["domain"].map(histogram.domains.index)
+        scores = histogram.density(tau)[domain, self.rows["layer"], self.rows["kv_head"]]
         rows = self.rows.assign(score=scores, standard_error=np.nan)
         documents = None
         if self.documents is not None:
@@ -347,18 +346,19 @@ class HeadScores(grid.OnGrid):
         }
         # List the files of an earlier probe, which are replaced or removed
         earlier = [file.name for file in Path(folder).glob(PATTERN) if str(self.selection) not in file.name]
-        with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS, _WINDOWS, *earlier)) as new:
+        parts = {
+            _HISTOGRAM: self.histogram,
+            _DOCUMENTS: self.documents,
+            _GAINS: self.gains,
+            _WINDOWS: self.window_costs,
+        }
+        with replacing(Path(folder), stale=(_POSITIONS, *parts, *earlier)) as new:
             tables.write_csv(new / _TABLE, head_tables.file_rows(self.rows, self.kind))
             if self.positions is not None and self.tau_of_positions == self.tau:
                 tables.write_csv(new / _POSITIONS, self.positions)
-            if self.histogram is not None:
-                self.histogram.write(new / _HISTOGRAM)
-            if self.documents is not None:
-                self.documents.write(new / _DOCUMENTS)
-            if self.gains is not None:
-                self.gains.write(new / _GAINS)
-            if self.window_costs is not None:
-                self.window_costs.write(new / _WINDOWS)
+            for name, part in parts.items():
+                if part is not None:
+                    part.write(new / name)
             if self.selected_on is not None:
                 record[SELECTION] = write_selection(new, self.selected_on)
             records.write_record(new / RECORD, {**self.metadata, **record})

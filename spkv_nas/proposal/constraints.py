@@ -202,10 +202,10 @@ def solve(
         return layout
     # Say why there is none
     constraints = _checked(table, constraints, weights)
-    problem = integer_program.Problem(table.heads_per_layer, constraints.named, budget, weights)
+    arguments = table.heads_per_layer, constraints.named, budget, weights
     if layout is None:
-        raise UserError(_conflict(problem, constraints, budget))
-    least = problem.least(nonempty=True)
+        raise UserError(_conflict(integer_program.Problem(*arguments), constraints, budget))
+    least = integer_program.Problem(*arguments, at_least=1).least()
     reason = "the constraints make every head local" if least is None else f"at least {least:g} is needed"
     raise UserError(f"no KV head can be global with budget {budget:g} and these constraints: {reason}")
 

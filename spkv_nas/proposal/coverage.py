@@ -23,7 +23,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import errors, statistics, version
 from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.base.progress import Progress
-from spkv_nas.proposal.strategies import densest, densest_first
+from spkv_nas.proposal.strategies import densest, densest_first, heads_mask
 
 NUM_RESAMPLES = 1000
 NUM_SOLVED = 100  # resamples in which a constrained layout is solved for
@@ -53,11 +53,8 @@ def densest_candidates(table: head_scores.HeadScores) -> NDArray[np.intp]:
 
 def densest_coverage(table: head_scores.HeadScores) -> list[float]:
     """Return the coverage of the 1, 2, ... densest heads. Raises ``UserError`` if every density is 0."""
-    mask, covered = np.zeros(table.grid, dtype=np.bool_), []
-    for head in densest_candidates(table):
-        mask.flat[head] = True
-        covered.append(_covered(table, mask))
-    return covered
+    order = densest_candidates(table)
+    return [_covered(table, heads_mask(order[:number], *table.grid)) for number in range(1, len(order) + 1)]
 
 
 def domain_coverage(table: head_scores.HeadScores, layout: Layout) -> dict[str, float]:

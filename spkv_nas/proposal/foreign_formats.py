@@ -37,9 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from spkv_nas.artifacts import head_scores, head_tables, kinds
+from spkv_nas.artifacts import head_scores, kinds
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base import arrays, errors, files, hub, limits, version
@@ -79,12 +78,8 @@ class ForeignScores:
 
     def table(self, name: str) -> head_scores.HeadScores:
         """Return the scores as a head-score table for ``propose``; ``metadata`` records their origin and file."""
-        layer, head = np.nonzero(np.isfinite(self.values))
-        rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": self.values[layer, head]}).assign(
-            domain="all", num_tokens=1, num_documents=0, standard_error=math.nan
-        )
-        metadata = {"signal": self.origin, "kind": kinds.SHARE, "source": self.source, "sinks": self.sink_size or 0}
-        return head_scores.HeadScores(name, rows[list(head_tables.COLUMNS)], window=self.window, metadata=metadata)
+        record = {"signal": self.origin, "source": self.source, "sinks": self.sink_size or 0}
+        return head_scores.HeadScores.from_array(self.values, name=name, kind=kinds.SHARE, window=self.window, **record)
 
     def choose(
         self, *, budget: int | str | None = None, sparsity: float | None = None, threshold: float | None = None

@@ -109,14 +109,14 @@ class Problem:
         mask[self._is_head] = best.mask
         return Solution(mask, max(0.0, upper_bound / best.value - 1) if best.value else 0.0)
 
-    def least(self, constraints: Mapping[str, Any] | None = None, *, nonempty: bool = False) -> float | None:
+    def least(self, constraints: Mapping[str, Any] | None = None) -> float | None:
         """Return the smallest weight of a layout, whatever the budget, under the problem's constraints, or others.
 
         None if there is none.
         """
         programs = self._programs(self._constraints if constraints is None else constraints, budget=False)
         gain = -self._weights.reshape(1, -1)
-        layouts = [program.best(gain, nonempty=nonempty) for program in programs]
+        layouts = [program.best(gain) for program in programs]
         return min((-layout.value for layout in layouts if layout is not None), default=None)
 
     def conflict(self) -> list[str]:
@@ -210,7 +210,7 @@ class _Program:
         if at_least:
             self._rows.append((self._wide(np.ones((1, self._num_heads))), at_least, np.inf))
 
-    def best(self, gain: Float, *, relax: bool = False, nonempty: bool = False, gap: float = 0.0) -> _Optimum | None:
+    def best(self, gain: Float, *, relax: bool = False, gap: float = 0.0) -> _Optimum | None:
         """Maximise the lowest of the gains [P, heads] summed over global heads; None if infeasible."""
         # Set up the objective: the single gain, or the lowest of several
         rows = self._rows + self._densest_first(gain)
@@ -223,8 +223,6 @@ class _Program:
             domain_sums = np.hstack([gain, np.zeros((len(gain), self._width - self._num_heads))])
             domain_sums[:, -1] = -1.0
             rows.append((scipy.sparse.csr_array(domain_sums), 0.0, np.inf))
-        if nonempty:
-            rows.append((self._wide(np.ones((1, self._num_heads))), 1.0, np.inf))
         # Solve; robust uniform programs a second time without presolve
         best = self._run(cost, rows, relax=relax, gap=gap)
         if best is None or relax or gap > 0.0 or self._mixed is None or len(gain) == 1:

@@ -178,11 +178,9 @@ class Requirements:
             if cost.total(layout.num_global, table.num_heads) <= memory:
                 return layout
             # Retry with the next smaller budget that fits in memory
-            smaller = range(layout.num_global - 1, 0, -1)
-            fitting = next((heads for heads in smaller if cost.total(heads, table.num_heads) <= memory), None)
-            if fitting is None:
+            limit = Limit(cost.num_global_within(memory, table.num_heads, most=layout.num_global - 1))
+            if not limit.budget:
                 return None
-            limit = Limit(fitting)
 
     def max_heads_same_memory(self, table: HeadScores, num_global: int, window: int | None) -> int:
         """Return the largest number of global heads that takes no more memory in the engine than ``num_global``."""

@@ -18,6 +18,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import errors, units
+from spkv_nas.base.arrays import Float
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.proposal import coverage, integer_program
 from spkv_nas.proposal.constraints import Constraints
@@ -27,7 +28,6 @@ _STEP = 16  # windows are multiples of it: the page size of serving engines, and
 _MOST_TRIED = 12  # windows
 MOST_WINDOWS = 3  # of a layout, unless a constraint allows more: as many as vLLM serves
 WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
-Float = NDArray[np.float64]
 Row = tuple[Any, Any, Any]  # low <= A v <= high: A, low, high
 _SCALE = 1e6  # factor on the costs, whose sum of sizes is 1, because HiGHS stops at an absolute gap of 1e-6
 _MOST_TRIES, _LOWERED = 12, 0.99  # solutions for a limit that is lowered, to what fits and by this factor
@@ -83,12 +83,8 @@ def at_window(table: HeadScores, window: int) -> HeadScores:
     """Return a table whose layouts have a window, and whose scores are the costs of it if they were measured."""
     if table.window_costs is None:
         return replace(table, window=window)
-    costs = dict(zip(table.window_costs.domains, table.window_costs.at(window), strict=True))
-    rows = table.rows.copy()
-    rows["score"] = [
-        costs[domain][layer, head]
-        for domain, layer, head in zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
-    ]
+    rows, costs = table.rows.copy(), table.window_costs
+    rows["score"] = costs.at(window)[rows["domain"].map(costs.domains.index), rows["layer"], rows["kv_head"]]
     if window != table.window:
         rows["standard_error"] = np.nan
     return replace(table, rows=rows, window=window, probe_hash=table.content_hash)
