@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from spkv_nas.base.errors import UserError, first_line
@@ -67,24 +68,15 @@ def open_source(source: str | config.SourceConfig, base: Path) -> Source:
     return Files.find(path, options)
 
 
-class _Texts(Protocol):
-    """A module that provides texts available on every machine."""
-
-    def files(self) -> Iterator[Path]:
-        """Yield the files that contain the texts."""
-
-    def texts(self) -> Iterator[tuple[str, str, str]]:
-        """Yield (text, domain, name) of each text, of at most ``stdlib.MAX_CHARACTERS``."""
-
-
-AT_HAND: Mapping[str, _Texts] = {"stdlib": stdlib, "installed": installed}  # sources by name
+# Sources by name: modules whose ``files`` and ``texts`` are on every machine
+AT_HAND: Mapping[str, ModuleType] = {"stdlib": stdlib, "installed": installed}
 
 
 @dataclass(frozen=True)
 class AtHand:
     """The standard library, or the installed packages: see ``stdlib.py`` and ``installed.py``."""
 
-    module: _Texts
+    module: ModuleType
     options: Mapping[str, Any]
 
     @property

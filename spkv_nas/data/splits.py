@@ -5,6 +5,7 @@ starts read only the blocks.
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,18 +34,11 @@ _MAX_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 
 _MIN_DOCUMENTS = 2  # minimum number of held-out documents, as a single one gives no standard error
 
 
-class _Key(NamedTuple):
-    """Order in which stretches are taken: by round, then by the hash of the document."""
+class _Stretch(NamedTuple):
+    """A stretch of a document's tokens; stretches are taken by round, then by the hash of the document."""
 
     round: int
     document: str
-
-
-@dataclass(frozen=True)
-class _Stretch:
-    """A stretch of a document's tokens, with its position and its order."""
-
-    key: _Key
     start: int
     info: DocumentInfo
     tokens: arrays.Tokens
@@ -66,11 +60,11 @@ class SpreadSample:
         """Start an empty sample."""
         self._max_tokens, self._stretch = max_tokens, stretch
         self._total = 0
-        self._kept: list[_Stretch] = []  # ascending by key
+        self._kept: list[_Stretch] = []  # ascending by round and document
 
     def wants(self, document: Document) -> bool:
         """Return True if a stretch of the document would be kept, given the documents so far."""
-        return self._takes(_Key(0, document.id))
+        return self._takes(0, document.id)
 
     def add(self, document: Document, ids: arrays.Tokens) -> None:
         """Take stretches of a document, tokens int32 [tokens]."""
@@ -81,11 +75,10 @@ class SpreadSample:
         starts += [size * num_whole] if len(ids) > size * num_whole else []
         # Keep those that precede the last one kept, and drop what the limit no longer needs
         for number, start in enumerate(starts):
-            key = _Key(number, document.id)
-            if not self._takes(key):
+            if not self._takes(number, document.id):
                 break
             part_tokens = ids[start : start + size].copy()
-            insort(self._kept, _Stretch(key, start, info, part_tokens), key=lambda stretch: stretch.key)
+            insort(self._kept, _Stretch(number, document.id, start, info, part_tokens), key=lambda kept: kept[:2])
             self._total += len(part_tokens)
         while self._total - len(self._kept[-1].tokens) >= self._max_tokens:
             self._total -= len(self._kept.pop().tokens)
@@ -99,29 +92,28 @@ class SpreadSample:
         even share, if there are fewer than 20 documents).
         """
         stretches = _balanced(self._kept) if balanced else self._kept
-        stretches = sorted(stretches, key=lambda stretch: (stretch.key.document, stretch.start))
-        infos = {stretch.key.document: stretch.info for stretch in stretches}
+        stretches = sorted(stretches, key=lambda stretch: (stretch.document, stretch.start))
+        infos = {stretch.document: stretch.info for stretch in stretches}
         owner = {document: number for number, document in enumerate(infos)}
-        pieces = [(stretch.tokens, owner[stretch.key.document]) for stretch in stretches]
+        pieces = [(stretch.tokens, owner[stretch.document]) for stretch in stretches]
         return packed(pieces, list(infos.values()), block_size, what, boundaries, self._stretch)
 
-    def _takes(self, key: _Key) -> bool:
-        """Return True if a stretch with this key would be kept."""
-        return self._total < self._max_tokens or key < self._kept[-1].key
+    def _takes(self, number: int, document: str) -> bool:
+        """Return True if the stretch of a document in the round ``number`` would be kept."""
+        return self._total < self._max_tokens or (number, document) < self._kept[-1][:2]
 
 
 def _balanced(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
     """Return the stretches of as many rounds as possible, at least one, without a document of too many tokens."""
-    rounds = max((stretch.key.round for stretch in stretches), default=0)
     # Leave out late rounds until no document has too many tokens
-    for last in range(rounds, 0, -1):
-        tokens: dict[str, int] = {}
+    while stretches and (last := stretches[-1].round):
+        tokens = Counter[str]()
         for stretch in stretches:
-            if stretch.key.round <= last:
-                tokens[stretch.key.document] = tokens.get(stretch.key.document, 0) + len(stretch.tokens)
-        if max(tokens.values()) <= max(_LARGEST_SHARE, _TWICE_EVEN / len(tokens)) * sum(tokens.values()):
-            return [stretch for stretch in stretches if stretch.key.round <= last]
-    return [stretch for stretch in stretches if stretch.key.round == 0]
+            tokens[stretch.document] += len(stretch.tokens)
+        if max(tokens.values()) <= max(_LARGEST_SHARE, _TWICE_EVEN / len(tokens)) * tokens.total():
+            break
+        stretches = [stretch for stretch in stretches if stretch.round < last]
+    return stretches
 
 
 def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -> float:

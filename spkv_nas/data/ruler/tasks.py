@@ -148,14 +148,13 @@ class VariableTracking:
         example = f"{render_example(_EXAMPLE_SENTENCES)}\n{example_prefix} {', '.join(example_names)}\n\n"
         render, prefix, names = self._problem(rng, _LETTERS)
 
-        def make(leading_text: str) -> Sample:
-            def render_all(number: int) -> str:
-                return f"{leading_text}{render(number)}"
-
-            return fill(request, render_all, prefix, names, new_tokens=30, least=_MIN_SENTENCES)
+        def make(text: str) -> Sample:
+            return fill(
+                request, lambda number: f"{text}{render(number)}", prefix, names, new_tokens=30, least=_MIN_SENTENCES
+            )
 
         # Leave the example out if the sample does not fit with it
-        return first_fitting(partial(make, leading_text) for leading_text in (example, ""))
+        return first_fitting(partial(make, text) for text in (example, ""))
 
     def _problem(self, rng: Random, length: int) -> tuple[Callable[[int], str], str, list[str]]:
         """Create a chain of names of ``length`` letters: (prompt by number of noise sentences, prefix, answers)."""
