@@ -7,7 +7,7 @@ from spkv_nas.artifacts import head_scores, local_layers
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base import errors, limits
 from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes
-from spkv_nas.cost.formulas import head_bytes, visible_keys
+from spkv_nas.cost.formulas import head_bytes
 from spkv_nas.engines.engine import CachePlan, ServedCache, Serving
 
 CONTEXT = 131_072  # tokens; longest sequence whose cache is counted by default
@@ -194,13 +194,18 @@ def cache_share(table: head_scores.HeadScores, density: float, context: int = CO
     ``density`` is the share of the tokens outside the window that is kept, averaged over heads; for a layout, the share
     of heads that are global.
     """
-    local_keys = (table.window or DEFAULT_WINDOW) + table.sinks
-    if not table.native_heads:
-        reach = min(context, table.global_window)
-        return visible_keys(reach, density=density, window=local_keys) / reach
-    num_local = max(0.0, (1.0 - density) * table.num_heads - len(table.native_heads))
-    keys = density * table.num_heads * context + num_local * min(local_keys, context) + _native_keys(table, context)
-    return keys / _full_keys(table, context)
+    cost = _probe_cost(table, context)
+    num_local = max(0.0, (1.0 - density) * table.num_heads - len(cost.native_heads))
+    num_bytes = density * table.num_heads * cost.global_head + num_local * cost.local_head + cost.of_heads(())
+    return num_bytes / cost.full(table.num_heads)
+
+
+def _probe_cost(table: head_scores.HeadScores, context: int) -> CacheCost:
+    """Return the cost of one sequence; in float32, with heads of one channel where the probe does not record them."""
+    facts = {**table.cache_facts, "head_dim": table.cache_facts["head_dim"] or 1}
+    dtype = table.metadata.get("dtype")
+    facts["dtype"] = dtype if dtype in ITEM_BYTES else "float32"
+    return CacheCost(context, 1, table.window or DEFAULT_WINDOW, sinks=table.sinks, **facts)
 
 
 def layout_share(
@@ -224,17 +229,4 @@ def layout_share(
 
 def full_bytes(table: head_scores.HeadScores, context: int = CONTEXT) -> float | None:
     """Return the bytes of the unchanged model's cache for one sequence of ``context`` tokens; None if unknown."""
-    token = token_bytes(table)
-    return None if token is None else token * _full_keys(table, context)
-
-
-def _full_keys(table: head_scores.HeadScores, context: int) -> float:
-    """Return the keys that all heads of the unchanged model keep of one sequence."""
-    return table.num_candidates * min(context, table.global_window) + _native_keys(table, context)
-
-
-def _native_keys(table: head_scores.HeadScores, context: int) -> float:
-    """Return those of the heads that are local by design, in keys of the size of the heads that can be global."""
-    size, sizes = table.cache_facts["head_dim"], table.cache_facts.get("native_dims", ())
-    shares: list[float] = [each / size for each in sizes] or [1] * len(table.native_heads)
-    return sum(share * min(window, context) for share, window in zip(shares, table.native_heads, strict=True))
+    return None if token_bytes(table) is None else float(_probe_cost(table, context).full(table.num_heads))
