@@ -37,21 +37,16 @@ def planned_engines() -> dict[str, PlannedEngine]:
     return {engine.name: engine for engine in ENGINES if isinstance(engine, PlannedEngine)}
 
 
-def planned_engine(name: str) -> PlannedEngine:
-    """Return an engine whose cache is planned. Raises ``UserError``, which lists the names, if there is none."""
-    engines = planned_engines()
-    if name not in engines:
-        raise errors.UserError(f"unknown engine '{name}'; expected one of {', '.join(engines)}")
-    return engines[name]
-
-
 def read_serving(text: str) -> Serving:
     """Return the engine and the settings of a text such as "vllm:page-size=32:kv-dtype=float8".
 
-    Raises ``UserError``: as ``planned_engine``; a setting is unknown, or its value is no such number or data type.
+    Raises ``UserError``: an engine or a setting is unknown, or its value is no such number or data type.
     """
     name, *words = text.split(":")
-    engine = planned_engine(name)
+    engines = planned_engines()
+    if name not in engines:
+        raise errors.UserError(f"unknown engine '{name}'; expected one of {', '.join(engines)}")
+    engine = engines[name]
     numbers, kv_dtype = {"page-size": engine.page_size, "in-flight-tokens": engine.in_flight}, None
     for word in words:
         setting, _, value = word.partition("=")

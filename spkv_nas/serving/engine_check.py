@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -95,16 +96,6 @@ def _would_show(name: str, difference: float) -> str:
     return f"without {name} they differ by {difference:.2g} nats, {would}"
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """Answer of an engine: its version, greedy tokens, log-probabilities of all tokens but the first, and its cache."""
-
-    version: str
-    tokens: list[int]
-    logprobs: torch.Tensor
-    cache: list[str]
-
-
 def compare_with_engine(
     folder: Path,
     engine: str,
@@ -132,22 +123,23 @@ def compare_with_engine(
     # Ask the engine
     prompt = _prompt(model, max(expected.legend.values()), num_prompt)
     answer = _ask(folder, engine, prompt, python)
+    new_tokens, engine_logprobs = answer["tokens"], torch.tensor(answer["logprobs"])
     # Compare it with the model, and with the model without the layout
-    tokens = torch.tensor([[*prompt, *answer.tokens]])
+    tokens = torch.tensor([[*prompt, *new_tokens]])
     reference = _Reference(model, expected, tokens, is_native=saved is None)
     with float32(model), modes.evaluation_mode(model):
         logprobs, preferred = reference.run(reference.windows)
-        difference = _largest(answer.logprobs - logprobs)
+        difference = _largest(engine_logprobs - logprobs)
         dense_difference = _largest(reference.run(reference.without_layout)[0] - logprobs)
         sink_difference = None
         if reference.has_sinks:
             sink_difference = _largest(reference.run(reference.windows, sinks=0)[0] - logprobs)
-        is_equal = (torch.tensor(answer.tokens) == preferred[len(prompt) - 1 :]).int()
+        is_equal = (torch.tensor(new_tokens) == preferred[len(prompt) - 1 :]).int()
         agrees = difference <= TOLERANCE and bool(is_equal.all())
-        findings = [] if agrees else _findings(reference, answer.logprobs, folder_layout)
-    tokens_equal = len(prompt), len(answer.tokens), int(is_equal.cumprod(0).sum())
+        findings = [] if agrees else _findings(reference, engine_logprobs, folder_layout)
+    tokens_equal = len(prompt), len(new_tokens), int(is_equal.cumprod(0).sum())
     differences = difference, dense_difference, sink_difference
-    return EngineCheck(answer.version, expected.reach, *tokens_equal, *differences, answer.cache, findings)
+    return EngineCheck(answer["version"], expected.reach, *tokens_equal, *differences, answer["cache"], findings)
 
 
 def native_layout(config: PreTrainedConfig) -> Layout | None:
@@ -272,8 +264,11 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
     return [int(token) for token in torch.randint(model_shape.vocabulary_size(model), (length,), generator=generator)]
 
 
-def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -> _Answer:
-    """Run the engine's program, and read its answer. Raises ``UserError`` if there is none."""
+def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -> dict[str, Any]:
+    """Run the engine's program, and return its answer; ``UserError`` if there is none.
+
+    The answer has the engine's version, greedy tokens, logprobs of all tokens but the first, and its cache by line.
+    """
     # Check that the engine can run
     python = sys.executable if python is None else os.path.abspath(python)  # for another working folder
     program = ENGINES[engine].program
@@ -305,10 +300,10 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
         if not answer.exists():
             message = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise UserError(f"{engine} ended with {process.returncode}: {message}")
-        content = json.loads(answer.read_text())
+        content: dict[str, Any] = json.loads(answer.read_text())
     if content["error"] is not None:
         raise UserError(f"{engine} does not run {folder}: {_reason(content['error'], program.converts, python)}")
-    return _Answer(content["version"], content["tokens"], torch.tensor(content["logprobs"]), content["cache"])
+    return content
 
 
 def _reason(error: str, converts: bool, python: str) -> str:

@@ -19,14 +19,14 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.engines.engine import Serving
-from spkv_nas.engines.registry import planned_engine
+from spkv_nas.engines.registry import planned_engines
 from spkv_nas.proposal.answers import Answer, propose_for
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.coverage import bootstrap, coverage, domain_coverage
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions
 
-VLLM = planned_engine("vllm")
+VLLM = planned_engines()["vllm"]
 SCORES = np.random.default_rng(0).random((6, 3)).round(4)
 
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from spkv_nas.artifacts.local_layers import layout_window, mark_local_layers, takes_sinks
+from spkv_nas.artifacts.local_layers import ConfigLayer, layout_window, mark_local_layers, takes_sinks
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.limits import MAX_WINDOW
 
 TESTED = "0.32"  # versions of vLLM, as major.minor
 PREFIX = "SPKV"  # of names of architectures
@@ -36,7 +37,6 @@ NATIVE = {  # architecture: module below vllm.model_executor.models; each has on
 }
 MAX_SINKS = 1  # first tokens that a local head may see (sink_tokens.py)
 MAX_WINDOWS = 3  # windows of local heads; each has groups of pages of its own (engines/vllm.py)
-_ALL_KEYS = 1 << 62  # longer than any window
 BACKENDS = (
     "TransformersForCausalLM",
     "TransformersMoEForCausalLM",
@@ -47,19 +47,12 @@ _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's classes refuse layers of several kind
 
 
 @dataclass
-class ServedLayer:
+class ServedLayer(ConfigLayer):
     """Attention layer in the section of a config."""
 
-    native_window: int | None  # sliding window of the layer in the dense checkpoint; None: full attention
-    is_always_local: bool = False  # whether all heads keep it in every layout
     windows: tuple[int | None, ...] = ()  # recent keys that each KV head sees, its query's included; None: all
     learned_sinks: bool = False  # whether its local heads have learned sinks
     sinks: int = 0  # first tokens that its local heads see besides their window
-
-    @property
-    def checkpoint_window(self) -> int:
-        """Return how many recent keys a head sees in the checkpoint."""
-        return self.native_window or _ALL_KEYS
 
     def takes_sinks(self, window: int | None) -> bool:
         """Return whether KV heads that see ``window`` recent keys (None: all) get sink tokens or learned sinks."""
@@ -81,7 +74,7 @@ def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     legend = layout.get("windows") or {"L": layout["window"]}
     for layer, row in zip(layers.values(), rows, strict=True):
         windows = [layout_window(layer, int(legend.get(head, 0)), is_global=head == "G") for head in row]
-        layer.windows = tuple(None if window == _ALL_KEYS else window for window in windows)
+        layer.windows = tuple(None if window == MAX_WINDOW else window for window in windows)
         if any(map(layer.takes_sinks, layer.windows)):
             layer.learned_sinks, layer.sinks = bool(layout.get("learned_sinks")), int(layout.get("sinks", 0))
     return layers
