@@ -128,7 +128,7 @@ def file_hash(path: Path) -> str:
     with suppress(UserError, OSError, NotImplementedError):  # no folder for a cache, or no locks in it
         folder.mkdir(parents=True, exist_ok=True)
         with shared_lock(cache_file.with_suffix(".lock")):
-            return _read_cached_hash(cache_file, status) or _compute_and_cache(cache_file, path, status)
+            return _cached_hash(cache_file, path, status)
     return sha256_file(path)
 
 
@@ -160,18 +160,13 @@ def _file_state(status: os.stat_result) -> dict[str, Any]:
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
 
 
-def _read_cached_hash(cache_file: Path, status: os.stat_result) -> str | None:
-    """Return the cached hash, or None if there is none for a file in this state."""
+def _cached_hash(cache_file: Path, path: Path, status: os.stat_result) -> str:
+    """Return the cached hash of a file in this state; else hash it and cache that, unless it changed meanwhile."""
     with suppress(UserError):
         content = read_json(cache_file, "hash")
         digest = content.pop("sha256", None)
         if content == _file_state(status) and isinstance(digest, str) and _HEX.fullmatch(digest):
             return digest
-    return None
-
-
-def _compute_and_cache(cache_file: Path, path: Path, status: os.stat_result) -> str:
-    """Hash the file and cache the result, unless the file changed meanwhile."""
     digest = sha256_file(path)
     if _file_state(path.stat()) == _file_state(status):
         with suppress(UserError):
