@@ -141,7 +141,18 @@ def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
         for layer in layers.values()
         for start in _starts(layer, ranks)
     ]
-    unit = vllm.choose_unit(_served_cache(layers, vllm_config), shards)
+    # Grid, window, head size and data type do not matter to the choice of a unit
+    cache = engine.ServedCache(
+        grid=(1, 1),
+        head_dim=1,
+        dtype="bfloat16",
+        window=1,
+        context=vllm_config.model_config.max_model_len,
+        page_size=vllm_config.cache_config.block_size or _DEFAULT_BLOCK,
+        in_flight=vllm_config.max_in_flight_tokens,
+        sinks=max((layer.sinks for layer in layers.values()), default=0),
+    )
+    unit = vllm.choose_unit(cache, shards)
     # Replace each by the parts of its heads on this rank
     for index, (module, name, stock) in stock_layers.items():
         layer = layers[index]
@@ -153,20 +164,6 @@ def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
 def _starts(layer: config.ServedLayer, ranks: int) -> range:
     """Return the first KV head of each rank."""
     return range(0, len(layer.windows), len(layer.windows) // ranks)
-
-
-def _served_cache(layers: dict[int, config.ServedLayer], vllm_config: Any) -> engine.ServedCache:
-    """Return the sizes of the engine's cache; grid, window and head size do not matter to the choice."""
-    return engine.ServedCache(
-        grid=(1, 1),
-        head_dim=1,
-        dtype="bfloat16",
-        window=1,
-        context=vllm_config.model_config.max_model_len,
-        page_size=vllm_config.cache_config.block_size or _DEFAULT_BLOCK,
-        in_flight=vllm_config.max_in_flight_tokens,
-        sinks=max((layer.sinks for layer in layers.values()), default=0),
-    )
 
 
 def _check_layers(stock_layers: dict[int, Any], layers: dict[int, config.ServedLayer], vllm_config: Any) -> None:
