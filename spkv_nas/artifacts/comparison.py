@@ -100,26 +100,23 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
     # Check that every row names its strategy
     if "strategy" not in rows:
         raise UserError(f"comparison.csv: the column 'strategy' is missing; found {', '.join(map(str, rows.columns))}")
-    checked = rows.reset_index(drop=True)
+    missing = [name for name in COLUMNS if name not in rows]
+    checked = rows.reset_index(drop=True).reindex(columns=[*rows.columns, *missing])
     nameless = (checked["strategy"].isna() | (checked["strategy"] == "")).to_numpy()
     if nameless.any():
         raise UserError(f"comparison.csv line {int(nameless.argmax()) + 2}: the strategy has no name")
-    # Fill in missing columns and cells
+    # Fill in missing cells, and convert numbers to floats, infinite ones to NaN
     for column in _COLUMNS:
+        cells = checked[column.name]
         if column.kind == "text":
-            texts = checked[column.name] if column.name in checked else pd.Series(column.default, checked.index)
-            checked[column.name] = texts.astype(object).fillna("").astype(str)
-        elif column.name not in checked:
-            checked[column.name] = math.nan
-        else:
-            # Convert cells to floats, infinite values to NaN
-            cells = checked[column.name]
-            numbers = pd.to_numeric(cells, errors="coerce").astype(float)
-            unreadable = (numbers.isna() & cells.notna()).to_numpy()
-            if unreadable.any():
-                row = int(unreadable.argmax())
-                raise UserError(f"comparison.csv line {row + 2}: {column.name} is {cells[row]!r}; expected a number")
-            checked[column.name] = numbers.replace([math.inf, -math.inf], math.nan)
+            checked[column.name] = cells.astype(object).fillna("").astype(str)
+            continue
+        numbers = pd.to_numeric(cells, errors="coerce").astype(float)
+        unreadable = (numbers.isna() & cells.notna()).to_numpy()
+        if unreadable.any():
+            row = int(unreadable.argmax())
+            raise UserError(f"comparison.csv line {row + 2}: {column.name} is {cells[row]!r}; expected a number")
+        checked[column.name] = numbers.replace([math.inf, -math.inf], math.nan)
     # Copy changes to the columns against the control in files of older versions
     if counted_from(checked) == FULL_ATTENTION:
         for kind in ("percent", "standard_error"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.artifacts.grid import Grid, check_grid
@@ -72,9 +73,7 @@ class LogitHistogram:
         # Find the bin that contains the logit of tau
         at_edge = self._at_edge
         limit = min(max(math.log(tau / (1.0 - tau)), self.edges[0]), self.edges[-1])
-        right = int(np.searchsorted(self.edges, limit))
-        if right == 0:
-            return np.asarray(at_edge[..., 0])
+        right = max(1, int(np.searchsorted(self.edges, limit)))
         # Interpolate between the edges of the bin
         share = (limit - self.edges[right - 1]) / (self.edges[right] - self.edges[right - 1])
         return np.asarray((1.0 - share) * at_edge[..., right - 1] + share * at_edge[..., right])
@@ -202,13 +201,9 @@ def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArra
     documents than its share distributes them over its groups in turn.
     """
     limit = max(2, MAX_DOCUMENTS // num_domains)
-    group = np.empty(len(domain), dtype=np.int64)
-    start = 0
-    for number in range(num_domains):
-        members = np.flatnonzero(domain == number)
-        group[members] = start + np.arange(len(members)) % limit
-        start += min(len(members), limit)
-    return group, start
+    sizes = np.minimum(np.bincount(domain, minlength=num_domains), limit)
+    rank = pd.Series(domain).groupby(domain).cumcount().to_numpy() % limit  # in its domain
+    return (np.cumsum(sizes) - sizes)[domain] + rank, int(sizes.sum())
 
 
 def _smallest(values: NDArray[Any]) -> NDArray[Any]:

@@ -210,8 +210,14 @@ def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
     # Explain a layout that was chosen without the constraints
     if "constraints" not in layout.provenance:
         notes = [f"violates {option}" for option in constraints.broken_by(layout)]
-        if layout.num_global != heads:
-            notes.append(_budget_note(layout, heads))
+        strategy = strategies.strategy_of(layout.strategy)
+        if layout.num_global != heads and strategy is not None and strategy.whole_layers:
+            notes.append(
+                f"{heads} global heads are not a whole number of layers; the nearest is {layout.num_global} "
+                f"({len(layout.global_layers)} of {layout.num_layers} layers)"
+            )
+        elif layout.num_global != heads:
+            notes.append(f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}")
         return "; ".join(notes)
     # Explain a solution of the integer program
     notes = []
@@ -220,17 +226,6 @@ def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
     if (gap := layout.provenance.get("gap")) is not None:
         notes.append(f"not proven optimal, but within {100 * float(str(gap)):.2g} % of the optimum")
     return "; ".join(notes)
-
-
-def _budget_note(layout: Layout, heads: int) -> str:
-    """Explain why the layout of a strategy has another number of global heads than the budget."""
-    strategy = strategies.strategy_of(layout.strategy)
-    if strategy is None or not strategy.whole_layers:
-        return f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}"
-    return (
-        f"{heads} global heads are not a whole number of layers; the nearest is {layout.num_global} "
-        f"({len(layout.global_layers)} of {layout.num_layers} layers)"
-    )
 
 
 @dataclass(frozen=True)

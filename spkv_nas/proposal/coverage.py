@@ -253,12 +253,10 @@ def caution(table: head_scores.HeadScores) -> str | None:
     single_document_domains = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
     if documents.num_documents < statistics.FEW_DOCUMENTS:
         return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"
-    return (
-        f"confidence intervals do not cover the variation within domains of a single document: "
-        f"{', '.join(single_document_domains)}"
-        if single_document_domains
-        else None
-    )
+    if not single_document_domains:
+        return None
+    listed = ", ".join(single_document_domains)
+    return f"confidence intervals do not cover the variation within domains of a single document: {listed}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import errors, units
-from spkv_nas.base.arrays import Float
+from spkv_nas.base import arrays, errors, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.proposal import coverage, integer_program
 from spkv_nas.proposal.constraints import Constraints
@@ -109,7 +108,7 @@ class WindowProblem:
     """Heads, the costs and sizes of their kinds of attention, and constraints."""
 
     costs: WindowCosts
-    sizes: Float  # [W + 1], bytes of a head with each window, and of a global head
+    sizes: arrays.Float  # [W + 1], bytes of a head with each window, and of a global head
     constraints: dict[str, Any]  # those that are set, by name; layers local by design are in ``local_layers``
     native_layers: tuple[int, ...] = ()  # layers that are local by design, which take no bytes here
     max_windows: int | None = None  # most windows of one layout; None: no limit
@@ -121,7 +120,7 @@ class WindowProblem:
         return layers, heads, windows + 1
 
     @property
-    def values(self) -> Float:
+    def values(self) -> arrays.Float:
         """Return the costs of all kinds [P, L, Hkv, K], 0 for a global head and where a layer has no head."""
         costs = np.nan_to_num(self.costs.values, nan=0.0)
         return np.concatenate([costs, np.zeros_like(costs[..., :1])], -1)
@@ -131,7 +130,7 @@ class WindowProblem:
         """Return whether each cell [L, Hkv] is a head; others choose a kind that neither costs nor counts."""
         return ~np.isnan(self.costs.values[0, ..., 0])
 
-    def solve(self, limit: float, shares: Float) -> NDArray[np.intp]:
+    def solve(self, limit: float, shares: arrays.Float) -> NDArray[np.intp]:
         """Return the kind of every head [L, Hkv], an index of ``sizes``, within ``limit`` bytes.
 
         Args:
@@ -188,14 +187,10 @@ class WindowProblem:
             layer_of, head_of, kind = np.indices(self._shape).reshape(3, -1)
             counts = self._is_head[layer_of, head_of] & ~np.isin(layer_of, self.native_layers)
             chosen = np.flatnonzero((kind < kinds - 1) & counts)
-            rows_of = np.arange(len(chosen))
-            shape = len(chosen), len(kind) + kinds + 1
-            is_chosen = sparse.csr_array((np.ones(len(chosen)), (rows_of, chosen)), shape)
-            is_used = sparse.csr_array((np.ones(len(chosen)), (rows_of, len(kind) + kind[chosen])), shape)
-            rows.append((is_chosen - is_used, -np.inf, 0.0))
-            count = np.zeros((1, shape[1]))
-            count[0, len(kind) : len(kind) + kinds - 1] = 1.0
-            rows.append((count, -np.inf, float(self.max_windows)))
+            is_chosen, is_used = sparse.eye_array(len(kind), format="csr")[chosen], np.eye(kinds)[kind[chosen]]
+            rows.append((self._wide(sparse.hstack([is_chosen, -is_used])), -np.inf, 0.0))
+            count = np.repeat([[0.0, 1.0]], [len(kind), kinds - 1], 1)
+            rows.append((self._wide(count), -np.inf, float(self.max_windows)))
         return rows
 
     def _wide(self, left: Any) -> Any:
