@@ -18,8 +18,7 @@ import pandas as pd
 from pydantic import Field
 
 from spkv_nas.artifacts.selection import Selection, write_selection
-from spkv_nas.base import errors, limits, names, progress, records, replace, schema, version
-from spkv_nas.base.files import is_file, read_json, yaml_text
+from spkv_nas.base import errors, files, limits, names, progress, records, replace, schema, version
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 _RESULTS = ("environment", "alarm", "answers", "inputs", "num_selection")  # keys that do not describe the inputs
@@ -81,7 +80,7 @@ class ResultRecord(schema.Recorded):
 def inputs_of(origin: Mapping[str, Any]) -> str:
     """Return the first 8 hexadecimal digits of the SHA-256 of a record without its results and environment."""
     content = {key: value for key, value in origin.items() if key not in _RESULTS}
-    return hashlib.sha256(yaml_text(content).encode()).hexdigest()[:8]
+    return hashlib.sha256(files.yaml_text(content).encode()).hexdigest()[:8]
 
 
 def keep_earlier(
@@ -93,7 +92,7 @@ def keep_earlier(
     of the files that replace them (``replacing``), made from ``inputs`` (``inputs_of``). Returns the inputs of the
     earlier result, or None if there is nothing to keep.
     """
-    if not is_file(folder / record):
+    if not files.is_file(folder / record):
         return None
     # Identify the inputs of the earlier result
     content: dict[str, Any] | None = None  # of a damaged record, which is kept as it is
@@ -108,7 +107,9 @@ def keep_earlier(
         return None
     # Copy its files under names that end in the hash of these inputs
     copies = {name: f"{Path(name).stem}-{earlier}{Path(name).suffix}" for name in (*tables, record)}
-    copied = [Path(shutil.copyfile(folder / name, new / copies[name])) for name in tables if is_file(folder / name)]
+    copied = [
+        Path(shutil.copyfile(folder / name, new / copies[name])) for name in tables if files.is_file(folder / name)
+    ]
     if content is None:
         shutil.copyfile(folder / record, new / copies[record])
     else:
@@ -363,8 +364,8 @@ class RunOrigin(NamedTuple):
 
 def run_origin(checkpoint: Path) -> RunOrigin | None:
     """Return the recipe and variant of a checkpoint of ``runs/``; None if no recipe's run produced it."""
-    if is_file(file := checkpoint / RUN_RECORD):
-        record = read_json(file, "run record")
+    if files.is_file(file := checkpoint / RUN_RECORD):
+        record = files.read_json(file, "run record")
         content = record.get("recipe")
         if isinstance(content, dict) and isinstance(name := content.get("name"), str):
             return RunOrigin(names.check_name(name, f"{file}: the recipe's name"), str(record.get("variant", "")))

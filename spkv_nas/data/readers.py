@@ -300,8 +300,6 @@ def _parquet(file: Path, options: Mapping[str, Any]) -> Iterator[Row]:
             size = file.stat().st_size / max(table.metadata.num_rows, 1)
             yield from ((f"{file}, row {number}", row, size) for number, row in enumerate(rows))
     except Exception as error:  # pyarrow raises many kinds; all mean "this file cannot be read"
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 

@@ -5,7 +5,6 @@ starts read only the blocks.
 """
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,10 +106,10 @@ def _balanced(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
     """Return the stretches of as many rounds as possible, at least one, without a document of too many tokens."""
     # Leave out late rounds until no document has too many tokens
     while stretches and (last := stretches[-1].round):
-        tokens = Counter[str]()
+        tokens: dict[str, int] = {}
         for stretch in stretches:
-            tokens[stretch.document] += len(stretch.tokens)
-        if max(tokens.values()) <= max(_LARGEST_SHARE, _TWICE_EVEN / len(tokens)) * tokens.total():
+            tokens[stretch.document] = tokens.get(stretch.document, 0) + len(stretch.tokens)
+        if max(tokens.values()) <= max(_LARGEST_SHARE, _TWICE_EVEN / len(tokens)) * sum(tokens.values()):
             break
         stretches = [stretch for stretch in stretches if stretch.round < last]
     return stretches

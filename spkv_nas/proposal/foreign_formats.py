@@ -38,8 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from spkv_nas.artifacts import head_scores, kinds
-from spkv_nas.artifacts.grid import check_grid
+from spkv_nas.artifacts import grid, head_scores, kinds
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base import arrays, errors, files, hub, limits, version
 from spkv_nas.base.replace import new_folder, replacing
@@ -145,7 +144,9 @@ def read_scores(path: Path) -> ForeignScores:
     # Compare their grid with the model's, if the config gives it
     layers, heads = config.get(_SHAPE_KEYS[0], len(values)), config.get(_SHAPE_KEYS[1], len(values[0]))
     what, remedy = f"the file of head scores {file}", "the file needs one value per KV head, not per query head"
-    check_grid(what, (len(values[0]),) * len(values), f"{CONFIG_NAME} in the same folder", (heads,) * layers, remedy)
+    grid.check_grid(
+        what, (len(values[0]),) * len(values), f"{CONFIG_NAME} in the same folder", (heads,) * layers, remedy
+    )
     # Identify the project and its sizes
     is_duo_attention = "recent_size" in config or file.name.startswith("full_attention_heads")
     window = config.get("recent_size", config.get("local_window_size"))

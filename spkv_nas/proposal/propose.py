@@ -140,11 +140,10 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
         share = parse_budget(budget, table.num_candidates) / table.num_heads
         return table if table.histogram is None else table.at_tau(rounded_tau(table.tau_for_density(share)))
     try:
-        return table.at_tau(float(tau))
+        number = float(tau)
     except ValueError as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"tau must be a number in [0, 1] or '{MATCH_BUDGET}'; found '{tau}'") from error
+    return table.at_tau(number)
 
 
 def unmatched(table: HeadScores, budget: int | str | None) -> str | None:

@@ -106,11 +106,9 @@ def _rows(
     best = _objective(table, first, robust=robust)
     rows = []
     for number, (name, layout) in enumerate(layouts.items(), 1):
-        low, high = (
-            (np.nan, np.nan)
-            if resampled is None
-            else resampled.loss(first.global_mask, layout.global_mask, robust=robust)
-        )
+        low = high = np.nan
+        if resampled is not None:
+            low, high = resampled.loss(first.global_mask, layout.global_mask, robust=robust)
         distances = [Difference.of(layout, other).num_heads for other in layouts.values() if other is not layout]
         gap = layout.provenance.get("gap")
         rows.append(

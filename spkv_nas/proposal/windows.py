@@ -54,13 +54,9 @@ def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int =
     Raises ``UserError``: the memory leaves no global head beside the narrowest window.
     """
     full = cost.full(num_heads)
-    grid = range(_STEP, max(widest, _STEP) + 1, _STEP)
-
-    def num_global(window: int) -> int:
-        return replace(cost, window=window).num_global_within(limit, num_heads)
-
     # Keep the widest window of each number of global heads
-    widest_of = {num_global(window): window for window in grid if window >= min(NARROWEST, widest)}
+    grid = [window for window in range(_STEP, max(widest, _STEP) + 1, _STEP) if window >= min(NARROWEST, widest)]
+    widest_of = {replace(cost, window=window).num_global_within(limit, num_heads): window for window in grid}
     pairs = sorted((window, number) for number, window in widest_of.items() if number >= 1)
     if not pairs:
         raise errors.UserError(
