@@ -8,9 +8,8 @@ from typing import TypeVar
 
 import psutil
 
-from spkv_nas.base import distributed, errors
+from spkv_nas.base import distributed, errors, units
 from spkv_nas.base.progress import Progress
-from spkv_nas.base.units import format_bytes
 
 Result = TypeVar("Result")
 CHUNK_BYTES = 1 << 28  # of the logits of a chunk of tokens, in float32
@@ -58,9 +57,9 @@ def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") ->
     """Check that a device has ``num_bytes``; ``UserError`` says ``what`` needs them, and the remedy."""
     free = available_bytes(device)
     if num_bytes > free:
+        needed, available = units.format_bytes(round(num_bytes)), units.format_bytes(free)
         raise errors.UserError(
-            f"{what}: needs at least {format_bytes(round(num_bytes))} of memory, but only {format_bytes(free)} is "
-            f"available\n{remedy}"
+            f"{what}: needs at least {needed} of memory, but only {available} is available\n{remedy}"
         )
 
 
