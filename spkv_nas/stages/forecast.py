@@ -18,8 +18,7 @@ from spkv_nas.probing import signals
 from spkv_nas.proposal.budget import MEMORIES
 from spkv_nas.stages.options import REFERENCE, auto, probe
 from spkv_nas.stages.subject import Subject, default_block_size
-from spkv_nas.training import step_cost
-from spkv_nas.training.first_recipe import count_text
+from spkv_nas.training import first_recipe, step_cost
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
     num_tokens = limits.MAX_WHOLE  # above every --max-tokens
     if options.max_tokens is None:
         reporter.announce("counting the tokens of the text")
-        text = count_text(data.sources, base, load_tokenizer(subject.source))
+        text = first_recipe.count_text(data.sources, base, load_tokenizer(subject.source))
         num_tokens = text.heldout(data) if learns or not options.data else text.tokens
     # Count the stages
     stages = Stages(

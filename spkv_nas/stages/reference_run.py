@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spkv_nas.artifacts.head_tables import read_density_log
-from spkv_nas.base import distributed, files
+from spkv_nas.base import distributed, files, tables
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.tables import MAX_BYTES
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.training import branches, corpus, variants
 from spkv_nas.training.dense import dense_run, is_dense_trained
@@ -60,5 +59,7 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
     log = checkpoint / "density-log.csv"
     if log.is_file():
         rows = read_density_log(log)
-        files.write_atomic(folder / "density-evolution.csv", files.read_text(log, "density log", max_bytes=MAX_BYTES))
+        files.write_atomic(
+            folder / "density-evolution.csv", files.read_text(log, "density log", max_bytes=tables.MAX_BYTES)
+        )
         plot.save_chart(folder, density_charts.density_evolution_chart(rows))

@@ -24,19 +24,19 @@ SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "de
 
 # Budgets only fall: lower one with its count; raising one needs a line in CHANGELOG.md that says what it buys
 BUDGETS: dict[str, float] = {
-    "lines": 49_070,
-    "lines without contrib": 41_797,
+    "lines": 48_934,
+    "lines without contrib": 41_636,
     "files": 289,
     "files without contrib": 242,
-    "lines of commands": 6_817,
+    "lines of commands": 6_685,
     "files of commands": 55,
     "option slots": 230,
     "option slots of one command": 20,
     "imports in 100 lines": 7.0,
     "comments in 1,000 lines": 28.0,  # lines that hold nothing else; at least, not at most
-    "tracked files": 790,
-    "lines of tests": 42_132,
-    "quick test items": 3_600,
+    "tracked files": 788,
+    "lines of tests": 42_179,
+    "quick test items": 3_606,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 

@@ -300,13 +300,13 @@ class TestAuto:
         for name in ("hybrid", "probes/dense-window-costs", "layouts", "reports", "runs"):
             shutil.rmtree(name)
 
-        for name in ("stages.probe.measure_signal", "evaluation.verdict.trial.Trial.rows", "stages.export.export"):
+        for name in ("probing.measure.measure_signal", "evaluation.verdict.trial.Trial.rows", "stages.export.export"):
             with monkeypatch.context() as patch:
                 patch.setattr(f"spkv_nas.{name}", interrupt)
                 with pytest.raises(SystemExit):
                     main([*self.COMMAND])
         with monkeypatch.context() as patch:
-            patch.setattr("spkv_nas.stages.probe.measure_signal", interrupt)  # it was measured
+            patch.setattr("spkv_nas.probing.measure.measure_signal", interrupt)  # it was measured
             main([*self.COMMAND])
         assert contents() == whole
 
