@@ -35,8 +35,8 @@ BUDGETS: dict[str, float] = {
     "imports in 100 lines": 7.0,
     "comments in 1,000 lines": 28.0,  # lines that hold nothing else; at least, not at most
     "tracked files": 788,
-    "lines of tests": 42_179,
-    "quick test items": 3_606,
+    "lines of tests": 42_184,
+    "quick test items": 3_601,
 }
 AT_LEAST = ("comments in 1,000 lines",)
 

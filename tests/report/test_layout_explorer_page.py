@@ -13,6 +13,7 @@ import pytest
 from browser_cases import MAP, NEEDED, OTHER, num_outlined
 from command_cases import parsed
 from helpers import make_domain_table
+from marks import slow_after
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
@@ -35,13 +36,16 @@ ALL_FILES = """() => {
 
 @pytest.mark.parametrize(
     ("budget", "tau", "probe"),
-    [
-        (1, None, "stdlib-21x3"),
-        (18, None, "stdlib-21x3"),
-        (30, "0.3", "stdlib-21x3"),
-        (63, "0.95", "stdlib-21x3"),
-        (12, None, OTHER),
-    ],
+    slow_after(
+        2,
+        [
+            (30, "0.3", "stdlib-21x3"),
+            (12, None, OTHER),
+            (1, None, "stdlib-21x3"),
+            (18, None, "stdlib-21x3"),
+            (63, "0.95", "stdlib-21x3"),
+        ],
+    ),
 )
 def test_download_is_the_file_that_propose_writes(
     open_page: Any, workspace: Path, tmp_path: Path, budget: int, tau: str | None, probe: str
@@ -95,7 +99,7 @@ def test_files_of_every_budget_equal_those_of_propose(open_page: Any, workspace:
         assert texts == [propose(at, budget, num_random=0)["densest"].text for budget in range(1, 64)]
 
 
-@pytest.mark.parametrize("tau", [0.05, 0.5, 0.7, 0.95])
+@pytest.mark.parametrize("tau", slow_after(2, [0.05, 0.7, 0.5, 0.95]))
 def test_the_map_shows_the_table_at_every_threshold(open_page: Any, workspace: Path, tau: float) -> None:
     """Over all text and by domain, exact in the data and rounded in the cells."""
     table = HeadScores.read(workspace / "probes/stdlib-21x3").at_tau(tau)

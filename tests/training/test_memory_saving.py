@@ -16,6 +16,7 @@ from marks import slow, slow_after
 from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_inductor_cache
 from transformers import TrainingArguments
 
@@ -210,9 +211,9 @@ class TestCompiled:
         assert not counters["stats"]
 
     @pytest.mark.slow
-    def test_missing_compiler(self, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    @inductor_config.patch({"cpp.cxx": ("/nowhere/g++",)})
+    def test_missing_compiler(self, tokens: torch.Tensor) -> None:
         model = tiny_model()
-        monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nowhere/g++",))
         reset()
         with pytest.raises(UserError, match="cannot be compiled here"), fresh_inductor_cache(), compiled(model):
             model(input_ids=tokens, use_cache=False)
