@@ -331,8 +331,8 @@ class TestCommand:
         assert [file.name.split("-")[0] for file in kept] == ["keys", "nll", "nll"]
         line = json.loads(kept[0].read_text().splitlines()[0])
         assert (line["text"], line["name"].endswith("0.txt"), len(line["keys"])) == (0, True, len(line["spans"]))
-        monkeypatch.setattr(stage, "read", None)
-        monkeypatch.setattr(stage, "key_spans", None)
+        for name in ("read", "key_spans"):
+            monkeypatch.setattr(stage, name, lambda *_, **__: pytest.fail("the text is read again"))
         main(command)  # reads nothing again
         assert pd.read_csv(folder / "longppl.csv").equals(rows)
 

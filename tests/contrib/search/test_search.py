@@ -56,8 +56,8 @@ class TestCommand:
         main(command(recipe, workspace, *arguments))
         shown = capsys.readouterr()
         out = " ".join(shown.out.split())
-        assert "best layouts, scored on 10 documents" in out
-        assert "zero-shot and short on the 10 documents that select, full on others" in out
+        assert "best layouts, scored on 9 documents" in out
+        assert "zero-shot and short on the 9 documents that select, full on others" in out
         assert shown.err.count("full attention retrained (the control) has") == 2  # briefly and in full
         reports = workspace / "reports" / "tiny"
         rows = pd.read_csv(reports / "search.csv")
@@ -69,10 +69,10 @@ class TestCommand:
         assert starts.drop("other")["hash"].tolist() == rows[rows["sampler"] == "surrogate"]["hash"].iloc[:4].tolist()
         assert rows.drop_duplicates("hash")["full_delta_percent"].notna().sum() >= 4
         summary = yaml.safe_load((reports / "search.yaml").read_text())
-        assert (summary["tokens"]["chosen_on"], summary["documents"]["chosen_on"]) == (640, 10)
+        assert (summary["tokens"]["chosen_on"], summary["documents"]["chosen_on"]) == (640, 9)
         assert summary["tokens"]["judged_on"] > 0
         documents = (reports / f"selection-{summary['selection']}.txt").read_text().split()
-        assert len(documents) == 10 + summary["num_documents"]  # of all fidelities
+        assert len(documents) == 9 + summary["num_documents"]  # of all fidelities
         assert summary["control"].keys() == {"short", "full"}
         assert (reports / "search-retrained.png").is_file()
         kept = list((workspace / "layouts" / "tiny" / "search").glob("*.yaml"))
