@@ -377,7 +377,7 @@ class TestCommand:
         for model, options, problem in (
             (checkpoint, [], "the model has SP-KV gates"),
             (tmp_path / "hybrid", [], "the model is a hybrid"),
-            (dense, ["--max-tokens", "24"], "the text is a single document"),
+            (dense, ["--max-tokens", "24"], "--max-tokens 24 keeps 24 tokens, all of a single document"),
             (dense, ["--against", dense], "has no gates"),
             (dense, ["--against", checkpoint, "--window", "8"], "differs from the window of --against, 6"),
         ):
