@@ -208,7 +208,7 @@ class Recall(Criterion):
     help = "drop of the share of tokens predicted where a passage occurs again, in percentage points"
     test = MeanDrop()
 
-    distance: Distance = default(None, "nearly a block, at most the median of what blocks have of their last document")
+    distance: Distance = default(None, "nearly a block, less where documents are shorter")
 
     def prepare(self, setting: Setting) -> Rounds:
         """Return the documents that are longer than the distance, with a passage of each repeated at the end."""
@@ -216,7 +216,7 @@ class Recall(Criterion):
         length = max(2 * _CUE, min(64, size // 16))
         # Tokens of the last document of each block
         last = (blocks.document == blocks.document[:, -1:]).sum(1)
-        farthest = min(size - size // 16, int(np.median(last))) - length
+        farthest = max(length, min(size - size // 16, int(np.median(last))) - length)
         distance = farthest if self.distance is None else self.distance
         if not length <= distance <= last.max() - length:
             raise UserError(
