@@ -10,7 +10,7 @@ SHARE  ?= 100
 # Tests of a file, or of a class, stay in one process, which then makes their fixtures once
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: demo test quick test-slow test-vllm attack nightly docs lint clean
+.PHONY: demo test quick test-slow test-vllm attack nightly docs lint style clean
 
 demo: $(STAMP)  ## probe -> propose -> train-hybrid -> report on the embedded reference
 	$(BIN)/spkv-nas demo
@@ -37,11 +37,16 @@ docs: $(STAMP)  ## docs/_build/html/index.html, which opens from disk; a warning
 	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/codespell
+lint: style
 	$(BIN)/mypy
+
+# Only what git tracks: commands write programs, pages and figures into the checkout, under any name
+TRACKED := git grep --files-with-matches --null ''
+
+style: $(STAMP)
+	$(TRACKED) -- '*.py' '*.pyi' '*.ipynb' | xargs -0 $(BIN)/ruff check
+	$(TRACKED) -- '*.py' '*.pyi' '*.ipynb' | xargs -0 $(BIN)/ruff format --check
+	$(TRACKED) | xargs -0 $(BIN)/codespell
 
 # lm-eval alone: what its own command prints tables with refuses the pinned python-dateutil; the rest is in [dev].
 $(STAMP): pyproject.toml constraints.txt

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from helpers import unsaved_pictures
-from paths import ROOT
+from paths import copy_example
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
@@ -81,8 +81,7 @@ def write_search(folder: Path, table: HeadScores) -> None:
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Workspace with the committed example, a search, a second probe of its model, and the report of all."""
     folder = tmp_path_factory.mktemp("workspace")
-    for part in ("probes", "layouts", "reports"):
-        shutil.copytree(ROOT / part / "stdlib-21x3", folder / part / "stdlib-21x3")
+    copy_example(folder, "probes", "layouts", "reports")
     table = HeadScores.read(folder / "probes/stdlib-21x3")
     write_search(folder, table)
     scores = np.random.default_rng(0).uniform(size=len(table.rows)).round(2)  # some are equal

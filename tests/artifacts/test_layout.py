@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from paths import ROOT
+from paths import tracked
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Difference
@@ -311,7 +311,7 @@ def test_a_truncated_layout_is_not_a_handmade_one(tmp_path: Path) -> None:
         assert caught or layout.strategy == "custom"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "layouts" / "stdlib-21x3").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", tracked("layouts/stdlib-21x3/*.yaml"), ids=lambda path: path.stem)
 def test_committed_layouts_have_their_hash(path: Path) -> None:
     layout = Layout.read(path)
     assert yaml.safe_load(path.read_text())["provenance"]["hash"] == layout.hash

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tomllib
-from paths import ROOT
+from paths import ROOT, copy_example
 
 from spkv_nas.base.extras import EXTRAS
 
@@ -93,7 +93,7 @@ def run(folder: Path, without: list[str], commands: list[str]) -> dict[str, tupl
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     """Output of every command with only the base dependencies, in a workspace with the committed probe."""
     folder = tmp_path_factory.mktemp("base")
-    shutil.copytree(ROOT / "probes" / "stdlib-21x3", folder / "probes" / "stdlib-21x3")
+    copy_example(folder, "probes")
     shutil.copy(ROOT / "spkv_nas/assets/stdlib-21x3/demo.yaml", folder / "recipe.yaml")
     ends = run(folder, ALL, [*LIGHT, *NEED])
     assert (folder / "layouts/stdlib-21x3/budgets/densest-24.yaml").is_file()

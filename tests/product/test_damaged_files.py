@@ -15,7 +15,7 @@ from attack.mutants import attack
 from attack.readers import READERS, make_probe
 from helpers import fails, make_comparison, make_layouts, make_search, make_table
 from marks import slow_after
-from paths import ROOT
+from paths import ROOT, tracked
 
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -242,11 +242,11 @@ class TestRecords:
         assert read_record(tmp_path / "comparison.yaml", "comparison") == {"probe": "p"}
 
     def test_results_that_are_committed_read_without_a_warning(self) -> None:
-        for folder in (ROOT / "probes").glob("*/"):
-            HeadScores.read(folder)
-        for file in (ROOT / "layouts").rglob("*.yaml"):
+        for file in tracked("probes/*/probe.yaml"):
+            HeadScores.read(file.parent)
+        for file in tracked("layouts/**/*.yaml"):
             Layout.read(file)
-        for file in (ROOT / "reports").rglob("*.yaml"):
+        for file in tracked("reports/**/*.yaml"):
             read_record(file, "record")
 
     @pytest.mark.slow

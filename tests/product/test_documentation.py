@@ -19,7 +19,7 @@ import yaml
 from command_cases import parsed
 from helpers import make_table, scatter_gates, tiny_model
 from marks import slow
-from paths import ROOT
+from paths import ROOT, copy_example, tracked
 from transformers import PreTrainedTokenizerBase
 from vllm_server import PYTHON, needs_vllm, serving
 
@@ -32,7 +32,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.training.recipe import Recipe
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "reference")]
+PAGES = [ROOT / "README.md", *(page for page in tracked("docs/**/*.md") if page.parent.name != "reference")]
 BLOCK = re.compile(r"^```(bash|python|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -121,8 +121,7 @@ def write_results(folder: Path) -> None:
 
 def write_embedded(folder: Path) -> None:
     """Copy the repository's workspace, and write files that the pages name beside it."""
-    for name in ("probes", "layouts"):
-        shutil.copytree(ROOT / name / "stdlib-21x3", folder / name / "stdlib-21x3")
+    copy_example(folder, "probes", "layouts")
     for name, strategy in (("A", "densest"), ("B", "random-0")):
         shutil.copy(ROOT / "layouts" / "stdlib-21x3" / f"{strategy}.yaml", folder / f"{name}.yaml")
     rows = "".join(f"{number // 3},{number % 3},{0.5 + number % 2}\n" for number in range(63))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import pandas as pd
 import pytest
 import yaml
 from numpy.typing import NDArray
-from paths import ROOT
+from paths import ROOT, copy_example
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -317,7 +316,7 @@ class TestCommands:
 
     def test_show_with_coverage(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Coverage at the proposal's threshold equals that of the layout's provenance."""
-        shutil.copytree(ROOT / "probes" / "stdlib-21x3", tmp_path / "probes" / "stdlib-21x3")
+        copy_example(tmp_path, "probes")
         options = ("--probe", "stdlib-21x3", "--workspace", tmp_path)
         run(capsys, "propose", "--budget", 18, "--tau", 0.3, *options)
         layouts = tmp_path / "layouts" / "stdlib-21x3"
