@@ -306,7 +306,9 @@ CRITICAL_BUDGET = ResultTable(
         Column("num_global", "whole"),
         _number("memory", high=100.0, default=""),  # the budget, if it is one of memory, in percent of full attention's
         Column("look", "whole"),  # from 1, in order
-        _number("level", high=1.0),  # largest p-value at which it passes
+        # largest p-values at which it passes, and at which it fails; 0: not tested; older files lack them
+        _number("passes_level", high=1.0, default=""),
+        _number("fails_level", high=1.0, default=""),
         Column("result"),  # passes, fails or open, in all criteria
         *VERDICT.columns[1:],
         _number("kv_bytes"),

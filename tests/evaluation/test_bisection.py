@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spkv_nas.evaluation.verdict.critical_budget import Critical, Test, critical
+from spkv_nas.evaluation.verdict.critical_budget import Critical, critical
 from spkv_nas.evaluation.verdict.trial import Answer
 
 LETTERS: dict[str, Answer] = {"F": "fails", "o": "open", "P": "passes"}
@@ -33,6 +33,29 @@ def test_from_a_first_look_near_the_answer_few_others_follow(start: int) -> None
         assert result.passes == (smallest if smallest < 15 else None)
         if abs(smallest - start) <= 1:
             assert len(result.looks) <= 4
+
+
+@pytest.mark.parametrize("start", [0, 3, 6, 8])
+def test_every_measured_candidate_below_the_answer_that_fails_is_said_to(start: int) -> None:
+    """From a first look on, a candidate that clearly fails was left open, as nobody tested the other side."""
+    result = find("FFFFFFPPP", start)
+    assert result.passes == 6
+    assert {look.position for look in result.looks if look.position < 6} >= {4, 5}
+    assert all(look.answer == "fails" and look.fails for look in result.looks if look.position < 6)
+    assert result.fails == 5
+
+
+def test_looking_for_failures_measures_nothing_more_where_one_passes() -> None:
+    measured: list[int] = []
+
+    def test(position: int, level: float) -> Answer:
+        measured.append(position)
+        return LETTERS["ooooooPoP"[position]]
+
+    result = critical(9, 0.05, test, 4)
+    assert result.passes == 6
+    assert set(measured) == {look.position for look in result.looks if look.passes}
+    assert not any(look.answer == "fails" for look in result.looks)
 
 
 def test_open_candidates_are_between_the_answers() -> None:
@@ -97,11 +120,15 @@ def draw(random: np.random.Generator, kind: str, number: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["independent", "equal", "alike"])
 @pytest.mark.parametrize("order", ["none", "lower half", "every second", "upper half"])
-def test_any_wrong_pass_is_rarer_than_the_risk(kind: str, order: str) -> None:
-    """The error rate holds in any order of losses, and with any dependence of the tests."""
+@pytest.mark.parametrize("wanted", ["passes", "fails"])
+def test_any_wrong_answer_is_rarer_than_the_risk(kind: str, order: str, wanted: Answer) -> None:
+    """The error rate holds in any order of losses, and with any dependence of the tests.
+
+    Where a wrong failure is looked for, half of the other candidates pass, so that both bisections look at several.
+    """
     random, number, risk, runs = np.random.default_rng(0), 37, 0.1, 4_000
     positions = np.arange(number)
-    should_pass = {
+    is_true = {
         "none": np.zeros(number, bool),
         "lower half": positions < number // 2,  # the opposite of the usual order
         "every second": positions % 2 == 0,
@@ -110,10 +137,16 @@ def test_any_wrong_pass_is_rarer_than_the_risk(kind: str, order: str) -> None:
     wrong = 0
     for run in range(runs):
         first = None if run % 2 else 5
-        p = np.where(should_pass, random.random(number) ** 8, draw(random, kind, number))
-        test: Test = lambda position, level, p=p: "passes" if p[position] <= level else "open"  # noqa: E731
+        p = np.where(is_true, random.random(number) ** 8, draw(random, kind, number))
+        others = random.random(number) ** 8  # p-values of the other answer, which is right where the wanted one is not
+
+        def test(position: int, level: float, p: np.ndarray = p, others: np.ndarray = others) -> Answer:
+            if p[position] <= level:
+                return wanted
+            is_other = wanted == "fails" and not is_true[position] and others[position] <= level
+            return "passes" if is_other else "open"
+
         wrong += any(
-            look.answer == "passes" and not should_pass[look.position]
-            for look in critical(number, risk, test, first).looks
+            look.answer == wanted and not is_true[look.position] for look in critical(number, risk, test, first).looks
         )
     assert wrong / runs <= risk + 3 * (risk / runs) ** 0.5

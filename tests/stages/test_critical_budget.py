@@ -117,12 +117,12 @@ class TestAnswer:
 
     def test_each_look_halves_the_risk(self, folder: Path) -> None:
         rows = run(risk="8%").rows.set_index("num_global")
-        assert rows["level"][4] == pytest.approx(0.04)
-        assert rows["level"][6] == pytest.approx(0.02)
+        assert rows["passes_level"][4] == pytest.approx(0.04)
+        assert rows["passes_level"][6] == pytest.approx(0.02)
         for result, column in (("passes", "p_passes"), ("fails", "p_fails")):
             decided = rows[rows["result"] == result]
             assert len(decided)
-            assert (decided[column] <= decided["level"]).all()
+            assert (decided[column] <= decided[f"{result}_level"]).all()
 
     def test_rows_say_what_their_intervals_and_the_answers_say(self, folder: Path) -> None:
         """An end that no bisection asked for is not determined, so no open budget shows a loss below the margin."""

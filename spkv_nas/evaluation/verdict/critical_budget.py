@@ -11,7 +11,8 @@ above, with the other half. Where bisection ends, the risk that is left tests fu
 one does not pass.
 
 A second bisection finds the largest candidate that fails in the same way, in the opposite direction. Both look at the
-same candidates until one is open. A candidate that only one of them looks at gets only this one's answer.
+same candidates until one is open. A candidate that only one of them looks at gets only this one's answer. The second
+may leave candidates out that were not measured, as if they were open: its tests then reject less, never more.
 """
 
 import time
@@ -66,8 +67,8 @@ class Critical:
 def critical(number: int, risk: float, test: Test, first: int | None = None) -> Critical:
     """Look for the smallest candidate that passes, and for the largest that fails, by testing candidates at a level.
 
-    Bisections begin in the middle, or at the ``first`` candidate to look at, which must not depend on the samples. Then
-    the largest that fails is looked for only if none passes.
+    Bisections begin in the middle, or at the ``first`` candidate to look at, which must not depend on the samples. From
+    a ``first`` one, if any passes, the largest that fails is looked for among those measured by then alone.
 
     One bisection would miss a smaller candidate that passes where the losses do not fall from position to position. So
     the two candidates below the answer are tested, the nearer one by bisection, and those below as long as they pass.
@@ -79,8 +80,9 @@ def critical(number: int, risk: float, test: Test, first: int | None = None) -> 
         has_answer = test(position, level) == wanted
         earlier = looks.get(position, Look(position, "open"))
         answer = wanted if has_answer else earlier.answer
-        levels = {"passes": earlier.passes, "fails": earlier.fails, wanted: level}
-        looks[position] = Look(position, answer, **levels)
+        levels = {"passes": earlier.passes, "fails": earlier.fails}
+        levels[wanted] = max(level, levels[wanted])
+        looks[position] = Look(position, answer, passes=levels["passes"], fails=levels["fails"])
         return has_answer
 
     # Smallest that passes, and those below it
@@ -88,9 +90,18 @@ def critical(number: int, risk: float, test: Test, first: int | None = None) -> 
     below = high - 2
     while high < number and below >= 0 and look(below, left, "passes"):
         below -= 1
-    # Largest that fails
-    if first is None or high == number:
-        _bisect(number, risk, lambda position, level: not look(position, level, "fails"), first)
+    # Largest that fails, and those below it that were measured
+    measured = frozenset(looks)
+    measures_more = first is None or high == number
+
+    def fails(position: int, level: float) -> bool:
+        """Return whether a candidate is found to fail; one that is not to be measured is not."""
+        return (measures_more or position in measured) and look(position, level, "fails")
+
+    largest, _, left = _bisect(number, risk, lambda position, level: not fails(position, level), first)
+    below = largest - 1
+    while below in measured and looks[below].answer == "open" and look(below, left, "fails"):
+        below -= 1
     return Critical(tuple(looks.values()))
 
 
@@ -202,7 +213,7 @@ def find_critical_budget(
         levels, risks = Levels(look.passes, look.fails / len(trial.margins)), (look.fails, look.passes)
         size, memory = layouts[look.position].num_global, None if memories is None else memories[look.position]
         head = {"candidate": candidates[look.position].name, "num_global": size, "memory": memory, "look": number}
-        head |= {"level": max(risks), "result": look.answer}
+        head |= {"passes_level": look.passes, "fails_level": look.fails, "result": look.answer}
         rows += [{**head, **row} for row in trial.rows(measured[look.position], levels, risks)]
     table = pd.DataFrame(rows, columns=CRITICAL_BUDGET.header[:-1]).astype({"more_samples": "Int64"})
     margins = [f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins]

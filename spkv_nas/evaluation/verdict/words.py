@@ -23,10 +23,20 @@ def conclusion(
         more = row["more_samples"]
         if not row["num_samples"]:
             about = "this text has none"
-        elif pd.isna(more):
-            about = "its loss is too near the margin to say how many more would tell"
-        else:
+        elif not pd.isna(more):
             about = f"about {int(more):,} more would tell"
+        elif row.get("fails_level") == 0 and row["loss"] > row["margin"]:
+            about = (
+                f"its loss of {row['loss']:+.3g} {row['unit']} is above the margin of {row['margin']:g} {row['unit']}, "
+                "but the search tested only whether it passes"
+            )
+        elif row.get("passes_level") == 0 and row["loss"] < row["margin"]:
+            about = (
+                f"its loss of {row['loss']:+.3g} {row['unit']} is below the margin of {row['margin']:g} {row['unit']}, "
+                "but the search tested only whether it fails"
+            )
+        else:
+            about = "its loss is too near the margin to say how many more would tell"
         counted = f"{row['num_samples']} {nouns.get(row['criterion'], 'samples')}"
         if row["num_samples"] >= samples.get(row["criterion"], math.inf):
             counted += ", all that this text gives"
