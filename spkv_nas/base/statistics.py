@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import stdtrit
 
 NORMAL_95 = 1.96  # standard errors on either side of 95 %
 FEW_DOCUMENTS = 20  # with fewer clusters, normal intervals are too narrow
@@ -57,6 +56,8 @@ def critical_errors(effective: float) -> float:
     freedom; NaN counts as many. With ``jackknife_ratio``, the interval covers 92 to 100 % for log-normal document
     lengths (40,000 simulated draws, ``reports/LOG.md``).
     """
+    from scipy.special import stdtrit  # takes half a second, which --help and the first line of a command do not need
+
     if not effective < FEW_DOCUMENTS:
         return 2.0
     return float(stdtrit(effective - 1.0, _TWO_SIDED)) if effective > 1.0 else math.inf

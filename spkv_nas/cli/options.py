@@ -27,7 +27,7 @@ from spkv_nas.cli import screen
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.commands import Result, Results, next_line
 from spkv_nas.stages.flags import DEVICE, WORKSPACE
-from spkv_nas.stages.options import OnDevice, Trains
+from spkv_nas.stages.options import OnDevice, TakesLong, Trains
 
 Options = TypeVar("Options")
 _LAST = "dtype"  # shown last in the help
@@ -69,10 +69,9 @@ def add_command(
         check(options)
         # Run the command and print its result
         verbosity = {key: bool(shared[key]) for key in ("quiet", "verbose")}
-        computes = isinstance(options, OnDevice)
         title = invocation.command_path.removeprefix(f"{invocation.find_root().info_name} ")
-        with screen.working(title, takes_long=computes, **verbosity) as reporter:
-            if computes:
+        with screen.working(title, takes_long=isinstance(options, TakesLong), **verbosity) as reporter:
+            if isinstance(options, OnDevice):
                 with suppress(ModuleNotFoundError):  # the command says what to install
                     quiet_transformers(reporter)
             if isinstance(options, Trains) and options.dry_run:

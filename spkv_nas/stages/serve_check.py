@@ -9,10 +9,11 @@ from spkv_nas.base import console, flag, limits, progress
 from spkv_nas.engines.registry import checked_engines
 from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import commands, flags
+from spkv_nas.stages.options import TakesLong
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeCheckOptions:
+class ServeCheckOptions(TakesLong):
     """Options of the ``serve-check`` command."""
 
     folder: Annotated[Path, flag.Flag("Exported model folder.", argument=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -114,6 +115,23 @@ class TestTerminal:
 
 
 class TestPipe:
+    @pytest.mark.parametrize(
+        "command", ["propose --probe tiny", "report --probe tiny", "export --model embedded:dense"]
+    )
+    def test_a_command_that_takes_seconds_says_that_it_starts(
+        self, project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    ) -> None:
+        name, *words = command.split()
+        place = ["--out", str(tmp_path / "out")] if name == "export" else ["--workspace", str(project[1])]
+        with contextlib.suppress(SystemExit):  # there is no layout to export with
+            main([name, *words, *place])
+        assert capsys.readouterr().err.startswith(f"{name}: starting\n")
+
+    def test_the_first_line_waits_for_no_library(self) -> None:
+        program = "import sys, spkv_nas.cli.app; print(*{'torch', 'transformers', 'scipy', 'pandas'} & {*sys.modules})"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout == "\n"
+
     def test_a_path_is_not_wrapped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Error messages keep each path on one line."""
         nowhere = tmp_path / "-".join(["folder"] * 30) / "nowhere.yaml"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from spkv_nas.base.errors import UserError
@@ -44,3 +47,31 @@ def test_whatever_ends_a_command_is_explained(
     assert "Traceback" not in output
     with pytest.raises(type(error)):
         main(["--debug", "probe"])
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "printed"),
+    [
+        ("", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("raise ZeroDivisionError", 1, "ZeroDivisionError"),
+    ],
+)
+def test_nothing_is_torn_down_after_the_last_line(ending: str, code: int, printed: str) -> None:
+    """Exit functions run, output is flushed, and the process ends with the code before objects are destroyed."""
+    program = (
+        "import atexit, sys\n"
+        "from spkv_nas import cli\n"
+        "class Object:\n"
+        "    def __del__(self): print('destroyed')\n"
+        "kept = Object()\n"
+        "def run(arguments):\n"
+        "    atexit.register(print, 'exit function')\n"
+        f"    print('last line')\n    {ending}\n"
+        "cli._run = run\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stdout == "last line\nexit function\n"
+    assert printed in done.stderr

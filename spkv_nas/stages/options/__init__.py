@@ -42,8 +42,12 @@ class ChoosesProbe(InWorkspace):
     probe: flags.OptionalProbe = flag.default(None, ONLY_PROBE)
 
 
+class TakesLong:
+    """Options of a command that takes seconds, whose start is announced before anything heavy is imported."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class OnDevice:
+class OnDevice(TakesLong):
     """Options of a command that computes with torch."""
 
     device: flags.Device = None

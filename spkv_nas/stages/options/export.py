@@ -11,7 +11,7 @@ from spkv_nas.engines.registry import ENGINES
 from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets
 from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import InWorkspace
+from spkv_nas.stages.options import InWorkspace, TakesLong
 
 Out = Annotated[Path, Flag("Output folder; must not exist.")]
 ForEngine = Annotated[
@@ -27,7 +27,7 @@ ForEngine = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 @flags.with_options_of(TARGETS, "export")
-class ExportOptions(InWorkspace):
+class ExportOptions(InWorkspace, TakesLong):
     """Export a checkpoint with a layout as a Hugging Face folder, in a native architecture where one fits.
 
     A separate process checks that plain transformers computes the same. A layout that no native architecture can

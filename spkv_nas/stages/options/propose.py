@@ -12,7 +12,7 @@ from spkv_nas.stages import flags, options
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposeOptions(options.LayerOptions, options.EngineOptions, options.ChoosesProbe):
+class ProposeOptions(options.LayerOptions, options.EngineOptions, options.ChoosesProbe, options.TakesLong):
     """Propose layouts for a budget of global heads, with every strategy. Writes layouts/NAME/.
 
     A constraint, --robust or --head-costs adds the best layout that satisfies it, and costs of windows add one with a

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from spkv_nas.base.flag import default
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import ChoosesProbe
+from spkv_nas.stages.options import ChoosesProbe, TakesLong
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(ChoosesProbe):
+class ReportOptions(ChoosesProbe, TakesLong):
     """Write reports/NAME/index.html and its figures from the results in the workspace.
 
     With several probes that have layouts, also writes their index, reports/index.html.
