@@ -1,9 +1,13 @@
 """Print results to standard output, all else to standard error; only a terminal gets wrapped lines."""
 
+import io
+import os
+import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleDimensions
 from rich.markup import escape as escape
@@ -15,6 +19,15 @@ from spkv_nas.base.distributed import process_index
 
 PACKAGE = Path(__file__).parent.parent
 _UNLIMITED = 1 << 16  # columns, where output is not a terminal
+_NO_READER = 141  # exit code, as shells report of programs that SIGPIPE ends; 1 would be an answer of some commands
+
+
+class NoReader(SystemExit):
+    """Exit because the program that read the output, such as ``head``, has ended."""
+
+    def __init__(self) -> None:
+        """Set the exit code."""
+        super().__init__(_NO_READER)
 
 
 class Stream(Console):
@@ -55,12 +68,31 @@ class Stream(Console):
         if self.quiet:
             return
         self.before()
-        self.file.write(text)
-        self.file.flush()
+        try:
+            self.file.write(text)
+            self.file.flush()
+        except BrokenPipeError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Discard further output, which Python writes when it exits, and raise ``NoReader``."""
+        self.quiet = True
+        with suppress(OSError):  # a stream without a descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.file.fileno())
+            os.close(nowhere)
+        raise NoReader
 
 
 out = Stream()
 err = Stream(stderr=True)
+
+
+def escape_unencodable() -> None:
+    """Print what the encoding of a stream lacks, such as ± in ASCII or a file name's invalid bytes, as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str | None) -> None:

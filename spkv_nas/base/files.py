@@ -12,7 +12,7 @@ import io
 import json
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,17 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         try:
             # Write a temporary file through to disk before it replaces the old one
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-            with os.fdopen(descriptor, "wb") as file:
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+            with temporary.open("xb") as file:  # its mode follows the umask, unlike that of ``tempfile``
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
+            temporary.replace(path)
             temporary = None
         finally:
             if temporary is not None:
                 with contextlib.suppress(OSError):
-                    os.unlink(temporary)
+                    temporary.unlink()
 
 
 def read_text(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> str:

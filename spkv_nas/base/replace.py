@@ -9,8 +9,8 @@ hashes in the record reveal.
 import errno
 import json
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,8 +33,8 @@ def replacing(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
     # Create the temporary folder
     with as_user_error(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        new_files = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
-        new_files.chmod(0o755)
+        new_files = folder / f"{_NEW}{secrets.token_hex(4)}"
+        new_files.mkdir()  # its mode follows the umask, unlike that of ``tempfile``
     try:
         yield new_files
         with as_user_error(folder):

@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -186,9 +187,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line, by default ``sys.argv[1:]``, and exit with its code.
 
     Exit codes: 0 on success, 1 for a bug, 2 for an error that the user can fix, 130 after Ctrl-C and 143 after SIGTERM
-    (training saves a checkpoint first); ``verdict`` and ``critical-budget`` return their answer.
+    (training saves a checkpoint first), 141 if the reader of the output ended, such as ``head``; ``verdict`` and
+    ``critical-budget`` return their answer.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    console.escape_unencodable()
     try:
         # Run the command, and exit with its code
         with interrupt.raising(), warnings.catch_warnings():
@@ -208,12 +211,19 @@ def main(arguments: list[str] | None = None) -> None:
         # Print the message, and exit with the error's code
         message, code = explained(error)
         if message:
-            console.fail(message)
+            with _unless_closed():
+                console.fail(message)
         sys.exit(code)
     except interrupt.Interrupted as stop:
-        console.err.print(f"interrupted by {stop}: run the same command again to resume")
+        with _unless_closed():
+            console.err.print(f"interrupted by {stop}: run the same command again to resume")
         leave(stop.exit_code)
         sys.exit(stop.exit_code)
+
+
+def _unless_closed() -> AbstractContextManager[None]:
+    """Return a context in which a message is lost, not the exit code, if nobody reads standard error any more."""
+    return suppress(OSError, console.NoReader)
 
 
 def explained(error: Exception) -> tuple[str, int]:

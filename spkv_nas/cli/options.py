@@ -181,7 +181,8 @@ def print_results(output: Results, *, as_json: bool) -> int:
                 console.out.print(Text(next_line(suggestion.command)), soft_wrap=True)
     if as_json:
         printed = documents[0] if isinstance(output, Result) else documents
-        console.out.write(json.dumps(printed, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        in_ascii = not console.out.encoding.startswith("utf")  # escapes of JSON, where others would replace characters
+        console.out.write(json.dumps(printed, indent=2, ensure_ascii=in_ascii, allow_nan=False) + "\n")
     return code
 
 

@@ -6,10 +6,12 @@ relative paths, so that no result names the place where it was made.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from helpers import RECIPE, write_project
+from sampled_cases import write_model
 
 ATTACK_RECIPE = RECIPE.replace("branch: {steps: 8", "branch: {steps: 12")
 DENSE_STEPS, SOFT_STEPS, STEPS = 6, 9, 12  # of the dense model, and of a branch with soft gates and in all
@@ -59,6 +61,7 @@ class Command:
 _RECIPE, _PROPOSE = "project/recipe.yaml", ("propose", "--probe", "tiny", "--num-random", "1", "--budget")
 _SEARCH = ("--max-tokens", "1280", "--budget", "2")
 _EFFORT = ("--trials", "12", "--retrain", "1")
+_AUTO = ("--out", "out", "--block-size", "64", "--margin", "nll=40%", "--memory", "40%,80%")
 _LAYOUTS = ("w/layouts/tiny/densest.yaml", "w/layouts/tiny/sparsest.yaml")
 COMMANDS = {
     command.name: command
@@ -113,6 +116,7 @@ COMMANDS = {
             "propose",
             once=True,
         ),
+        Command("auto", ("auto", "project/sampled", "project/sampled.jsonl", *_AUTO)),
         Command("scaling", ("reproduce", "scaling")),
         Command("calibrate", ("calibrate", "micro-3", "--context", "64", "--window", "8", "--name", "tiny")),
     )
@@ -125,3 +129,6 @@ def write_ground(ground: Path) -> None:
     write_project(ground / "project", ATTACK_RECIPE)
     (ground / "project" / "local.yaml").write_text(LOCAL)
     (ground / "project" / "ablations.yaml").write_text(ABLATIONS)
+    documents = write_model(ground / "project" / "sampled", 64, 60)
+    lines = [json.dumps({"text": document}) for document in documents]
+    (ground / "project" / "sampled.jsonl").write_text("\n".join(lines))

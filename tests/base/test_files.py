@@ -10,7 +10,8 @@ import pytest
 from helpers import make_layouts
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import parse_json, parse_yaml, read_yaml, yaml_text
+from spkv_nas.base.files import parse_json, parse_yaml, read_yaml, write_atomic, yaml_text
+from spkv_nas.base.replace import new_folder, replacing
 from spkv_nas.proposal.foreign_formats import convert
 
 
@@ -71,3 +72,22 @@ def test_a_full_disk_leaves_nothing_that_blocks_the_next_try(
     monkeypatch.undo()
     convert(source, target)
     assert {"config.json", "full_attention_heads.tsv"} <= {file.name for file in target.iterdir()}
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o077, 0o600, 0o700), (0o002, 0o664, 0o775)])
+def test_files_follow_the_umask(tmp_path: Path, umask: int, file_mode: int, folder_mode: int) -> None:
+    """Results were readable by everybody, whatever the umask, and not writable by a group."""
+    before = os.umask(umask)
+    try:
+        write_atomic(tmp_path / "new" / "one", "text")
+        with replacing(tmp_path / "results") as folder:
+            write_atomic(folder / "one", "text")
+            staged = folder.stat().st_mode & 0o777
+        with new_folder(tmp_path / "export") as folder:
+            (folder / "one").write_text("text")
+    finally:
+        os.umask(before)
+    assert staged == folder_mode
+    for name in ("new", "results", "export"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == folder_mode
+        assert (tmp_path / name / "one").stat().st_mode & 0o777 == file_mode

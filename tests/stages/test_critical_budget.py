@@ -10,12 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from helpers import Recorder, fails, make_table, tiny_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+from helpers import Recorder, fails, make_table
+from sampled_cases import write_model
 
 import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -25,7 +21,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
 from spkv_nas.evaluation.verdict.criteria import DocumentRounds
-from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.checkpoint import load
 from spkv_nas.stages import critical_budget, verdict
 from spkv_nas.stages.critical_budget import BudgetResult, document
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
@@ -37,35 +33,19 @@ TOKENS = 48  # per document
 NUM_HEADS = 8
 
 
-def write_model(folder: Path, size: int = TOKENS) -> None:
-    """Write a random model with large attention outputs, and 200 documents of ``size`` tokens sampled from it.
-
-    So every head that becomes local raises the NLL.
-    """
-    model = tiny_model()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(4.0)
-            layer.self_attn.v_proj.weight.mul_(4.0)
-            layer.self_attn.o_proj.weight.mul_(4.0)
-        model.get_output_embeddings().weight.mul_(20.0)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    save(model, PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0"), folder / "dense")
-    # Sample the text
-    torch.manual_seed(0)
-    length = {"max_new_tokens": size - 1, "min_new_tokens": size - 1, "eos_token_id": None, "pad_token_id": 0}
-    documents = model.generate(torch.randint(3, 97, (200, 1)), do_sample=True, **length)
+def write_model_and_text(folder: Path, size: int = TOKENS) -> None:
+    """Write a model, and a folder of text that it wrote itself."""
+    documents = write_model(folder / "dense", size)
     (folder / "text").mkdir()
-    for number, tokens in enumerate(documents.tolist()):
-        (folder / "text" / f"{number}.txt").write_text(" ".join(f"w{token}" for token in tokens))
+    for number, text in enumerate(documents):
+        (folder / "text" / f"{number}.txt").write_text(text)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder with model, text, a table that prefers the heads of low layers, and losses of some budgets."""
     folder = tmp_path_factory.mktemp("measured")
-    write_model(folder)
+    write_model_and_text(folder)
     table = make_table(np.arange(NUM_HEADS, 0, -1.0).reshape(4, 2) / NUM_HEADS)
     replace(table, window=4).write(folder / "probes" / "mine")
     with pytest.MonkeyPatch.context() as patch:
@@ -260,7 +240,7 @@ class TestCommand:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder with a model and documents of 96 tokens."""
     folder = tmp_path_factory.mktemp("written")
-    write_model(folder, 96)
+    write_model_and_text(folder, 96)
     return folder
 
 
