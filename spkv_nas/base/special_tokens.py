@@ -1,9 +1,22 @@
-"""Find the special tokens that a tokenizer puts before a text by itself, and begin prompts with them."""
+"""Encode texts as text, find the special tokens that a tokenizer puts before one, and begin prompts with them."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def encode_text(texts: "str | list[str]", tokenizer: "PreTrainedTokenizerBase", **options: Any) -> Any:
+    """Return what a tokenizer makes of texts, by default without the special tokens around them.
+
+    A special token that a text spells out is encoded as the text that it is: documents about tokenizers, HTML and logs
+    contain "</s>" or "<|endoftext|>", which are no ends of documents there. ``options`` go to the tokenizer.
+    """
+    # Tokenizers of mistral-common never read special tokens from a text, and refuse the option that turns this off
+    if not type(tokenizer).__module__.endswith("tokenization_mistral_common"):
+        options["split_special_tokens"] = True
+    options.setdefault("add_special_tokens", False)
+    return tokenizer(texts, verbose=False, **options)
 
 
 def tokens_before(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:

@@ -27,8 +27,11 @@ Permutation = Callable[[int, int, int], NDArray[np.int64]]  # (number of blocks,
 
 
 def block_tokens(blocks: TokenBlocks, start: int, number: int, device: torch.device) -> torch.Tensor:
-    """Return int64 [at most ``number``, T] on ``device``: the tokens of the blocks from ``start`` on."""
-    return torch.from_numpy(blocks.tokens[start : start + number].astype(np.int64)).to(device)
+    """Return int64 [at most ``number``, T] on ``device``: the tokens of the blocks from ``start`` on.
+
+    They are marked (``TokenBlocks.marked``): ``blocks.boundaries.inputs`` makes of them what a model takes.
+    """
+    return torch.from_numpy(blocks.marked(slice(start, start + number)).astype(np.int64)).to(device)
 
 
 def run_own_batches(
@@ -46,7 +49,7 @@ def run_own_batches(
     Shares are in text order, and rank 0 has the beginning. Batches are those of a single process, so that the same
     blocks share a batch and round alike, unless there are too few to keep all processes busy; then they are smaller.
 
-    ``run`` gets the index of the first block and int64 tokens [B, T] on ``device``, of at most ``batch_size`` blocks.
+    ``run`` gets the index of the first block and ``block_tokens`` of at most ``batch_size`` blocks on ``device``.
     It must have no side effects if it fails: a batch that exceeds GPU memory is run again in parts, with a warning,
     unless other processes would have to know (``divides``). ``progress`` is called with (blocks done, in all) of this
     process.

@@ -1,7 +1,8 @@
 """Store token blocks in memory-mapped files, so that a text of any size can be written and read.
 
-A folder holds ``tokens.bin`` and ``document.bin`` (int32, little endian, [N, T]), ``documents.jsonl`` (one line per
-document) and ``blocks.json``. It is written under a temporary name and renamed when it is complete.
+A folder holds ``tokens.bin`` and ``document.bin`` (int32, little endian, [N, T]), ``begins.bin`` (one byte per token,
+[N, T]: 1 for those that begin a text), ``documents.jsonl`` (one line per document) and ``blocks.json``. It is written
+under a temporary name and renamed when it is complete.
 
 ``BlockCache`` keeps the blocks of a text in a folder named by the content of its documents, which is only known once
 the text has been read. To avoid reading it at every start, the folder also stores the state (size and times) of the
@@ -25,14 +26,20 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import Reporter
 from spkv_nas.data import config, readers, sources
 from spkv_nas.data.blocks import REMEDY, DocumentInfo, TokenBlocks, aligned, check_enough, uncut
-from spkv_nas.data.tokenizer import PLAIN, Boundaries, SeparateDocuments, Tokenizer, boundaries
+from spkv_nas.data.tokenizer import PLAIN, Boundaries, SeparateDocuments, Tokenizer, boundaries, unmarked
 
-_TOKENS, _OWNER, _DOCUMENTS, _RECORD = "tokens.bin", "document.bin", "documents.jsonl", "blocks.json"
+_TOKENS, _OWNER, _BEGINS, _DOCUMENTS, _RECORD = _FILES = (
+    "tokens.bin",
+    "document.bin",
+    "begins.bin",
+    "documents.jsonl",
+    "blocks.json",
+)
 _WHAT = "record of token blocks"
 _INT32 = np.dtype("<i4")
 _STATES = "sources.json"  # per folder: hashes of source states, newest first
 _MAX_STATES = 16
-_FORMAT = "4"  # version of how texts become blocks
+_FORMAT = "5"  # version of how texts become blocks
 
 
 class _Notes(schema.Recorded):
@@ -61,16 +68,20 @@ def write_blocks(
 ) -> dict[str, Any]:
     """Write documents as blocks to the folder ``partial``, which ``publish`` completes; return their record.
 
-    Documents come with their tokens int32 [tokens], and few are in memory at a time. Raises ``UserError`` if the disk
-    is full, or the text, which is called ``what``, has less than one block of tokens.
+    Documents come with their tokens int32 [tokens], marked as by ``Boundaries.ended``, and few are in memory at a time.
+    Raises ``UserError`` if the disk is full, or the text, which is called ``what``, has less than one block of tokens.
     """
     opening, size = np.array(boundaries.opening, dtype=_INT32), block_size - len(boundaries.opening)
     num_documents = num_tokens = 0  # of text, those of an incomplete last block included
     shutil.rmtree(partial, ignore_errors=True)
     with files.as_user_error(partial):
         partial.mkdir(parents=True)
-        token_file, owner_file, lines = ((partial / name).open("wb") for name in (_TOKENS, _OWNER, _DOCUMENTS))
-        with token_file, owner_file, lines:
+        with (
+            (partial / _TOKENS).open("wb") as token_file,
+            (partial / _OWNER).open("wb") as owner_file,
+            (partial / _BEGINS).open("wb") as begins_file,
+            (partial / _DOCUMENTS).open("wb") as lines,
+        ):
 
             def pieces() -> Iterator[tuple[arrays.Tokens, int]]:
                 """Yield the tokens of each document and its index, and write its line."""
@@ -81,12 +92,17 @@ def write_blocks(
                     yield ids, number
 
             is_separate = isinstance(boundaries, SeparateDocuments)
-            for tokens, document in (uncut if is_separate else aligned)(pieces(), size, boundaries.separator):
+            if isinstance(boundaries, SeparateDocuments):
+                parts = uncut(pieces(), size, boundaries)
+            else:
+                parts = aligned(pieces(), size, boundaries.separator)
+            for tokens, document in parts:
                 # Insert the opening tokens at the start of each block that begins in this part
                 starts = np.arange(-num_tokens % size, len(tokens), size)
                 num_tokens += len(tokens)
-                tokens = np.insert(tokens, starts.repeat(len(opening)), np.tile(opening, len(starts)))
-                tokens.astype(_INT32, copy=False).tofile(token_file)
+                tokens = np.insert(tokens, starts.repeat(len(opening)), np.tile(~opening, len(starts)))
+                unmarked(tokens).astype(_INT32, copy=False).tofile(token_file)
+                (tokens < 0).tofile(begins_file)
                 np.full(len(tokens), document, dtype=_INT32).tofile(owner_file)
     check_enough(num_documents, num_tokens + len(opening), block_size, what)
     shape = num_tokens // size, block_size
@@ -143,7 +159,7 @@ class _Documents(Collection[DocumentInfo]):
 
 def is_written(folder: Path) -> bool:
     """Return whether ``publish`` has completed the folder."""
-    return manifest.is_complete(folder, (_TOKENS, _OWNER, _DOCUMENTS, _RECORD))
+    return manifest.is_complete(folder, _FILES)
 
 
 def map_blocks(folder: Path) -> TokenBlocks:
@@ -156,6 +172,7 @@ def map_blocks(folder: Path) -> TokenBlocks:
     shape = record.num_blocks, record.block_size
     try:
         tokens, owner = (np.memmap(folder / name, _INT32, "r", shape=shape) for name in (_TOKENS, _OWNER))
+        begins = np.memmap(folder / _BEGINS, np.bool_, "r", shape=shape)
     except (OSError, ValueError) as error:
         raise UserError(f"token blocks {folder} are damaged: {first_line(error)}\n{REMEDY}") from error
     if not 0 <= owner[-1, -1] < record.num_documents:  # the last document has the largest index
@@ -163,7 +180,7 @@ def map_blocks(folder: Path) -> TokenBlocks:
     documents = _Documents(folder / _DOCUMENTS, record.num_documents)
     kind = SeparateDocuments if record.documents == config.SEPARATE else Boundaries
     limits = kind(**{name: tuple(tokens) for name, tokens in record.boundaries.items()})
-    return TokenBlocks(tokens, owner, documents, record.largest_token, limits)
+    return TokenBlocks(tokens, owner, documents, record.largest_token, limits, begins)
 
 
 def read_notes(folder: Path, name: str = _RECORD) -> list[str]:

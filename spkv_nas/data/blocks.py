@@ -6,7 +6,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.base import errors, files
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.data import config, sources
-from spkv_nas.data.tokenizer import PLAIN, Boundaries, SeparateDocuments, boundaries
+from spkv_nas.data.tokenizer import PLAIN, Boundaries, SeparateDocuments, boundaries, unmarked
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Digest
@@ -26,9 +26,11 @@ REMEDY = "remove it: the text is then tokenised again"
 _INT32 = 2**31 - 1  # largest token or index
 _OPEN_BLOCKS = 64  # that wait for short documents to fill them
 _GOLDEN_RATIO = (1 + 5**0.5) / 2
+_ALL = slice(None)
 _ARRAYS = (
     Array("tokens", "whole", "N T", high=_INT32),
     Array("document", "whole", "N T", high=_INT32),
+    Array("begins", "whole", "N T", high=1),
     Array("documents", "text"),
 )
 
@@ -64,6 +66,9 @@ class TokenBlocks:
     documents: Collection[DocumentInfo]  # the documents, in the order of their tokens
     largest: int | None = None  # the largest token, if it is known without reading the tokens
     boundaries: Boundaries = PLAIN  # tokens that every block begins with, before its text, and those between documents
+    # bool [N, T], which tokens begin a text: opening tokens, filling, and the first token of separate documents without
+    # opening tokens. None for blocks that were made elsewhere, where the ids of special tokens tell it
+    begins: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -87,6 +92,25 @@ class TokenBlocks:
     def block_size(self) -> int:
         """Return the number of tokens per block T."""
         return int(self.tokens.shape[1])
+
+    def marked(self, rows: NDArray[np.integer] | slice | int = _ALL) -> NDArray[np.int32]:
+        """Return the tokens [.., T] of some blocks, with the first of each separate document marked.
+
+        Marked tokens are what the methods of ``boundaries`` take (``tokenizer.unmarked``).
+        """
+        tokens = self.tokens[rows]
+        if self.begins is None:
+            return tokens
+        return self.boundaries.with_starts(tokens, self.begins[rows])
+
+    def begins_text(self, rows: NDArray[np.integer] | slice | int = _ALL) -> NDArray[np.bool_]:
+        """Return which tokens [.., T] of some blocks begin a text, each first one aside: they are not predicted."""
+        marked = self.marked(rows)
+        if self.begins is None:
+            return self.boundaries.begins_text(marked)
+        begins: NDArray[np.bool_] = self.begins[rows] | (self.boundaries.positions(marked) == 0)
+        begins[..., 0] = False
+        return begins
 
     @property
     def largest_token(self) -> int:
@@ -144,7 +168,8 @@ class TokenBlocks:
 
     def part(self, blocks: NDArray[np.intp] | slice) -> "TokenBlocks":
         """Return the blocks with some indices."""
-        return replace(self, tokens=self.tokens[blocks], document=self.document[blocks], largest=None)
+        begins = None if self.begins is None else self.begins[blocks]
+        return replace(self, tokens=self.tokens[blocks], document=self.document[blocks], largest=None, begins=begins)
 
     def nested(self, ends: Sequence[int]) -> "list[TokenBlocks]":
         """Divide the blocks into disjoint parts: the first ``ends[0]``, those up to ``ends[1]``, and so on.
@@ -156,18 +181,24 @@ class TokenBlocks:
 
     def and_(self, other: "TokenBlocks") -> "TokenBlocks":
         """Append the blocks of another text, of the same length and with the same opening tokens."""
+        are_known = self.begins is not None and other.begins is not None
         return TokenBlocks(
             np.concatenate([self.tokens, other.tokens]),
             np.concatenate([self.document, other.document + len(self.documents)]),
             (*self.documents, *other.documents),
             boundaries=self.boundaries,
+            begins=np.concatenate([self._known_begins(), other._known_begins()]) if are_known else None,
         )
 
     def cut(self, block_size: int) -> "TokenBlocks":
         """Return the text in other blocks, without an incomplete last one; with opening tokens it is copied."""
-        tokens, document = (array[:, len(self.opening) :].reshape(-1) for array in (self.tokens, self.document))
-        tokens, document = _in_blocks(tokens, document, block_size, self.opening)
-        return replace(self, tokens=tokens, document=document)
+        tokens, document, begins = self._without_openings()
+        if isinstance(self.boundaries, SeparateDocuments):
+            # A document loses its opening tokens at the start of a block that is now inside of another
+            is_new = (np.diff(document) != 0) & ~begins[:-1]
+            begins = np.concatenate([begins[:1], begins[1:] | is_new])
+        tokens, document, begins = _in_blocks(tokens, document, begins, block_size, self.opening)
+        return replace(self, tokens=tokens, document=document, begins=begins)
 
     def in_random_order(self, seed: int, left_out: Collection[str] = ()) -> "TokenBlocks":
         """Return the text, except the texts ``left_out`` with all their pieces, with its documents in random order.
@@ -176,23 +207,40 @@ class TokenBlocks:
         ``UserError`` if less than one block is left.
         """
         infos = tuple(self.documents)
-        tokens, document = (array[:, len(self.opening) :].reshape(-1) for array in (self.tokens, self.document))
+        tokens, document, begins = self._without_openings()
+        tokens = np.where(begins, ~tokens, tokens)
         # Gather the tokens of each document
         order = np.argsort(document, kind="stable")
         present, starts = np.unique(document[order], return_index=True)
         texts = dict(zip(present.tolist(), np.split(tokens[order], starts[1:]), strict=True))
-        if isinstance(self.boundaries, SeparateDocuments):
-            texts = {index: self.boundaries.unfilled(text) for index, text in texts.items()}
+        texts = {index: self.boundaries.without_filling(text) for index, text in texts.items()}
         # Draw the order of the documents, which is their new index
         kept = sorted((index for index in texts if infos[index].text_id not in left_out), key=lambda i: infos[i].id)
         shuffled = [kept[index] for index in np.random.default_rng(seed).permutation(len(kept))]
         pieces = [(texts[index], number) for number, index in enumerate(shuffled)]
         return packed(pieces, [infos[index] for index in shuffled], self.block_size, "text", self.boundaries)
 
+    def _known_begins(self) -> NDArray[np.bool_]:
+        """Return which tokens [N, T] begin a text, from their ids in blocks that were made elsewhere."""
+        return self.begins_text() if self.begins is None else self.begins
+
+    def _without_openings(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
+        """Return tokens, documents and beginnings, each [tokens], without the tokens that every block begins with."""
+        first = len(self.opening)
+        tokens = self.tokens[:, first:].reshape(-1)
+        document = self.document[:, first:].reshape(-1)
+        begins = self._known_begins()[:, first:].reshape(-1)
+        return tokens, document, begins
+
     def save(self, path: Path) -> None:
         """Write the blocks and their documents as ``.npz``, atomically."""
         infos = json.dumps([asdict(info) for info in self.documents])
-        arrays = {"tokens": self.tokens, "document": self.document, "documents": np.array(infos)}
+        arrays = {
+            "tokens": self.tokens,
+            "document": self.document,
+            "begins": self._known_begins().astype(np.uint8),
+            "documents": np.array(infos),
+        }
         files.write_npz(path, arrays, compressed=False)
 
     @classmethod
@@ -207,7 +255,7 @@ class TokenBlocks:
         if not is_text or arrays["document"].max() >= len(infos):
             raise errors.UserError(f"{path} is damaged: its documents do not match its tokens\n{REMEDY}")
         tokens, document = (arrays[name].astype(np.int32, copy=False) for name in ("tokens", "document"))
-        return cls(tokens, document, infos, boundaries=boundaries)
+        return cls(tokens, document, infos, boundaries=boundaries, begins=arrays["begins"].astype(np.bool_))
 
 
 def build_blocks(
@@ -243,7 +291,7 @@ def build_blocks(
     infos: list[DocumentInfo] = []
     num_tokens = 0
     # Tokenise documents up to the limit
-    for document, ids in sources.tokenised(sources.as_documents(texts, block_size), tokenizer, limits.separator):
+    for document, ids in sources.tokenised(sources.as_documents(texts, block_size), tokenizer, limits):
         if max_tokens is not None and num_tokens >= max_tokens:
             break
         pieces.append((ids, len(infos)))
@@ -262,19 +310,22 @@ def packed(
 ) -> TokenBlocks:
     """Pack ``pieces``, tokens int32 [tokens] with the index in ``infos`` of their document, into blocks.
 
+    Tokens that begin a text are marked (``Boundaries.ended``).
+
     An incomplete last block is left out; ``what`` names the text in the ``UserError`` if it does not fill a block.
     ``stretch`` tokens of text of one piece stay together, a multiple of a block's; by default, as many as a block has.
     """
     opening = boundaries.opening
     if isinstance(boundaries, SeparateDocuments):
-        parts = list(uncut(pieces, block_size - len(opening), boundaries.separator))
+        parts = list(uncut(pieces, block_size - len(opening), boundaries))
     else:
         parts = list(aligned(pieces, stretch or block_size - len(opening), boundaries.separator))
     sizes = [len(part) for part, _ in parts]
     check_enough(len(infos), len(opening) + sum(sizes), block_size, what)
-    tokens = np.concatenate([part for part, _ in parts])
+    marked = np.concatenate([part for part, _ in parts])
     owner = np.repeat(np.array([document for _, document in parts], dtype=np.int32), sizes)
-    return TokenBlocks(*_in_blocks(tokens, owner, block_size, opening), tuple(infos), boundaries=boundaries)
+    tokens, document, begins = _in_blocks(unmarked(marked), owner, marked < 0, block_size, opening)
+    return TokenBlocks(tokens, document, tuple(infos), boundaries=boundaries, begins=begins)
 
 
 def aligned(
@@ -294,7 +345,8 @@ def aligned(
         rest = tokens[whole:]
         # Fill stretches with the rest, without a separator that would begin one
         while len(rest):
-            if not num_waiting and tuple(rest) == separator[len(separator) - len(rest) :]:
+            is_separator = len(rest) <= len(separator) and tuple(unmarked(rest)) == separator[-len(rest) :]
+            if not num_waiting and is_separator:
                 break
             part, rest = rest[: size - num_waiting], rest[size - num_waiting :]
             waiting.append((part, owner))
@@ -306,26 +358,27 @@ def aligned(
 
 
 def uncut(
-    pieces: Iterable[tuple[NDArray[np.int32], int]], size: int, separator: tuple[int, ...]
+    pieces: Iterable[tuple[NDArray[np.int32], int]], size: int, boundaries: SeparateDocuments
 ) -> Iterator[tuple[NDArray[np.int32], int]]:
     """Yield pieces of separate documents in an order in which blocks of ``size`` tokens cut none that is shorter.
 
     What is left of a piece beyond whole blocks goes to the fullest open block that has room. Closed blocks are filled
-    with the last token of the separator, which is not predicted; one that is less than half full comes last, unfilled.
+    with the last token of the separator, marked, as it is not predicted; one that is less than half full comes last,
+    unfilled.
     """
     blocks: list[list[tuple[NDArray[np.int32], int]]] = []
     rooms: list[int] = []  # number of free tokens in each open block
 
     def filled(index: int) -> list[tuple[NDArray[np.int32], int]]:
         block, room = blocks.pop(index), rooms.pop(index)
-        return [*block, (np.full(room, separator[-1], dtype=np.int32), block[-1][1])]
+        return [*block, (np.full(room, boundaries.filling, dtype=np.int32), block[-1][1])]
 
     for tokens, owner in pieces:
         # Yield whole blocks at once
         if whole := len(tokens) // size * size:
             yield tokens[:whole], owner
-        rest = tokens[whole:]
-        if len(rest) <= len(separator):
+        rest = boundaries.begun(tokens[whole:])
+        if len(rest) <= len(boundaries.separator):
             continue
         # Put the rest where it leaves the least room
         fitting = [index for index, room in enumerate(rooms) if room >= len(rest)]
@@ -344,16 +397,28 @@ def uncut(
 
 
 def _in_blocks(
-    tokens: NDArray[np.int32], owner: NDArray[np.int32], block_size: int, opening: tuple[int, ...]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Cut tokens and their documents into blocks [N, block_size] that begin with the opening tokens."""
+    tokens: NDArray[np.int32],
+    owner: NDArray[np.int32],
+    begins: NDArray[np.bool_],
+    block_size: int,
+    opening: tuple[int, ...],
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
+    """Cut tokens, their documents, and which begin a text, into blocks [N, block_size] that begin with the opening."""
     size = block_size - len(opening)  # text of a block
     num_blocks = len(tokens) // size
-    tokens, owner = (array[: num_blocks * size].reshape(num_blocks, size) for array in (tokens, owner))
+
+    def cut(values: NDArray[Any]) -> NDArray[Any]:
+        return values[: num_blocks * size].reshape(num_blocks, size)
+
+    tokens, owner, begins = cut(tokens), cut(owner), cut(begins)
     if not opening:
-        return tokens, owner
+        return tokens, owner, begins
+    # Insert the opening tokens
     first = np.tile(np.array(opening, dtype=np.int32), (num_blocks, 1))
-    return np.hstack([first, tokens]), np.hstack([owner[:, :1].repeat(len(opening), 1), owner])
+    tokens = np.hstack([first, tokens])
+    owner = np.hstack([owner[:, :1].repeat(len(opening), 1), owner])
+    begins = np.hstack([np.ones(first.shape, dtype=np.bool_), begins])
+    return tokens, owner, begins
 
 
 def spread_order(number: int, offset: float = 0.0) -> NDArray[np.intp]:

@@ -20,7 +20,7 @@ import numpy as np
 from spkv_nas.base import arrays, errors, files
 from spkv_nas.base.progress import Progress
 from spkv_nas.data import config, readers
-from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, Tokenizer, cut, encode, piece_size
+from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, Boundaries, Tokenizer, cut, encode, piece_size
 
 MAX_DOMAIN = 100  # maximum characters of a domain
 TOKENIZE_BATCH = 64  # documents per batch
@@ -193,13 +193,12 @@ def encodable(text: str) -> str:
 
 
 def tokenised(
-    documents: Iterable[Document], tokenizer: Tokenizer, separator: tuple[int, ...]
+    documents: Iterable[Document], tokenizer: Tokenizer, boundaries: Boundaries
 ) -> Iterator[tuple[Document, arrays.Tokens]]:
-    """Yield each document with its tokens, followed by the separator."""
-    end = np.array(separator, dtype=np.int32)
+    """Yield each document with its tokens, followed by the separator (``Boundaries.ended``)."""
     for batch in _batches(documents):
         for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
-            yield document, np.concatenate([ids, end])
+            yield document, boundaries.ended(ids)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -66,7 +66,7 @@ class SpreadSample:
         return self._takes(0, document.id)
 
     def add(self, document: Document, ids: arrays.Tokens) -> None:
-        """Take stretches of a document, tokens int32 [tokens]."""
+        """Take stretches of a document, tokens int32 [tokens] of ``tokenised``."""
         size, info = self._stretch, DocumentInfo.of(document)
         # Cut it into whole stretches in an order spread over the document; what remains of it comes last
         num_whole = len(ids) // size
@@ -266,7 +266,7 @@ def load_text(
 def _write_text(texts: Iterable[Document], content: ContentKey, left_out: LeftOut, cache: BlockCache) -> Path:
     """Write the blocks of a whole text, and return their folder."""
     limits = cache.boundaries
-    tokens = tokenised(texts, cache.tokenizer, limits.separator)
+    tokens = tokenised(texts, cache.tokenizer, limits)
     record = write_blocks(cache.partial, tokens, cache.block_size, "text", limits)
     folder = cache.folder(content)
     publish(cache.partial, folder / _TEXT, record, left_out.notes())
@@ -280,7 +280,7 @@ def _write_sample(
     sample = _empty_sample(max_tokens, cache.block_size, cache)
     reached = _first(texts, max(_MIN_REACH, _REACH * max_tokens))
     candidates = (document for document in reached if sample.wants(document))
-    for document, ids in tokenised(candidates, cache.tokenizer, cache.boundaries.separator):
+    for document, ids in tokenised(candidates, cache.tokenizer, cache.boundaries):
         sample.add(document, ids)
     folder = cache.folder(content)
     sample.blocks(cache.block_size, "text", cache.boundaries).save(folder / _SAMPLE)
@@ -327,7 +327,7 @@ class _Split:
         with _reading(config.sources, self.base, config.block_size, self.reporter) as (texts, content, left_out):
 
             def training() -> Iterator[tuple[Document, arrays.Tokens]]:
-                for document, ids in tokenised(filter(is_tokenised, texts), cache.tokenizer, limits.separator):
+                for document, ids in tokenised(filter(is_tokenised, texts), cache.tokenizer, limits):
                     if heldout(document, share):
                         sample.add(document, ids)
                     else:

@@ -78,7 +78,9 @@ def pieces(text: str, most: int = MAX_ENCODED_CHARACTERS) -> Iterator[str]:
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
     """Return the tokens, int32 [tokens], of each text, without special tokens.
 
-    Texts of more than ``MAX_ENCODED_CHARACTERS`` are encoded piece by piece, which may lose one merge at every cut.
+    A special token that a text spells out is text, and encoded as such: a page on tokenizers that contains "</s>" does
+    not end there. Texts of more than ``MAX_ENCODED_CHARACTERS`` are encoded piece by piece, which may lose one merge at
+    every cut.
     """
     if max(map(len, texts), default=0) <= MAX_ENCODED_CHARACTERS:
         return _ids(texts, tokenizer)
@@ -87,19 +89,56 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
 
 def _ids(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
     """Encode texts that are short enough."""
-    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    encoded = special_tokens.encode_text(texts, tokenizer)["input_ids"]
     return [np.array(ids, dtype=np.int32) for ids in encoded]
+
+
+def unmarked(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return tokens without marks: a marked token is stored as its complement, ``~token``, which is negative."""
+    return np.maximum(tokens, ~tokens)
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Special tokens of packed text."""
+    """Special tokens of packed text.
+
+    Where documents begin is known when they are packed, and is kept with the tokens (``TokenBlocks.begins``), because
+    token ids do not tell it: a text may hold the id of a special token, as chats do. Methods that take tokens expect
+    those of ``TokenBlocks.marked``, in which the first token of each separate document is marked.
+    """
 
     opening: tuple[int, ...] = ()  # tokens that every block begins with
     separator: tuple[int, ...] = ()  # tokens after every document
 
+    def ended(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the tokens of a document with its separator, in which those that begin a text are marked.
+
+        These are the opening tokens that a separator holds for the next document.
+        """
+        end = np.array(self.separator, dtype=np.int32)
+        num_opening = len(self.opening)
+        if num_opening and self.separator[-num_opening:] == self.opening:
+            end[-num_opening:] = ~end[-num_opening:]
+        return np.concatenate([ids, end])
+
+    @property
+    def filling(self) -> int:
+        """Return the token that fills up a block of samples, marked if it is an opening token."""
+        return int((0, *self.ended(np.empty(0, dtype=np.int32)))[-1])
+
+    def without_filling(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the tokens of a document in blocks as ``ended`` returned them, without the filling of a block."""
+        return tokens
+
+    def with_starts(self, tokens: NDArray[np.int32], begins: NDArray[np.bool_]) -> NDArray[np.int32]:
+        """Return tokens [..., T] of blocks, the first of each separate document marked, given which begin a text."""
+        return tokens
+
     def begins_text(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return which tokens [..., T] after the first of a block begin a text: they are read, but not predicted."""
+        """Return which tokens [..., T] after the first of a block begin a text, as read from their ids.
+
+        They are read, but not predicted. ``TokenBlocks.begins_text`` knows it without the ids.
+        """
         begins: NDArray[np.bool_] = np.isin(tokens, self.opening) | (self.positions(tokens) == 0)
         begins[..., 0] = False
         return begins
@@ -129,23 +168,66 @@ class SeparateDocuments(Boundaries):
     Every document begins with the opening tokens. One that continues from the block before starts anew in its block.
     """
 
-    def positions(self, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the position of each token [..., T] in its document."""
-        position = np.arange(tokens.shape[-1])
-        starts: NDArray[np.int64] = np.maximum.accumulate(np.where(self._starts(tokens), position, 0), -1)
-        return position - starts
+    def ended(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the tokens of a document with its separator, in which those that begin a text are marked.
 
-    def unfilled(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the tokens of a document up to its separator, without filling, which repeats the last one of that."""
-        last = np.flatnonzero(tokens != self.separator[-1]).max(initial=-1)  # before the end of the separator
-        return tokens[: last + 2]
+        Without opening tokens, the first token of the document is.
+        """
+        return self.begun(super().ended(ids))
+
+    def begun(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the tokens of a document, or of the rest of one, with the first marked if there is no opening."""
+        if self.opening or not len(tokens):
+            return tokens
+        return np.concatenate([~unmarked(tokens[:1]), tokens[1:]])
+
+    @property
+    def filling(self) -> int:
+        """Return the marked token that fills up a block."""
+        return ~self.separator[-1]
+
+    def without_filling(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the tokens of a document in blocks as ``ended`` returned them, without the filling of a block."""
+        last = np.flatnonzero(tokens >= 0).max(initial=-1)  # before the marked tokens at its end
+        tokens = tokens[: last + 1 + len(self.opening)]
+        return tokens if self.opening else self.begun(unmarked(tokens))  # its parts in other blocks are marked as well
+
+    def with_starts(self, tokens: NDArray[np.int32], begins: NDArray[np.bool_]) -> NDArray[np.int32]:
+        """Return tokens [..., T] of blocks, the first of each separate document marked, given which begin a text."""
+        return np.where(self.starts(begins), ~tokens, tokens)
+
+    def starts(self, begins: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which tokens [..., T] are the first of a document in their block, given which ``begins`` a text.
+
+        Documents without text, as at the end of a filled block, are divided into single tokens.
+        """
+        length, num_opening = begins.shape[-1], max(1, len(self.opening))
+        columns = np.arange(length)
+        # Find the next token of text: the opening tokens right before it belong to its document
+        later = np.where(begins, length + num_opening, columns)
+        next_text = np.minimum.accumulate(later[..., ::-1], -1)[..., ::-1]
+        starts: NDArray[np.bool_] = begins & (next_text - columns >= num_opening)
+        starts[..., 0] = True
+        return starts
+
+    def positions(self, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the position of each token [..., T] in its document.
+
+        Documents of tokens without marks, which come from elsewhere, are divided at the ids of the separator.
+        """
+        is_marked = bool((tokens[..., 0] < 0).all())
+        starts = tokens < 0 if is_marked else self._starts_by_id(tokens)
+        position = np.arange(tokens.shape[-1])
+        first: NDArray[np.int64] = np.maximum.accumulate(np.where(starts, position, 0), -1)
+        return position - first
 
     def inputs(self, tokens: "Tensor") -> "dict[str, Tensor]":
         """Return the keyword arguments of a pass over tokens [..., T]: positions tell the model the documents."""
-        return {"input_ids": tokens, "position_ids": tokens.new_tensor(self.positions(tokens.cpu().numpy()))}
+        positions = tokens.new_tensor(self.positions(tokens.cpu().numpy()))
+        return {"input_ids": tokens.maximum(~tokens), "position_ids": positions}
 
-    def _starts(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return which tokens [..., T] are the first of a document in their block: those after a separator's end.
+    def _starts_by_id(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Return which tokens [..., T] without marks are the first of a document: those after a separator's end.
 
         Documents without text, as at the end of a filled block, are divided into single tokens.
         """

@@ -44,7 +44,8 @@ def write_continuations(
         """Continue consecutive blocks."""
         # Read the prompts, each with a seed of its own
         prompts = blocks.tokens[part.start : part.stop, :prompt_length].astype(np.int64)
-        in_last = np.arange(prompt_length) >= prompt_length - 1 - blocks.boundaries.positions(prompts)[:, -1:]
+        marked = blocks.marked(slice(part.start, part.stop))[:, :prompt_length]
+        in_last = np.arange(prompt_length) >= prompt_length - 1 - blocks.boundaries.positions(marked)[:, -1:]
         seeds = [(seed, first + index) for index in part]
         with modes.evaluation_mode(model):
             inputs = torch.from_numpy(prompts), torch.from_numpy(in_last.astype(np.int64))
@@ -94,7 +95,7 @@ def by_continuation(
     def run(part: range) -> list[Line]:
         batch = continuations[part.start : part.stop]
         tokens = _continued(blocks, batch, prompt_length)
-        inputs = _inputs(blocks, tokens, prompt_length)
+        inputs = _inputs(blocks, [line["block"] for line in batch], tokens, prompt_length)
         with ExitStack() as evaluating:
             for model in models:
                 evaluating.enter_context(modes.evaluation_mode(model))
@@ -121,9 +122,15 @@ def _continued(blocks: TokenBlocks, continuations: Sequence[Line], prompt_length
     return tokens
 
 
-def _inputs(blocks: TokenBlocks, tokens: torch.Tensor, prompt_length: int) -> dict[str, torch.Tensor]:
-    """Return the keyword arguments of a pass; a continuation belongs to the last document of its prompt."""
-    inputs = blocks.boundaries.inputs(tokens[:, :prompt_length])
+def _inputs(
+    blocks: TokenBlocks, indices: Sequence[int], tokens: torch.Tensor, prompt_length: int
+) -> dict[str, torch.Tensor]:
+    """Return the keyword arguments of a pass over the prompts of blocks, ``indices`` [B], with continuations.
+
+    A continuation belongs to the last document of its prompt; ``tokens`` [B, T] are those of both.
+    """
+    prompts = blocks.marked(np.array(indices, dtype=np.int64))[:, :prompt_length]
+    inputs = blocks.boundaries.inputs(torch.from_numpy(prompts.astype(np.int64)))
     if (positions := inputs.get("position_ids")) is not None:
         following = positions[:, -1:] + torch.arange(1, tokens.shape[1] - prompt_length + 1)
         inputs["position_ids"] = torch.cat([positions, following], 1)

@@ -38,7 +38,7 @@ class DocumentSums:
     def add(self, start: int, losses: torch.Tensor) -> None:
         """Add the token losses [B, T - 1] in nats of consecutive blocks from ``start`` on, without each first token."""
         blocks, rows = self._blocks, slice(start, start + len(losses))
-        scored = ~blocks.boundaries.begins_text(blocks.tokens[rows])[:, 1:]
+        scored = ~blocks.begins_text(rows)[:, 1:]
         owner = blocks.document[rows, 1:][scored]
         np.add.at(self._total, owner, losses.cpu().numpy().astype(np.float64)[scored])
         np.add.at(self._count, owner, 1)

@@ -168,9 +168,13 @@ class Continuations:
 def continue_greedily(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: Sequence[int]
 ) -> Continuations:
-    """Decode each prompt greedily, up to its ``max_new_tokens``. Raises ``UserError``: logits that are not finite."""
+    """Decode each prompt greedily, up to its ``max_new_tokens``; special tokens that one spells are text.
+
+    Raises ``UserError``: logits that are not finite.
+    """
     # Encode the prompts
-    ids = [special_tokens.prompt_tokens(tokenizer, prompt) for prompt in prompts]
+    opening = special_tokens.tokens_before(tokenizer)
+    ids = [[*opening, *special_tokens.encode_text(prompt, tokenizer)["input_ids"]] for prompt in prompts]
     longest, positions = max(map(len, ids)), model_shape.num_positions(model)
     # Where the longest prompt and the longest answer exceed the table of positions together, answer one by one
     if positions is not None and len(ids) > 1 and longest + max(max_new_tokens) - 1 > positions:

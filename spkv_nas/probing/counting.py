@@ -143,7 +143,7 @@ class GateCounter:
     def _prepare(self, start: int, stop: int) -> None:
         """Compute the documents, positions and histogram offsets of the n tokens of text in blocks ``start:stop``."""
         # Documents in these blocks, and their tokens, without filling
-        tokens, device = self._blocks.tokens[start:stop], self.counts.kept.device
+        tokens, device = self._blocks.marked(slice(start, stop)), self.counts.kept.device
         text = np.flatnonzero(~self._blocks.boundaries.is_filling(tokens))
         documents = self._blocks.document[start:stop].ravel()[text]  # [n]
         self._numbers, index = np.unique(documents, return_inverse=True)

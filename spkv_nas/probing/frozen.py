@@ -89,9 +89,12 @@ def blocks_per_step(blocks: TokenBlocks, step_tokens: int) -> int:
 
 
 def rank_tokens(blocks: TokenBlocks, indices: arrays.Int, device: torch.device) -> Tensor:
-    """Return this rank's part, int64 [B, T], B may be 0, of the blocks with ``indices``, the same on all ranks."""
+    """Return this rank's part, int64 [B, T], B may be 0, of the blocks with ``indices``, the same on all ranks.
+
+    They are marked, as those of ``batches.block_tokens``.
+    """
     share = distributed.own_share(len(indices))
-    return torch.from_numpy(blocks.tokens[indices[share.start : share.stop]].astype(np.int64)).to(device)
+    return torch.from_numpy(blocks.marked(indices[share.start : share.stop]).astype(np.int64)).to(device)
 
 
 def run_micro_batches(

@@ -120,7 +120,7 @@ def _slope(
     blocks [B] are the same on all ranks, on each of which it must be called.
     """
     boundaries = blocks.boundaries
-    num_targets, _ = boundaries.num_measured(blocks.tokens[block_indices])
+    num_targets, _ = boundaries.num_measured(blocks.marked(block_indices))
 
     def gradients(parts: Iterator[torch.Tensor]) -> torch.Tensor:
         sums = torch.zeros(1 + gates.numel(), device=model.device)

@@ -112,7 +112,7 @@ class HeadSums:
         Filling does not count, nor do the tokens that ``counted``, bool [B, tokens], leaves out.
         """
         part = slice(start, start + len(layers[0]))
-        is_text = ~self._blocks.boundaries.is_filling(self._blocks.tokens[part])[:, positions]
+        is_text = ~self._blocks.boundaries.is_filling(self._blocks.marked(part))[:, positions]
         chosen = np.flatnonzero(is_text if counted is None else is_text & counted)
         owner = self._blocks.document[part, positions].ravel()[chosen]
         self.counts += np.bincount(owner, minlength=len(self.counts))

@@ -112,7 +112,7 @@ def learn_gates(
             if step < first:
                 continue
             tokens = frozen.rank_tokens(blocks, np.sort(block_indices), model.device)
-            sizes = blocks.boundaries.num_measured(blocks.tokens[block_indices])
+            sizes = blocks.boundaries.num_measured(blocks.marked(block_indices))
             learning.step(step, tokens, sizes, micro_batch)
             progress(step + 1, steps, f"density {learning.density:.2f}")
             if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):

@@ -147,7 +147,7 @@ def measure_sinks(
     # Choose the blocks and the queries that count
     blocks = blocks.spread(max(1, tokens // blocks.block_size))
     window = windows.default_window(model, blocks.block_size) if window is None else window
-    positions = blocks.boundaries.positions(blocks.tokens)
+    positions = blocks.boundaries.positions(blocks.marked())
     longest = int(positions.max()) + 1  # tokens of a document
     start = max(1, min(window + _POSITIONS, longest - 1))  # position in the document of the first query that counts
     num_positions = min(_POSITIONS, max(1, start + 1 - window))  # of keys outside the window of the first query

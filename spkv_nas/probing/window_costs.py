@@ -102,7 +102,7 @@ def _means(
     for domain in domains:
         indices = order[domain_of == domain]
         some = np.moveaxis(costs[domain_of == domain], 0, -1)  # [L, Hkv, W, blocks]
-        sizes = np.array([blocks.boundaries.num_measured(blocks.tokens[index][None]) for index in indices])
+        sizes = np.array([blocks.boundaries.num_measured(blocks.marked(index)[None]) for index in indices])
         mean, error = statistics.jackknife_ratio(some, sizes[:, 0] / (blocks.block_size - 1))
         score, tokens = windows.index(window), int(sizes[:, 1].sum())
         means.append(heads.HeadMeans(mean[..., score], domain, tokens, 0, error[..., score]))
@@ -135,7 +135,7 @@ def _gradients(
             of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
             states[layer].observer = frozen.Mixture(states[layer], of_heads, windows, sinks)
         inputs = blocks.boundaries.inputs(block_tokens(blocks.part(indices), 0, len(part), model.device))
-        size = blocks.boundaries.num_measured(blocks.tokens[indices])[0] / (blocks.block_size - 1)  # in whole blocks
+        size = blocks.boundaries.num_measured(blocks.marked(indices))[0] / (blocks.block_size - 1)  # in whole blocks
         loss = mean_divergence(model, reference=partial(head_gates.unobserved, states), **inputs) * size
         (gradient,) = torch.autograd.grad(loss, shares)
         frozen.check_finite("window costs: the loss", float(loss.detach()), part.start + 1, gradient)

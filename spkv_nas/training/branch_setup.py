@@ -224,7 +224,8 @@ def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenB
             if takes_sinks(state, layout.window):
                 state.observer = _adder(total, layout, state)
         for index in range(part.num_blocks):
-            model.get_decoder()(input_ids=block_tokens(part, index, 1, model.device), use_cache=False)
+            inputs = part.boundaries.inputs(block_tokens(part, index, 1, model.device))
+            model.get_decoder()(input_ids=inputs["input_ids"], use_cache=False)
     return [(total / part.num_blocks).float() for total in sums]
 
 

@@ -170,17 +170,18 @@ class BlockDataset(Dataset[Item]):
 
     def __init__(self, blocks: TokenBlocks) -> None:
         """Wrap ``blocks``."""
-        self._tokens, self._boundaries = blocks.tokens, blocks.boundaries
+        self._blocks = blocks
 
     def __len__(self) -> int:
         """Return the number of blocks."""
-        return int(self._tokens.shape[0])
+        return self._blocks.num_blocks
 
     def __getitem__(self, index: int) -> Item:
         """Return block ``index``, with all tokens as labels but those that begin a text."""
-        tokens = self._tokens[index].astype(np.int64)
-        labels = np.where(self._boundaries.begins_text(tokens), loss.NO_TARGET, tokens)
-        return {**self._boundaries.inputs(torch.from_numpy(tokens)), "labels": torch.from_numpy(labels)}
+        blocks = self._blocks
+        tokens = torch.from_numpy(blocks.marked(index).astype(np.int64))
+        labels = np.where(blocks.begins_text(index), loss.NO_TARGET, blocks.tokens[index]).astype(np.int64)
+        return {**blocks.boundaries.inputs(tokens), "labels": torch.from_numpy(labels)}
 
 
 class OrderedDataset(Dataset[Item]):
@@ -206,7 +207,8 @@ class OrderedDataset(Dataset[Item]):
             return self._text[self._order.at(number)]
         assert self._samples is not None
         tokens, learned = map(torch.from_numpy, self._samples.block(number))
-        return {**self._samples.boundaries.inputs(tokens), "labels": tokens.where(learned, loss.NO_TARGET)}
+        inputs = self._samples.boundaries.inputs(tokens)
+        return {**inputs, "labels": inputs["input_ids"].where(learned, loss.NO_TARGET)}
 
 
 class ExtendedDataset(Dataset[Item]):

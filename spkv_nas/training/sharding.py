@@ -52,7 +52,8 @@ def spare_passes(model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -
     """
     with modes.evaluation_mode(model):
         for _ in range(num_spare_batches(blocks.num_blocks, batch_size)):
-            loss.token_nll(model, block_tokens(blocks, 0, batch_size, pass_device(model)))
+            tokens = block_tokens(blocks, 0, batch_size, pass_device(model))
+            loss.token_nll(model, **blocks.boundaries.inputs(tokens))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

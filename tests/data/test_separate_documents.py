@@ -40,6 +40,7 @@ from spkv_nas.training.corpus import BlockDataset
 SIZE, WINDOW = 32, 4
 WORDS = ["alpha", "beta", "gamma", "delta"]
 TEXTS = [" ".join(np.resize(WORDS, 1 + i * 7 % 12)) + f" {i}" for i in range(24)]  # of 5 to 30 tokens
+IN_TEXT = "Ġgamma"  # token that most texts contain, here also after each of them
 LAYOUT = Layout(("GL", "LG", "LL", "GL"), WINDOW, sinks=1)
 SEPARATE: dict[str, Any] = {"documents": "separate"}
 
@@ -54,14 +55,16 @@ def model() -> PreTrainedModel:
     return sharpen_attention(tiny_model(vocab_size=300), 4.0)
 
 
-@pytest.fixture(params=[*map(slow, ["bos", "eos"]), "eos+bos", "eos without bos"])
+@pytest.fixture(
+    params=[*map(slow, ["bos", "eos"]), "eos+bos", "eos without bos", slow(IN_TEXT), f"{IN_TEXT} without bos"]
+)
 def blocks(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -> TokenBlocks:
     separator, _, plain = request.param.partition(" ")
     return build_blocks(TEXTS, tokenizer, SIZE, separator=separator, bos=False if plain else "auto", **SEPARATE)
 
 
 def inputs(blocks: TokenBlocks) -> dict[str, torch.Tensor]:
-    return blocks.boundaries.inputs(torch.from_numpy(blocks.tokens.astype(np.int64)))
+    return blocks.boundaries.inputs(torch.from_numpy(blocks.marked().astype(np.int64)))
 
 
 def parts(blocks: TokenBlocks) -> list[np.ndarray]:
@@ -81,8 +84,16 @@ def alone(model: PreTrainedModel, blocks: TokenBlocks) -> tuple[float, int]:
     return total, count
 
 
+def without_special(blocks: TokenBlocks, part: np.ndarray) -> list[int]:
+    """Return the text of a document in the blocks, without opening tokens and what ends it."""
+    num_opening = len(blocks.opening)
+    ending = blocks.boundaries.separator[: len(blocks.boundaries.separator) - num_opening]
+    text = part.tolist()[num_opening:]
+    return text[: -len(ending)] if ending and text[-len(ending) :] == [*ending] else text
+
+
 def test_documents_are_whole(tokenizer: PreTrainedTokenizerBase, blocks: TokenBlocks) -> None:
-    found = [[t for t in part.tolist() if t not in tokenizer.all_special_ids] for part in parts(blocks)]
+    found = [without_special(blocks, part) for part in parts(blocks)]
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     assert len(found) > 20  # without those of a last block that is not half full
     assert all(tokens in expected for tokens in found)
@@ -144,8 +155,8 @@ def test_filling_does_not_count(model: PreTrainedModel, blocks: TokenBlocks) -> 
     """Divergence, price and densities are means over the tokens of documents, as if each were alone."""
     batches, batch = document_batches(blocks), inputs(blocks)
     num_tokens = sum(x.numel() for x in batches)
-    assert int(blocks.boundaries.is_filling(blocks.tokens)[:, 1:].sum()) == blocks.tokens.size - num_tokens > 0
-    assert blocks.boundaries.num_measured(blocks.tokens) == (num_tokens - len(batches), num_tokens)
+    assert int(blocks.boundaries.is_filling(blocks.marked())[:, 1:].sum()) == blocks.tokens.size - num_tokens > 0
+    assert blocks.boundaries.num_measured(blocks.marked()) == (num_tokens - len(batches), num_tokens)
     # Divergence of a layout
     with spkv_nas.layout_applied(model, LAYOUT), torch.no_grad():
         reference = partial(windows.full_attention, model)
@@ -204,7 +215,7 @@ def test_attention_is_that_of_documents_alone(model: PreTrainedModel, tokenizer:
         documents = np.split(row, np.flatnonzero(blocks.boundaries.begins_text(row)))
         longest = documents.pop(int(np.argmax([len(part) for part in documents])))
         rows.append(np.concatenate([longest, *reversed(documents)]))
-    moved = replace(blocks, tokens=np.stack(rows), document=np.zeros_like(blocks.document))
+    moved = replace(blocks, tokens=np.stack(rows), document=np.zeros_like(blocks.document), begins=None)
     original = replace(blocks, document=moved.document)
     assert retrieval(model, moved, 2, needle_length=3).values == pytest.approx(
         retrieval(model, original, 2, needle_length=3).values, rel=1e-4
@@ -218,7 +229,7 @@ def test_continuations_are_those_of_documents_alone(
 ) -> None:
     lines = write_continuations(model, tokenizer, blocks, 8)
     predicted = predict(model, blocks, lines, 8, temperature=1.0)
-    positions = blocks.boundaries.positions(blocks.tokens[:, :-8])[:, -1]
+    positions = blocks.boundaries.positions(blocks.marked()[:, :-8])[:, -1]
     assert (positions < SIZE - 9).any(), "some prompts have several documents"
     for line, scores, position in zip(lines, predicted, positions, strict=True):
         prompt = torch.tensor(blocks.tokens[line["block"], -9 - position : -8].astype(np.int64))[None]
@@ -231,9 +242,9 @@ def test_continuations_are_those_of_documents_alone(
 
 
 def test_needles_are_in_the_longest_document(blocks: TokenBlocks) -> None:
-    before = blocks.boundaries.positions(blocks.tokens)
+    before = blocks.boundaries.positions(blocks.marked())
     moved = needles(blocks, 2, 3, seed=0).blocks
-    positions = moved.boundaries.positions(moved.tokens)
+    positions = moved.boundaries.positions(moved.marked())
     assert moved.num_blocks >= blocks.num_blocks - 1
     assert np.isin(positions[:, -1], before.max(1)).all()
     assert (positions.max(1) == positions[:, -1]).all()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 
+from spkv_nas.base import special_tokens
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ class Request:
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a text as model input."""
-        return len(self.tokenizer(text, verbose=False)["input_ids"])
+        return len(special_tokens.encode_text(text, self.tokenizer, add_special_tokens=True)["input_ids"])
 
 
 def fill(
@@ -90,7 +91,7 @@ def fill(
     maximum of generated tokens for the task.
     """
     # Reserve tokens for the answer, and one for the end-of-text token after a known answer
-    answer_tokens = len(request.tokenizer(continuation(answers), add_special_tokens=False)["input_ids"])
+    answer_tokens = len(special_tokens.encode_text(continuation(answers), request.tokenizer)["input_ids"])
     reserved = answer_tokens + 1 if request.is_answered else max(new_tokens, answer_tokens)
 
     def sample(number: int) -> Sample:

@@ -12,7 +12,7 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import Sample, first_fitting
 from spkv_nas.data.ruler.tasks import generate
-from spkv_nas.data.tokenizer import PLAIN, Boundaries, Tokenizer, encode
+from spkv_nas.data.tokenizer import PLAIN, Boundaries, Tokenizer, encode, unmarked
 
 DOMAIN = "ruler"
 _FIRST_SEED = MAX_SEED + 1  # disjoint from the seeds of evaluations
@@ -40,24 +40,32 @@ class RulerBlocks:
             self._draw(Random(0), 0, length)
 
     def block(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return (tokens int64, bool mask of learned ones), [block_size]; what a sample leaves empty is padding."""
+        """Return (tokens int64, bool mask of learned ones), [block_size]; what a sample leaves empty is padding.
+
+        The first token of each separate sample is marked (``Boundaries.with_starts``).
+        """
+        tokens, learned = self._packed(number)
+        return self.boundaries.with_starts(unmarked(tokens), tokens < 0).astype(np.int64), learned
+
+    def _packed(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return the tokens of a block, those that begin a text marked, and which of them are learned."""
         rng = Random(f"{self.seed}/{number}")
         length = rng.choice(self.lengths)
         # Start with the opening tokens and padding
-        opening, separator = self.boundaries.opening, self.boundaries.separator
-        tokens = np.full(self.block_size, (0, *separator)[-1], dtype=np.int64)
+        num_opening = len(self.boundaries.opening)
+        tokens = np.full(self.block_size, self.boundaries.filling, dtype=np.int32)
         learned = np.zeros(self.block_size, dtype=np.bool_)
-        tokens[: len(opening)] = opening
-        num_samples, position = 0, len(opening)
+        tokens[:num_opening] = ~np.array(self.boundaries.opening, dtype=np.int32)
+        num_samples, position = 0, num_opening
         # Append samples while another one fits
         while self.block_size - position >= length:
             sample = self._draw(rng, number * self.block_size + num_samples, length)
             prompt, answer_tokens = encode([sample.text, sample.continuation], self.tokenizer)
             answer = position + len(prompt)
-            answer_tokens = np.append(answer_tokens, separator)
-            end = answer + len(answer_tokens)
+            sample_tokens = self.boundaries.ended(np.concatenate([prompt, answer_tokens]))
+            end = position + len(sample_tokens)
             # Write prompt and answer, and mark the tokens to learn
-            tokens[position:answer], tokens[answer:end] = prompt, answer_tokens
+            tokens[position:end] = sample_tokens
             learned[position if self.learns_all else answer : end] = True
             num_samples, position = num_samples + 1, end
         return tokens, learned
@@ -65,10 +73,10 @@ class RulerBlocks:
     def held_out(self, num_blocks: int) -> TokenBlocks:
         """Return blocks that no run learns from, each a document of the domain ``ruler``."""
         held_out_blocks = replace(self, seed=_HELD_OUT_SEED)
-        tokens = np.stack([held_out_blocks.block(number)[0] for number in range(num_blocks)]).astype(np.int32)
+        marked = np.stack([held_out_blocks._packed(number)[0] for number in range(num_blocks)])
         owner = np.repeat(np.arange(num_blocks, dtype=np.int32)[:, None], self.block_size, 1)
         infos = tuple(DocumentInfo(f"{DOMAIN}-{number}", DOMAIN, f"sample {number}") for number in range(num_blocks))
-        return TokenBlocks(tokens, owner, infos, boundaries=self.boundaries)
+        return TokenBlocks(unmarked(marked), owner, infos, boundaries=self.boundaries, begins=marked < 0)
 
     def _draw(self, rng: Random, index: int, length: int) -> Sample:
         """Generate a sample of the first task, in random order, that fits."""

@@ -148,7 +148,8 @@ def fit_kvzap(
     if chosen.num_blocks < 2:
         raise errors.UserError("kvzap needs at least two blocks of training text: use more text, or smaller blocks")
     starts = range(0, chosen.num_blocks, batch_size)
-    batches = (block_tokens(chosen, start, batch_size, model.device)[:, :context] for start in starts)
+    tokens = (chosen.boundaries.inputs(block_tokens(chosen, start, batch_size, model.device)) for start in starts)
+    batches = (inputs["input_ids"][:, :context] for inputs in tokens)
     texts = (torch.cat([batch, prompt.to(batch.device).expand(len(batch), -1), batch], 1) for batch in batches)
     num_layers = int(model.config.get_text_config().num_hidden_layers)
 

@@ -69,7 +69,7 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     chunk = min(_CHUNK, window)
     protocols = [Protocol(window, sinks, chunk, options.protocol) for sinks in choices.parse_sinks(options.sinks)]
     for protocol in protocols:
-        protocol.check(int(measured.blocks.boundaries.positions(measured.blocks.tokens).max()) + 1)
+        protocol.check(int(measured.blocks.boundaries.positions(measured.blocks.marked()).max()) + 1)
     # Measure the pruned model and the gated one
     methods, record = _methods(measured, choices.parse_methods(options.methods), SEED, reporter)
     measurements = _measure(measured, methods, choices.parse_densities(options.densities), protocols, reporter)

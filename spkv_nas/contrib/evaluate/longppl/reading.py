@@ -214,7 +214,7 @@ def key_tokens(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[int]:
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Int, list[tuple[int, int]]]:
     """Return (tokens, the characters of each), without special tokens; ``UserError`` for a slow tokenizer."""
     try:
-        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoding = special_tokens.encode_text(text, tokenizer, return_offsets_mapping=True)
     except NotImplementedError as error:
         raise errors.UserError(
             f"LongPPL needs the position of each token in the text, which {type(tokenizer).__name__} does not provide\n"
@@ -279,9 +279,12 @@ class KeyTokenRounds(criterion.Rounds):
 
 
 def _parts(blocks: TokenBlocks) -> Iterator[tuple[int, Int]]:
-    """Yield (document, its tokens) of each stretch of a document in a block, without opening tokens."""
+    """Yield (document, its tokens) of each stretch of a document in a block, without opening tokens and filling."""
     first = len(blocks.opening)
-    for tokens, document in zip(blocks.tokens[:, first:], blocks.document[:, first:], strict=True):
+    begins = blocks.begins_text()[:, first:]
+    for tokens, document, is_begun in zip(blocks.tokens[:, first:], blocks.document[:, first:], begins, strict=True):
         starts = np.flatnonzero(np.diff(document)) + 1
-        for ids, owner in zip(np.split(tokens, starts), np.split(document, starts), strict=True):
-            yield int(owner[0]), ids.astype(np.int64)
+        parts = zip(*(np.split(array, starts) for array in (tokens, document, is_begun)), strict=True)
+        for ids, owner, is_begun_part in parts:
+            end = int(np.flatnonzero(~is_begun_part).max(initial=-1)) + 1  # of the text with what ends it
+            yield int(owner[0]), ids[:end].astype(np.int64)

@@ -52,7 +52,7 @@ def attention_mass(
 
         # Add the masses to the sums of their documents
         def add(start: int, masses: list[Tensor]) -> None:
-            position = blocks.boundaries.positions(blocks.tokens[start : start + len(masses[0])])
+            position = blocks.boundaries.positions(blocks.marked(slice(start, start + len(masses[0]))))
             collected.add(start, masses, slice(window, None), position[:, window:] >= window)
 
         run_own_batches(run, add, blocks, batch_size, model.device, progress)

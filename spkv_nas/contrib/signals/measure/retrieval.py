@@ -107,12 +107,15 @@ class Needles:
     depth: arrays.Int
 
     def rows(self, start: int, number: int) -> tuple[arrays.Int, arrays.Int]:
-        """Return (blocks [number, T] from ``start`` on, with a needle inside and again at the end; its positions)."""
+        """Return (blocks [number, T] from ``start`` on, with a needle inside and again at the end; its positions).
+
+        The tokens are marked, as those of ``batches.block_tokens``.
+        """
         part = slice(start, start + number)
         text_length = self.blocks.block_size - 2 * self.tokens.shape[1]
         rows = [
             np.concatenate([text[:at], needle, text[at:text_length], needle]).astype(np.int64)
-            for text, needle, at in zip(self.blocks.tokens[part], self.tokens[part], self.depth[part], strict=True)
+            for text, needle, at in zip(self.blocks.marked(part), self.tokens[part], self.depth[part], strict=True)
         ]
         return np.stack(rows), self.depth[part]
 
@@ -153,22 +156,25 @@ def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
     What separates documents is written before it, over tokens of other documents. Where these are too few, the start is
     the block size, where no needle fits.
     """
-    position = blocks.boundaries.positions(blocks.tokens)
+    position = blocks.boundaries.positions(blocks.marked())
     longest = position.max(1) + 1
     end = position.argmax(1) + 1
     columns = np.arange(blocks.block_size)
     is_longest = (columns < end[:, None]) & (columns >= (end - longest)[:, None])
     order = np.argsort(is_longest, axis=1, kind="stable")
     tokens, document = (np.take_along_axis(array, order, 1) for array in (blocks.tokens, blocks.document))
+    begins = None if blocks.begins is None else np.take_along_axis(blocks.begins, order, 1)
     start = blocks.block_size - longest
     # Separate it from what now comes before it
     separator = blocks.boundaries.separator
     ending = separator[: len(separator) - len(blocks.opening)]
-    for row, first in zip(tokens, start, strict=True):
+    for number, first in enumerate(start):
         if first >= len(ending):
-            row[first - len(ending) : first] = ending
+            tokens[number, first - len(ending) : first] = ending
+            if begins is not None:
+                begins[number, first - len(ending) : first] = False
     start[(start > 0) & (start < len(ending))] = blocks.block_size
-    return replace(blocks, tokens=tokens, document=document), start
+    return replace(blocks, tokens=tokens, document=document, begins=begins), start
 
 
 def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor, query_positions: slice) -> Any:
