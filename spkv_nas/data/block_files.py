@@ -212,10 +212,17 @@ class BlockCache:
         # tokens that every block begins with, and those after each document
         self.boundaries = boundaries(tokenizer, separator, bos, block_size, documents)
         self._sources, self._base = list(sources), base
-        self._decided = (_FORMAT, fingerprint(tokenizer), f"{block_size} {settings} {self.boundaries}")
+        template = str(getattr(tokenizer, "chat_template", None))
+        self._decided = (_FORMAT, fingerprint(tokenizer), f"{block_size} {settings} {self.boundaries}", template)
 
     def find_or_write(self, has_all: Callable[[Path], bool], write: Callable[[], Path], reporter: Reporter) -> Path:
-        """Return the folder of the current text if ``has_all`` accepts one, else ``write`` it, one process at once."""
+        """Return the folder of the current text if ``has_all`` accepts one, else ``write`` it, one process at once.
+
+        Warns of files that are not read.
+        """
+        for source in self._opened:
+            if isinstance(source, readers.Files):
+                source.warn()
         if (folder := self._find(has_all)) is not None:
             return folder
         with locks.locked(self.root, "reads and tokenises the text", reporter.announce):
@@ -241,9 +248,14 @@ class BlockCache:
         return folder
 
     @cached_property
+    def _opened(self) -> list[readers.Source]:
+        """Open the sources."""
+        return [readers.open_source(source, self._base) for source in self._sources]
+
+    @cached_property
     def _state(self) -> str:
         """Return a hash of the current state of the sources."""
-        states = [readers.open_source(source, self._base).identity for source in self._sources]
+        states = [source.identity for source in self._opened]
         key = hashlib.sha256()
         for part in (*states, *self._decided):
             key.update(f"{part}\0".encode("utf-8", "surrogateescape"))

@@ -23,7 +23,9 @@ class SourceConfig(schema.Section):
     dataset: str | None = Field(None, description="data set on the Hugging Face hub or in its cache")
     name: str | None = Field(None, description="configuration of the data set")
     split: str | None = Field(None, description="split of the data set; default: train")
-    text_field: str | None = Field(None, description="field or column with the text; default: text")
+    text_field: str | None = Field(
+        None, description="field or column with the text, or with the messages of a chat; default: text, else messages"
+    )
     domain: str | None = Field(None, description="domain of all documents of this source")
     domain_field: str | None = Field(None, description="field or column with the document's domain; default: domain")
     max_documents: int | None = Field(None, ge=1, le=limits.MAX_WHOLE, description="maximum number of documents")

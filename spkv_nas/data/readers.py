@@ -1,13 +1,14 @@
 """Open text sources: files and folders, corpora that are installed anyway, and data sets; one class each.
 
 A source is never in memory as a whole: a JSON Lines file is read line by line, a table in batches of rows, and a text
-file that is too long to be one document in pieces.
+file that is too long to be one document in pieces. Rows hold a text, or a chat: a list of messages.
 """
 
 import codecs
+import io
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +19,13 @@ from typing import Any, NamedTuple, Protocol
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import BYTE_ORDER_MARK, check_utf8, is_file, is_folder, parse_json
-from spkv_nas.data import config, installed, stdlib, tokenizer
+from spkv_nas.data import chats, config, installed, stdlib, text_files, tokenizer
 
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
-TABLE_SUFFIXES = (".jsonl", ".parquet")
-_READABLE = (*TEXT_SUFFIXES, *TABLE_SUFFIXES)
-_PARQUET_ROWS = 256  # rows in memory at once
+COLUMN = ":column="  # between the path of a source and the name of the column with its text
+TEXT, MESSAGES = "text", "messages"  # columns that are read without being named
+_TABLE_ROWS = 256  # rows of a table in memory at once
+_MAX_LINE = 512 << 20  # bytes of a line, so that a file without line breaks does not fill the memory
+_CHECKED = 20  # files of a folder whose beginning is read before anything is computed
 _CHUNK = 1 << 16  # characters of a long file read at once; longer strings would fragment the heap
 
 Row = tuple[str, Mapping[str, Any], float]  # (location for errors, fields, bytes)
@@ -37,6 +39,7 @@ class Text(NamedTuple):
     name: str
     size: float  # bytes, or its share of those of its table
     piece: int | None = None  # index within a text too long to be read whole
+    is_chat: bool = False  # whether the text is the JSON of a chat's messages
 
 
 class Source(Protocol):
@@ -55,8 +58,17 @@ class Source(Protocol):
 
 
 def open_source(source: str | config.SourceConfig, base: Path) -> Source:
-    """Return the source that ``source`` names, with paths relative to ``base``; ``UserError`` if it does not exist."""
-    options = {"path": source} if isinstance(source, str) else source.model_dump(exclude_none=True)
+    """Return the source that ``source`` names, with paths relative to ``base``; ``UserError`` if it does not exist.
+
+    A string may name the column with the text, as in ``rows.jsonl:column=story``.
+    """
+    if isinstance(source, str):
+        name, column = split_column(source)
+        options: dict[str, Any] = {"path": name}
+        if column is not None:
+            options["text_field"] = column
+    else:
+        options = source.model_dump(exclude_none=True)
     if "dataset" in options:
         return HubDataset(options)
     if options["path"] in AT_HAND:
@@ -66,6 +78,21 @@ def open_source(source: str | config.SourceConfig, base: Path) -> Source:
     except RuntimeError as error:  # no home folder
         raise UserError(f"text source {options['path']}: {first_line(error)}") from error
     return Files.find(path, options)
+
+
+def split_column(source: str) -> tuple[str, str | None]:
+    """Split ``PATH:column=NAME`` into path and column; return a source without a column with None."""
+    name, _, column = source.rpartition(COLUMN)
+    return (name, column) if name and column else (source, None)
+
+
+def check_source(source: str | config.SourceConfig, base: Path) -> bool:
+    """Check that a source exists and that files begin with text; return whether there are chats among it.
+
+    Only the first document of few files is read. Raises ``UserError``.
+    """
+    opened = open_source(source, base)
+    return isinstance(opened, Files) and opened.check()
 
 
 # Sources by name: modules whose ``files`` and ``texts`` are on every machine
@@ -103,18 +130,28 @@ class Files:
     path: Path
     files: tuple[Path, ...]
     options: Mapping[str, Any]
+    note: str | None = None  # sentence on the files of the folder that are not read
 
     @classmethod
     def find(cls, path: Path, options: Mapping[str, Any]) -> "Files":
         """Find the files that a path names; ``UserError`` if there is no readable one."""
         if is_file(path):
+            text_files.check_file(path)
             return cls(path, (path,), options)
         if not is_folder(path):
             raise UserError(f"text source not found: {path}")
-        files = tuple(sorted(file for file in path.rglob("*") if is_file(file) and file.suffix.lower() in _READABLE))
-        if not files:
-            raise UserError(f"no {' '.join(_READABLE)} files in {path}")
-        return cls(path, files, options)
+        found = text_files.find(path)
+        if not found.readable:
+            raise UserError(f"no {' '.join(text_files.READABLE)} files in {found.note or path}")
+        names = [str(file.relative_to(path)) for file in found.readable]
+        if len(names) == 1 and names[0].lower().startswith("readme."):
+            raise UserError(f"{found.note or path}\nthe only text is {names[0]}: name it to measure on it")
+        return cls(path, tuple(found.readable), options, found.note)
+
+    def warn(self) -> None:
+        """Warn of the files of the folder that are not read."""
+        if self.note is not None:
+            warnings.warn(self.note, stacklevel=2)
 
     @property
     def size(self) -> int:
@@ -127,6 +164,19 @@ class Files:
         states = (_state(file, f"{file.parent.name}/{self._name(file)}") for file in self.files)
         return "\n".join([json.dumps({**self.options, "path": ""}, sort_keys=True), *states])
 
+    def check(self) -> bool:
+        """Read the first document of some files; return whether one is a chat. Raises ``UserError`` as ``texts``."""
+        is_chat = False
+        for file in self.files[:_CHECKED]:
+            try:
+                first = next(self._texts_of(file, tokenizer.PIECE), None)
+            except (UnicodeError, OSError) as error:
+                if len(self.files) == 1:
+                    raise UserError(f"cannot read {file}: {first_line(error)}") from error
+                continue  # ``texts`` warns of it
+            is_chat = is_chat or (first is not None and first.is_chat)
+        return is_chat
+
     def texts(self, piece: int) -> Iterator[Text]:
         """Yield the texts file by file, long texts in pieces of ``piece`` characters.
 
@@ -134,16 +184,8 @@ class Files:
         """
         unreadable: list[str] = []
         for file in self.files:
-            domain = self.options.get("domain") or file.parent.name or "text"
-            suffix = file.suffix.lower()
-            # Read tables row by row, and other files as one text or in pieces
-            if suffix in TABLE_SUFFIXES:
-                rows = _json_lines(file) if suffix == ".jsonl" else _parquet(file, self.options)
-                yield from _rows(rows, file.name, domain, self.options)
-                continue
             try:
-                for number, text in _text_file(file, piece):
-                    yield Text(text, domain, self._name(file), len(text.encode()), number)
+                yield from self._texts_of(file, piece)
             except (UnicodeError, OSError) as error:
                 unreadable.append(f"{self._name(file)}: {first_line(error)}")
         # Refuse a source without readable files, and warn of single ones
@@ -152,6 +194,16 @@ class Files:
             if len(unreadable) == len(self.files):
                 raise UserError(f"{self.path} has only {problem}")
             warnings.warn(f"{self.path}: skipped {problem}", stacklevel=2)
+
+    def _texts_of(self, file: Path, piece: int) -> Iterator[Text]:
+        """Yield the texts of a file: of a table row by row, of others as one text or in pieces."""
+        domain = self.options.get("domain") or file.parent.name or "text"
+        kind = text_files.ending(file)
+        if kind in text_files.TABLE_ENDINGS:
+            yield from _rows(_TABLES[kind](file, self.options), file.name, domain, self.options)
+            return
+        for number, text, size in _text_file(file, piece):
+            yield Text(text, domain, self._name(file), size, number)
 
     def _name(self, file: Path) -> str:
         """Return the name of a file, relative to the folder."""
@@ -239,40 +291,45 @@ def _state(file: Path, name: str) -> str:
     return f"{name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
-def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
-    """Yield (None, the text), or the numbered pieces of a text of more than ``MAX_ENCODED_CHARACTERS``.
+def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str, float]]:
+    """Yield (None, the text, bytes), or the numbered pieces of a text of more than ``MAX_ENCODED_CHARACTERS``.
 
     Raises ``UnicodeError`` or ``OSError`` for a file that is not readable UTF-8, ``UserError`` if some pieces were.
     """
-    with file.open("rb") as start:
-        check_utf8(start.read(4))
-    with file.open(encoding="utf-8-sig") as stream:
+    with text_files.opened(file) as content:
+        check_utf8(content.stream.peek(4)[:4])
+        stream = io.TextIOWrapper(content.stream, encoding="utf-8-sig")
         head = stream.read(tokenizer.MAX_ENCODED_CHARACTERS + 1)
         if len(head) <= tokenizer.MAX_ENCODED_CHARACTERS:
-            yield None, head
+            yield None, head, content.num_read
             return
         # Cut a long text while reading it
-        number = 0
+        number = num_read = 0
         try:
             chunks = chain([head], iter(lambda: stream.read(_CHUNK), ""))
             for number, text in enumerate(tokenizer.cut(chunks, piece)):
-                yield number, text
+                yield number, text, content.num_read - num_read
+                num_read = content.num_read
         except (UnicodeError, OSError) as error:
             raise UserError(f"cannot read {file} after {number + 1} chunks: {first_line(error)}") from error
 
 
-def _json_lines(file: Path) -> Iterator[Row]:
+def _json_lines(file: Path, _options: Mapping[str, Any]) -> Iterator[Row]:
     """Yield every line that is not empty; errors name file and line.
 
     This uses Python's own parser: the one of the ``datasets`` library is faster, but ends the process at a ``null``.
     """
     try:
-        with file.open("rb") as lines:
+        with text_files.opened(file) as content:
+            num_read = 0
+            lines = iter(lambda: content.stream.readline(_MAX_LINE + 1), b"")
             for number, line in enumerate(lines, 1):
+                location = f"{file}, line {number}"
+                if len(line) > _MAX_LINE:
+                    raise UserError(f"{location}: a line of more than {_MAX_LINE >> 20} MiB")
                 text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
                 if not text:
                     continue
-                location = f"{file}, line {number}"
                 try:
                     check_utf8(text)
                     row = parse_json(text.decode("utf-8"))
@@ -280,7 +337,8 @@ def _json_lines(file: Path) -> Iterator[Row]:
                     raise UserError(f"{location}: not valid JSON: {first_line(error)}") from error
                 if not isinstance(row, dict):
                     raise UserError(f"{location}: expected an object with the text in a field, found {_kind(row)}")
-                yield location, row, len(line)
+                yield location, row, content.num_read - num_read
+                num_read = content.num_read
     except OSError as error:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
@@ -291,11 +349,8 @@ def _parquet(file: Path, options: Mapping[str, Any]) -> Iterator[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
-            # Choose the columns to read
-            fields, needed = table.schema_arrow.names, _fields(options)
-            columns = [field for field in fields if field in needed] if needed[0] in fields else fields
-            # Read the rows batch by batch
-            batches = table.iter_batches(_PARQUET_ROWS, columns=columns, use_threads=False)
+            columns = _columns(table.schema_arrow.names, options)
+            batches = table.iter_batches(_TABLE_ROWS, columns=columns, use_threads=False)
             rows = (row for batch in batches for row in batch.to_pylist())
             size = file.stat().st_size / max(table.metadata.num_rows, 1)
             yield from ((f"{file}, row {number}", row, size) for number, row in enumerate(rows))
@@ -303,25 +358,62 @@ def _parquet(file: Path, options: Mapping[str, Any]) -> Iterator[Row]:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 
-def _fields(options: Mapping[str, Any]) -> tuple[str, str]:
-    return options.get("text_field") or "text", options.get("domain_field") or "domain"
+def _arrow(file: Path, options: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield every row of a file of a saved data set (``Dataset.save_to_disk``), in Arrow's stream or file format."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(file)) as content:
+            try:
+                batches: Any = pyarrow.ipc.open_stream(content)
+            except pyarrow.ArrowInvalid:
+                reader = pyarrow.ipc.open_file(content)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            number = num_read = 0
+            for batch in batches:
+                chosen = batch.select(_columns(batch.schema.names, options))
+                size, num_read = (content.tell() - num_read) / max(len(batch), 1), content.tell()
+                for start in range(0, len(batch), _TABLE_ROWS):
+                    for row in chosen.slice(start, _TABLE_ROWS).to_pylist():
+                        yield f"{file}, row {number}", row, max(size, 0.0)
+                        number += 1
+    except Exception as error:  # as of Parquet
+        raise UserError(f"cannot read {file}: {first_line(error)}") from error
+
+
+_TABLES = {".jsonl": _json_lines, ".parquet": _parquet, ".arrow": _arrow}
+
+
+def _columns(names: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """Return the columns of a table to read: those with text and domain, or all where the text is missing."""
+    text_field, domain_field = _fields(names, options)
+    return [name for name in names if name in (text_field, domain_field)] if text_field in names else list(names)
+
+
+def _fields(names: Collection[str], options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the fields with the text and with the domain, given those that there are."""
+    default = MESSAGES if TEXT not in names and MESSAGES in names else TEXT
+    return options.get("text_field") or default, options.get("domain_field") or "domain"
 
 
 def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, Any]) -> Iterator[Text]:
-    text_field, domain_field = _fields(options)
+    """Yield the texts or chats of rows."""
     for number, (location, row, size) in enumerate(rows):
-        text, row_domain = row.get(text_field), row.get(domain_field)
+        text_field, domain_field = _fields(row, options)
+        value, row_domain = row.get(text_field), row.get(domain_field)
+        chat = chats.as_json(value)
         # Name the location and the fields of a row without text
-        if not isinstance(text, str):
-            is_absent, key = text_field not in row, "dataset" if "dataset" in options else "path"
-            problem = f"no field '{text_field}'" if is_absent else f"field '{text_field}' is {_kind(text)}, not text"
+        if chat is None and not isinstance(value, str):
+            is_absent = text_field not in row
+            problem = f"no field '{text_field}'" if is_absent else f"field '{text_field}' is {_kind(value)}, not text"
             raise UserError(
                 f"{location}: {problem}; its fields: {', '.join(row)}\ncorrect or remove the row, or name the field "
-                f"with the text in a recipe's data.sources: {{{key}: {origin}, text_field: FIELD}}"
+                f"with the text: --data PATH{COLUMN}FIELD (text_field in a recipe's data.sources)"
             )
         # Prefer the configured domain to the row's own, and that to the default
         row_domain = options.get("domain") or (domain if row_domain in (None, "") else str(row_domain))
-        yield Text(text.removeprefix(BYTE_ORDER_MARK), row_domain, f"{origin}#{number}", size)
+        text = str(value).removeprefix(BYTE_ORDER_MARK) if chat is None else chat
+        yield Text(text, row_domain, f"{origin}#{number}", size, is_chat=chat is not None)
 
 
 def _kind(value: object) -> str:

@@ -1,14 +1,14 @@
 """Read documents from text sources, in a fixed order, without exact duplicates, split by content.
 
-A source is ``stdlib`` or ``installed`` (see ``stdlib.py`` and ``installed.py``), a file or folder (.txt .md .py .jsonl
-.parquet), or a data set for the ``datasets`` library. Whether a document is held out depends only on its text and on
+A source is ``stdlib`` or ``installed`` (see ``stdlib.py`` and ``installed.py``), a file or folder (``text_files.py``),
+or a data set for the ``datasets`` library. Whether a document is held out depends only on its text and on
 the held-out share, so that a document does not move between training and held-out text when others are added. Small
 texts are the exception: they are cut into pieces, which count as documents, until there are ``ENOUGH`` documents, and
 their share may differ (``splits.heldout_share``).
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice, starmap
@@ -19,7 +19,7 @@ import numpy as np
 
 from spkv_nas.base import arrays, errors, files
 from spkv_nas.base.progress import Progress
-from spkv_nas.data import config, readers
+from spkv_nas.data import chats, config, readers
 from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, Boundaries, Tokenizer, cut, encode, piece_size
 
 MAX_DOMAIN = 100  # maximum characters of a domain
@@ -37,11 +37,14 @@ class Document:
     name: str  # name to show
     piece: int | None = None  # index, from 0, of a piece of a longer text, whose name it has; None for a whole text
     whole: str = ""  # id of that longer text, or a hash of its name if it is never read whole; empty for a whole text
+    is_chat: bool = False  # whether the text is the JSON of a chat (``chats``), which is never cut
 
     @cached_property
     def id(self) -> str:
         """Return the SHA-256 of the text as hexadecimal; for a piece with its index, so that equal pieces differ."""
         suffix = "" if self.piece is None else f"\0{self.piece}"
+        if self.is_chat:
+            suffix = "\0chat"
         return hashlib.sha256((self.text + suffix).encode("utf-8", "surrogatepass")).hexdigest()
 
     @property
@@ -50,8 +53,8 @@ class Document:
         return self.name if self.piece is None else f"{self.name}, piece {self.piece + 1}"
 
     def pieces(self, size: int) -> "Iterator[Document]":
-        """Yield the document in pieces of about ``size`` characters; itself if it is a piece or short enough."""
-        if self.piece is not None or len(self.text) <= size + size // 2:
+        """Yield the document in pieces of about ``size`` characters; itself if it is a piece, a chat or short."""
+        if self.piece is not None or self.is_chat or len(self.text) <= size + size // 2:
             yield self
             return
         for number, text in enumerate(cut([self.text], size)):
@@ -111,8 +114,9 @@ def in_pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
 
 
 def as_documents(texts: Any, block_size: int) -> Iterator[Document]:
-    """Yield strings as documents, in pieces if they are long or few; a single string is one document.
+    """Yield strings and chats as documents, in pieces if they are long or few; a single string is one document.
 
+    A chat is a list of messages, each a mapping with "role" and "content", or a mapping that holds one as "messages".
     Empty and repeated ones are left out, as those of files are. Raises ``UserError`` if an item is no text.
     """
     items = [texts] if isinstance(texts, str | bytes | Mapping | Document) else texts
@@ -120,12 +124,19 @@ def as_documents(texts: Any, block_size: int) -> Iterator[Document]:
 
 
 def _item(number: int, item: Any) -> Document:
-    """Return a string or a document as a document that a tokenizer encodes."""
-    document = item if isinstance(item, Document) else Document(item, "text", f"text {number}")
+    """Return a string, a chat or a document as a document that a tokenizer encodes."""
+    if isinstance(item, Document):
+        document = item
+    elif (chat := chats.as_json(item)) is not None:
+        document = Document(chat, "text", f"text {number}", is_chat=True)
+    else:
+        document = Document(item, "text", f"text {number}")
     text: object = document.text
     if not isinstance(text, str):
         kind = type(text).__name__
-        raise errors.UserError(f"text {number} is of type {kind}: expected a string (str) or a document")
+        raise errors.UserError(
+            f"text {number} is of type {kind}: expected a string (str), a document, or a list of messages"
+        )
     return replace(document, text=encodable(text.removeprefix(files.BYTE_ORDER_MARK)))
 
 
@@ -180,7 +191,7 @@ def _document(text: readers.Text) -> Document:
     domain = errors.shortened(errors.printable(" ".join(text.domain.split())), MAX_DOMAIN)
     name = encodable(text.name)
     whole = "" if text.piece is None else hashlib.sha256(f"name\0{name}".encode()).hexdigest()
-    return Document(encodable(text.text), domain or "text", name, text.piece, whole)
+    return Document(encodable(text.text), domain or "text", name, text.piece, whole, text.is_chat)
 
 
 def encodable(text: str) -> str:
@@ -197,8 +208,32 @@ def tokenised(
 ) -> Iterator[tuple[Document, arrays.Tokens]]:
     """Yield each document with its tokens, followed by the separator (``Boundaries.ended``)."""
     for batch in _batches(documents):
-        for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
+        for document, ids in zip(batch, encode_documents(batch, tokenizer, boundaries.opening), strict=True):
             yield document, boundaries.ended(ids)
+
+
+def encode_documents(
+    documents: Sequence[Document], tokenizer: Tokenizer, opening: tuple[int, ...] = ()
+) -> list[arrays.Tokens]:
+    """Return the tokens, int32 [tokens], of each document, of chats by the model's chat template.
+
+    What begins every text, ``opening``, is left out where a template writes it. Raises ``UserError`` if there are chats
+    and no template.
+    """
+    texts = [document for document in documents if not document.is_chat]
+    ids_of_texts = iter(encode([document.text for document in texts], tokenizer))
+    return [
+        chats.encode(document.text, document.label, tokenizer, opening) if document.is_chat else next(ids_of_texts)
+        for document in documents
+    ]
+
+
+def only_texts(documents: Iterable[Document], purpose: str) -> Iterator[Document]:
+    """Yield documents that are texts; ``UserError`` at the first chat, which cannot serve the ``purpose``."""
+    for document in documents:
+        if document.is_chat:
+            raise errors.UserError(f"{document.label} is a chat: {purpose} needs texts")
+        yield document
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -19,7 +19,7 @@ from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
 from spkv_nas.data.block_files import BlockCache, ContentKey, is_written, map_blocks, publish, read_notes, write_blocks
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, packed, spread_order
 from spkv_nas.data.config import AUTO, JOINED, Bos, DataConfig, SourceConfig
-from spkv_nas.data.sources import Document, LeftOut, documents, heldout, tokenised
+from spkv_nas.data.sources import Document, LeftOut, documents, heldout, only_texts, tokenised
 from spkv_nas.data.tokenizer import PLAIN, TRAINING_PIECE, Boundaries, Tokenizer, piece_size, pieces, train_bpe
 
 _LARGEST_SHARE = 0.1  # maximum share of tokens from one document, if there are enough documents
@@ -169,7 +169,8 @@ def train_tokenizer(config: DataConfig, vocab_size: int, base: Path, bos: bool =
 
     def sample() -> Iterator[str]:
         budget = BPE_SAMPLE_CHARACTERS
-        for document in documents(config.sources, base, piece=piece_size(config.block_size)):
+        read = documents(config.sources, base, piece=piece_size(config.block_size))
+        for document in only_texts(read, "training a tokenizer"):
             for piece in () if heldout(document, share) else pieces(document.text, TRAINING_PIECE):
                 if budget <= 0:
                     return

@@ -89,6 +89,8 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
 
 def _ids(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
     """Encode texts that are short enough."""
+    if not texts:
+        return []
     encoded = special_tokens.encode_text(texts, tokenizer)["input_ids"]
     return [np.array(ids, dtype=np.int32) for ids in encoded]
 

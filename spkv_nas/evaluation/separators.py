@@ -7,7 +7,7 @@ documents then disturbs full attention more than local heads, which forget the t
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from spkv_nas.base.arrays import Float, Int, Tokens
 from spkv_nas.base.errors import UserError
 from spkv_nas.data import config, sources
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
-from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator, encode
+from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator
 from spkv_nas.model import loss, model_shape, modes
 
 SEPARATORS = "separators.json"  # in the folder of a model's runs
@@ -187,7 +187,9 @@ def _beginnings(documents: Iterable[sources.Document], tokenizer: PreTrainedToke
     """Return the beginnings of documents, of two to ``most`` tokens each, up to ``SEPARATOR_TOKENS`` in all."""
     beginnings: list[Tokens] = []
     for document in documents:
-        tokens = encode([document.text[: _CHARACTERS * most]], tokenizer)[0][:most]
+        if not document.is_chat:
+            document = replace(document, text=document.text[: _CHARACTERS * most])
+        tokens = sources.encode_documents([document], tokenizer)[0][:most]
         if len(tokens) > 1:
             beginnings.append(tokens)
         if sum(map(len, beginnings)) >= SEPARATOR_TOKENS:

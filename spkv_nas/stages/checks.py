@@ -64,9 +64,9 @@ def check_files(recipe: Recipe, base: Path) -> None:
 
 
 def check_text(sources: Iterable[str | config.SourceConfig], base: Path = Path()) -> None:
-    """Check that sources of text exist."""
+    """Check that sources of text exist, and begin with text or chats."""
     for source in sources:
-        readers.open_source(source, base)
+        readers.check_source(source, base)
 
 
 def check_model_size(level: str | None, model: str | None) -> None:

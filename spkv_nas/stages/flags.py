@@ -85,7 +85,10 @@ Dtype = Annotated[str | None, Flag("Compute precision: float32, bfloat16 or floa
 # Models, text and training length
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-Data = Annotated[list[str] | None, Flag("Text to measure on: one or more files or folders, stdlib, or installed.")]
+Data = Annotated[
+    list[str] | None,
+    Flag("Text to measure on: one or more files or folders, stdlib, or installed; FILE:column=NAME names a column."),
+]
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
 Separator = Annotated[
     str | None, Flag("What stands between documents: none, eos, bos, eos+bos, another token, or auto.", metavar="TOKEN")

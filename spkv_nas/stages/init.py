@@ -115,10 +115,11 @@ def _any_layout(planner: run_plan.Planner) -> variants.Variant:
 
 def _source_from(base: Path, source: str) -> str:
     """Return a source as a recipe in ``base`` names it: a path absolute, unless ``base`` is the current folder."""
-    path = Path(source).expanduser()
+    name, column = readers.split_column(source)
+    path = Path(name).expanduser()
     if source in readers.AT_HAND or not path.exists() or base.resolve() == Path.cwd():
         return source
-    return os.path.abspath(path)
+    return os.path.abspath(path) if column is None else f"{os.path.abspath(path)}{readers.COLUMN}{column}"
 
 
 def _recipe_name(model: str) -> str:

@@ -13,9 +13,9 @@ from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, on_main
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.data import block_files, config, readers, sources, splits
+from spkv_nas.data import block_files, chats, config, readers, sources, splits
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
-from spkv_nas.model.source import check_checkpoint
+from spkv_nas.model.source import check_checkpoint, resolve
 from spkv_nas.stages.options import REFERENCE, InDtype, SubjectOptions
 from spkv_nas.stages.sized_model import model_name, result_name
 from spkv_nas.training.recipe import Recipe
@@ -116,7 +116,10 @@ class Subject:
         """Check without torch that model and text exist, and if ``in_blocks`` that ``max_tokens`` covers a block."""
         check_checkpoint(self.source)
         for source in self.options.data or ():
-            readers.open_source(source, Path())
+            has_chats = readers.check_source(source, Path())
+            folder = resolve(self.source)
+            if has_chats and folder.is_dir() and not chats.may_have_template(folder):
+                raise errors.UserError(chats.no_template(source))
         if in_blocks and self.options.max_tokens is not None:
             self._length()
 

@@ -24,8 +24,7 @@ from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base import errors, files
 from spkv_nas.cost.ladder import batch_tokens, peak_learning_rate, predictor_learning_rate
 from spkv_nas.data.config import AUTO, JOINED, DataConfig, SourceConfig
-from spkv_nas.data.sources import documents
-from spkv_nas.data.tokenizer import encode
+from spkv_nas.data.sources import documents, encode_documents
 from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.training.recipe import Recipe
 
@@ -217,10 +216,10 @@ def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: Pre
     number = tokens = characters = 0
     # Tokenize batch by batch, until the text ends or enough is read
     while characters < MAX_CHARACTERS:
-        texts = [document.text for document in islice(remaining, _BATCH)]
-        if not texts:
+        batch = list(islice(remaining, _BATCH))
+        if not batch:
             return TextSize(number, tokens)
-        number += len(texts)
-        tokens += sum(len(ids) + 1 for ids in encode(texts, tokenizer))
-        characters += sum(map(len, texts))
+        number += len(batch)
+        tokens += sum(len(ids) + 1 for ids in encode_documents(batch, tokenizer))
+        characters += sum(len(document.text) for document in batch)
     return TextSize(number, tokens, is_whole=False)

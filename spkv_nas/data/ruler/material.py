@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from spkv_nas.base import errors, files
-from spkv_nas.data.sources import documents
+from spkv_nas.data.sources import documents, only_texts
 
 SQUAD, HOTPOT = "qa_1", "qa_2"  # task for each form of file
 _MAX_BYTES = 1 << 30
@@ -31,7 +31,7 @@ class Essays:
         """Read half a million words from files and folders, which the option ``asked_by`` names."""
         all_sentences: list[tuple[str, ...]] = []
         num_words = 0
-        for document in islice(documents([*sources], Path()), _MAX_DOCUMENTS):
+        for document in islice(only_texts(documents([*sources], Path()), asked_by), _MAX_DOCUMENTS):
             sentences = list(_sentences(document.text))
             all_sentences += sentences
             num_words += sum(map(len, sentences))

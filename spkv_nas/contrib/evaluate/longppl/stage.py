@@ -19,7 +19,7 @@ from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.longppl.options import MAX_LENGTH, LongPPLOptions
 from spkv_nas.contrib.evaluate.longppl.reading import Criterion, LongText, Spans, key_spans, read, stretches
-from spkv_nas.data.sources import Document, documents, heldout
+from spkv_nas.data.sources import Document, documents, heldout, only_texts
 from spkv_nas.data.splits import heldout_share
 from spkv_nas.data.tokenizer import piece_size
 from spkv_nas.evaluation import continuations, micro_batch
@@ -139,7 +139,7 @@ def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: 
 def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
     """Return the user's documents, or the embedded models' held-out ones in the random order of their hashes."""
     if options.data:
-        return documents(options.data, Path(), piece=piece_size(length))
+        return only_texts(documents(options.data, Path(), piece=piece_size(length)), "LongPPL")
     data = Recipe.read(assets.EMBEDDED / "recipe.yaml").data
     share = heldout_share(data, assets.EMBEDDED)
     all_documents = documents(data.sources, assets.EMBEDDED, piece=piece_size(data.block_size))

@@ -48,7 +48,7 @@ def check_questions(lengths: str, tasks: str | None, haystack: Sequence[str] | N
     from pathlib import Path
 
     from spkv_nas.base.units import parse_context
-    from spkv_nas.data.readers import open_source
+    from spkv_nas.data.readers import check_source
     from spkv_nas.data.ruler.tasks import check_task
     from spkv_nas.stages.checks import check_exist
 
@@ -57,7 +57,7 @@ def check_questions(lengths: str, tasks: str | None, haystack: Sequence[str] | N
     for task in [] if tasks is None else tasks.split(","):
         check_task(task.strip())
     for source in haystack or ():
-        open_source(source, Path())
+        check_source(source, Path())
     check_exist(qa or (), "questions")
 
 

@@ -1,0 +1,64 @@
+"""Chats: lists of messages with a role and a content, which a model's own chat template turns into tokens.
+
+A chat is stored as JSON until its tokens are needed, as documents are read without a model.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spkv_nas.base import errors, files
+from spkv_nas.base.arrays import Tokens
+
+_ROLE, _CONTENT = "role", "content"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_CONFIG = "tokenizer_config.json"
+
+
+def as_json(value: Any) -> str | None:
+    """Return the JSON of a list of messages, or of a mapping that holds one as "messages"; None for anything else.
+
+    Entries without a value, which tables fill in, are left out. A chat without a message is the empty text.
+    """
+    messages = value.get("messages") if isinstance(value, Mapping) else value
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        return None
+    if not all(isinstance(message, Mapping) and _ROLE in message and _CONTENT in message for message in messages):
+        return None
+    kept = [{key: entry for key, entry in message.items() if entry is not None} for message in messages]
+    return json.dumps(kept, ensure_ascii=False, default=str) if kept else ""
+
+
+def encode(chat: str, name: str, tokenizer: Any, opening: tuple[int, ...]) -> Tokens:
+    """Return the tokens, int32 [tokens], of a chat's JSON by the tokenizer's chat template, without ``opening``.
+
+    A special token that a message spells is text, as in other documents, where transformers knows how to keep it apart
+    from the template's own. Raises ``UserError``, which names the document: there is no template, or it refuses the
+    chat.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise errors.UserError(no_template(name))
+    try:
+        encoded = tokenizer.apply_chat_template(
+            json.loads(chat), tokenize=True, return_dict=True, sanitize_control_tokens=True
+        )
+    except Exception as error:  # of jinja2, or of what a template does
+        raise errors.UserError(f"{name}: the model's chat template refuses it: {errors.first_line(error)}") from error
+    ids = np.array(encoded["input_ids"], dtype=np.int32)
+    return ids[len(opening) :] if opening and tuple(ids[: len(opening)].tolist()) == opening else ids
+
+
+def no_template(name: str) -> str:
+    """Return the message for a chat, which ``name`` holds, where the model has no chat template."""
+    return f"{name} holds chats, and the model's tokenizer has no chat template: give texts, or a model tuned on chats"
+
+
+def may_have_template(folder: Path) -> bool:
+    """Return whether the files of a model's folder hold a chat template."""
+    if any((folder / name).exists() for name in TEMPLATE_FILES):
+        return True
+    file = folder / _CONFIG
+    return files.is_file(file) and bool(files.read_json(file, "tokenizer config").get("chat_template"))
