@@ -6,43 +6,50 @@ signals work on any supported decoder and keep gates, if the model has them, ful
 
 Within a limit of memory, the window of local heads is chosen together with the number of global heads: at equal memory
 a wider window leaves fewer of them. Which trade loses least depends on the model, so it is measured: the heads are
-ranked once, and layouts without training are compared on documents that the ranking has not seen. For each number of
-global heads only the widest window that fits is tried, because it loses least, and of those only the best by their
-costs where the signal measures costs of windows. Successive halving spends most of the text on the best candidates.
+ranked once, and layouts without training are compared on documents that the ranking has not seen
+(``evaluation.contest``). For each number of global heads only the widest window that fits is tried, because it loses
+least; where the signal measures costs of windows, layouts of several kinds are (``proposal.windows.rival_layouts``).
 """
 
 import hashlib
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts import kinds, layout
+from spkv_nas.artifacts import kinds
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.local_layers import cache_facts, config_layers, native_windows
 from spkv_nas.base import device
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Progress, Reporter
+from spkv_nas.base.progress import Progress
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation import micro_batch, paired, separators
-from spkv_nas.evaluation.zero_shot import Work, zero_shot
+from spkv_nas.evaluation import micro_batch, separators
+from spkv_nas.evaluation.contest import Entrant, run_contest
 from spkv_nas.model import attention, config_section, windows
 from spkv_nas.probing.heads import check_window
 from spkv_nas.probing.signals import DENSITY, SIGNALS, Signal
 from spkv_nas.probing.sinks import choose_sinks
-from spkv_nas.proposal.windows import NARROWEST, WIDEST, TriedWindow, at_window, candidate_windows, windows_by_costs
+from spkv_nas.proposal.windows import (
+    NARROWEST,
+    ONE_WINDOW,
+    WIDEST,
+    TriedWindow,
+    at_window,
+    candidate_windows,
+    one_window_layout,
+    predicted_loss,
+    rival_layouts,
+)
 
 _RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options of a signal
 HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
 _LOCAL_PART = 0.6  # of the memory for the window that heads are ranked at; the best took 42 to 62 % (reports/LOG.md)
-_MOST_COMPARED = 4  # of the windows that cost least
 _LARGEST = 4096  # blocks of a text of which half is taken
-_FIRST_ROUND = 4  # blocks of the first round of successive halving; each round doubles them
 
 
 def probe(
@@ -181,21 +188,6 @@ def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:
     return config.window
 
 
-@dataclass(frozen=True)
-class WindowChoice:
-    """Windows that were tried, narrowest first, and the best."""
-
-    best: TriedWindow  # the window that loses least of those measured on most text
-    tried: tuple[TriedWindow, ...]  # all windows
-    passes: float  # cost in forward passes over the held-out text
-
-    def as_mapping(self) -> dict[str, Any]:
-        """Return the entries for ``probe.yaml``."""
-        tried = sorted(self.tried, key=lambda row: row.window)
-        rows = [{key: round(v, 6) for key, v in asdict(row).items() if not math.isnan(v)} for row in tried]
-        return {"windows_tried": rows, "window_passes": round(self.passes, 2)}
-
-
 def context_length(model: PreTrainedModel, blocks: TokenBlocks) -> int:
     """Return the number of tokens that a model reads by its config, or that a block has if the config does not say."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -222,8 +214,9 @@ def measure_within(
     tokens as well. ``progress`` is called with (blocks done, total) while windows are compared.
 
     Returns:
-        The table with the chosen window. Its metadata have ``memory``, ``context``, the ``budget`` of global heads that
-        the memory leaves, and ``windows_tried``.
+        The table at the window of the best layout with one window. Its metadata have ``memory``, ``context``, the
+        ``budget`` of global heads of that layout, ``layouts_tried`` with what each is predicted and was measured to
+        lose on documents that ranked no head, and the name of the ``recommended`` one.
 
     Raises ``UserError``: the memory leaves no global head, or no document can be held out.
     """
@@ -246,12 +239,14 @@ def measure_within(
     else:
         # Choose the window on documents that the ranking has not seen
         ranking, held_out = hold_out(blocks)
-        table, size = measure(signal, ranking, first.window), micro_batch.fitting_batch(model, held_out)
-        if table.window_costs is not None:
-            candidates = sorted(windows_by_costs(table, cost, limit), key=lambda row: row.cost)[:_MOST_COMPARED]
-        choice = choose_window(model, held_out, table, candidates, batch_size=size, progress=progress)
-        table = replace(at_window(table, choice.best.window), probe_hash=None)  # this is the probe
-        record |= {"budget": choice.best.num_global, "ranked_at": first.window, **choice.as_mapping()}
+        table = measure(signal, ranking, first.window)
+        entrants = _entrants(table, cost, limit, candidates)
+        size = micro_batch.fitting_batch(model, held_out)
+        contest = run_contest(model, held_out, entrants, batch_size=size, progress=progress)
+        # The window of the table is that of the best layout with one window
+        best = next(entrant.layout for entrant in contest.ranked if entrant.name.startswith(ONE_WINDOW))
+        table = replace(at_window(table, best.window), probe_hash=None)  # this is the probe
+        record |= {"budget": best.num_global, "ranked_at": first.window, **contest.record()}
     return replace(table, metadata={**table.metadata, **record})
 
 
@@ -263,52 +258,16 @@ def _cache_cost(model: PreTrainedModel, context: int, window: int, sinks: int) -
     return CacheCost(context, 1, window, dtype=device.dtype_name(model.dtype), sinks=sinks, **facts), sum(heads)
 
 
-def choose_window(
-    model: PreTrainedModel,
-    blocks: TokenBlocks,
-    table: HeadScores,
-    candidates: Sequence[TriedWindow],
-    *,
-    batch_size: int = 1,
-    progress: Progress | None = None,
-) -> WindowChoice:
-    """Choose the window whose highest-scoring layout loses least on unseen ``blocks``; call on all ranks.
+def _entrants(table: HeadScores, cost: CacheCost, limit: int, candidates: Sequence[TriedWindow]) -> list[Entrant]:
+    """Return the layouts to compare within ``limit`` bytes.
 
-    ``candidates`` are the windows to try, with their numbers of global heads.
+    With costs of windows they are ``rival_layouts``; without, the highest-scoring heads at each of ``candidates``.
     """
-    # Divide the text into parts, each as long as all before it
-    ends = sorted({min(_FIRST_ROUND << times, blocks.num_blocks) for times in range(blocks.num_blocks.bit_length())})
-    parts = blocks.nested(ends)
-    left, measured, passes = list(candidates), {row.window: row for row in candidates}, 0.0
-    nothing = paired.DocumentNLL(np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64))
-    sums: dict[int | None, paired.DocumentNLL] = defaultdict(lambda: nothing)  # of windows; None: full attention
-    for part, num_blocks in zip(parts, ends, strict=True):
-        # Measure those that are left on the part, and add it to the parts before
-        work, layouts = Work(), [highest_scores(table, row) for row in left]
-        reporter = Reporter.of(progress)
-        scores = zero_shot(model, [None, *layouts], part, batch_size=batch_size, work=work, reporter=reporter)
-        passes += work.passes * part.num_blocks / blocks.num_blocks
-        for window, score in zip([None, *(row.window for row in left)], scores, strict=True):
-            sums[window] = sums[window].plus(score)
-        # Keep the better half
-        for row in left:
-            change = paired.paired_difference(sums[row.window], sums[None])
-            measured[row.window] = replace(
-                row, change=change.percent, standard_error=change.standard_error, blocks=num_blocks
-            )
-        left = sorted((measured[row.window] for row in left), key=lambda row: row.change)[: (len(left) + 1) // 2]
-    return WindowChoice(left[0], tuple(measured.values()), passes)
-
-
-def highest_scores(table: HeadScores, row: TriedWindow) -> layout.Layout:
-    """Return the layout whose global heads are the ``row.num_global`` of highest score that can be global."""
-    table = at_window(table, row.window)
-    scores = np.full(table.grid, -np.inf)
-    scores[table.layers] = table.values[table.layers]
-    mask = np.zeros(table.grid, dtype=bool)
-    mask.flat[np.argsort(-scores, axis=None, kind="stable")[: row.num_global]] = True
-    heads = table.heads_per_layer
-    return layout.Layout.from_mask(mask, window=row.window, sinks=table.sinks, heads_per_layer=heads)
+    if table.window_costs is not None:
+        layouts = rival_layouts(table, cost, limit)
+    else:
+        layouts = {f"{ONE_WINDOW}{row.window}": one_window_layout(table, row) for row in candidates}
+    return [Entrant(name, layout, predicted_loss(table, layout)) for name, layout in layouts.items()]
 
 
 def half_of(blocks: TokenBlocks, num_blocks: int | None = None) -> TokenBlocks:

@@ -129,12 +129,14 @@ class Sparsest(Strategy):
         return densest(-scores.values, budget)
 
 
-DENSEST, RANDOM = Densest(), RandomHeads()
+DENSEST = Densest()
+RANDOM = RandomHeads()
+INTERLEAVED_LAST = InterleavedLast()
 STRATEGIES: Registry[Strategy] = Registry(
     "spkv_nas.strategies",
     "strategy",
     Strategy,  # type: ignore[type-abstract]
-    (InterleavedFirst(), InterleavedLast(), RANDOM, DENSEST, Sparsest()),
+    (InterleavedFirst(), INTERLEAVED_LAST, RANDOM, DENSEST, Sparsest()),
 )
 
 

@@ -21,12 +21,16 @@ from spkv_nas.base import arrays, errors, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.proposal import coverage, integer_program
 from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.proposal.strategies import INTERLEAVED_LAST
 
 NARROWEST, WIDEST = 32, 1024  # windows that are tried
 _STEP = 16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
 _MOST_TRIED = 12  # windows
+_MOST_SINGLE = 2  # single windows among the rivals of a window per head
 MOST_WINDOWS = 3  # of a layout, unless a constraint allows more: as many as vLLM serves
 WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
+ONE_WINDOW = "one-window-"  # before the window, in the names of layouts with one window
+WHOLE_LAYERS = "whole-layers-"  # before the window, in the names of layouts with whole global layers
 Row = tuple[Any, Any, Any]  # low <= A v <= high: A, low, high
 _SCALE = 1e6  # factor on the costs, whose sum of sizes is 1, because HiGHS stops at an absolute gap of 1e-6
 _MOST_TRIES, _LOWERED = 12, 0.99  # solutions for a limit that is lowered, to what fits and by this factor
@@ -35,15 +39,12 @@ _SLACK = 1e-6  # tolerance of a row, of which the largest coefficient is 1
 
 @dataclass(frozen=True)
 class TriedWindow:
-    """Window of local heads, the global heads that the memory leaves, and what the layout loses."""
+    """Window of local heads, the global heads that the memory leaves, and what the layout loses by its costs."""
 
     window: int  # recent keys that a local head sees, including the query's own
     num_global: int  # number of global KV heads
     memory: float  # share of full attention's KV cache
-    change: float = np.nan  # change of NLL against full attention in percent, on ``blocks`` blocks
-    standard_error: float = np.nan  # its standard error, paired by document
-    blocks: int = 0  # number of blocks that it was measured on
-    cost: float = np.nan  # loss in nats per token by the costs of windows, to first order
+    cost: float = np.nan  # loss in nats per token by the costs of windows; NaN without
 
 
 def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int = WIDEST) -> list[TriedWindow]:
@@ -97,6 +98,20 @@ def windows_by_costs(table: HeadScores, cost: CacheCost, limit: int) -> list[Tri
         of_heads = np.sort(by_head[~np.isnan(by_head)])
         tried.append(replace(row, cost=float(of_heads[: len(of_heads) - row.num_global].sum())))
     return tried
+
+
+def one_window_layout(table: HeadScores, row: TriedWindow) -> Layout:
+    """Return the layout whose global heads are the ``row.num_global`` of highest score at the row's window.
+
+    Heads of layers that are local by design are never among them.
+    """
+    table = at_window(table, row.window)
+    scores = np.full(table.grid, -np.inf)
+    scores[table.layers] = table.values[table.layers]
+    mask = np.zeros(table.grid, dtype=bool)
+    mask.flat[np.argsort(-scores, axis=None, kind="stable")[: row.num_global]] = True
+    heads = table.heads_per_layer
+    return Layout.from_mask(mask, window=row.window, sinks=table.sinks, heads_per_layer=heads)
 
 
 @dataclass(frozen=True)
@@ -231,6 +246,86 @@ def window_per_head(
     origin = coverage.provenance(table, layout, layout.num_global)
     origin |= {"memory": memory, "context": cost.context, "cost": round(float(losses.max()), 6)}
     return replace(layout, provenance={**origin, "constraints": constraints.named} if constraints.named else origin)
+
+
+def predicted_loss(table: HeadScores, layout: Layout) -> float:
+    """Return what a layout loses by a table's costs of windows, in nats per token; NaN without costs.
+
+    It is the sum of the costs of all heads, each interpolated at its own window.
+    """
+    costs = table.window_costs
+    if costs is None:
+        return float("nan")
+    by_window = {
+        window: np.tensordot(table.domain_shares, costs.at(window), 1)
+        for window in {window for row in layout.head_windows for window in row if window is not None}
+    }
+    total = 0.0
+    for layer in table.layers:
+        for head, window in enumerate(layout.head_windows[layer]):
+            if window is not None:
+                total += float(by_window[window][layer, head])
+    return total
+
+
+def rival_layouts(
+    table: HeadScores, cost: CacheCost, memory: int, constraints: Constraints | None = None
+) -> dict[str, Layout]:
+    """Return layouts of several kinds that take at most ``memory`` bytes, by name, to be compared on text.
+
+    They are a window per head and the best single windows by the costs of windows, and whole layers at a fixed period
+    with the window that costs least. Constraints leave the first alone, which is the only one that is solved for them.
+
+    Raises ``UserError`` as ``window_per_head``.
+    """
+    per_head = window_per_head(table, cost, memory, constraints)
+    layouts = {per_head.strategy: per_head}
+    if constraints is not None and constraints.named:
+        return layouts
+    try:
+        single = sorted(windows_by_costs(table, cost, memory), key=lambda row: row.cost)
+    except errors.UserError:  # the memory leaves no global head beside any single window
+        return layouts
+    for row in single[:_MOST_SINGLE]:
+        name = f"{ONE_WINDOW}{row.window}"
+        layouts[name] = _recorded(table, replace(one_window_layout(table, row), strategy=name), memory, cost)
+    whole = [_whole_layers(table, row, cost, memory) for row in single]
+    fitting = [layout for layout in whole if layout is not None]
+    if fitting:
+        best = min(fitting, key=lambda layout: predicted_loss(table, layout))
+        layouts[best.strategy] = _recorded(table, best, memory, cost)
+    return _distinct(layouts)
+
+
+def _distinct(layouts: dict[str, Layout]) -> dict[str, Layout]:
+    """Return layouts by name without those whose heads and windows an earlier one has."""
+    first: dict[str, str] = {}
+    for name, layout in layouts.items():
+        first.setdefault(layout.content, name)
+    return {name: layouts[name] for name in first.values()}
+
+
+def _whole_layers(table: HeadScores, row: TriedWindow, cost: CacheCost, memory: int) -> Layout | None:
+    """Return whole global layers at a fixed period, the last one global, within a memory; None if none fits."""
+    for num_global in range(row.num_global, 0, -1):
+        mask = INTERLEAVED_LAST.choose(table, num_global) & np.isin(np.arange(table.num_layers), table.layers)[:, None]
+        layout = Layout.from_mask(
+            mask,
+            window=row.window,
+            strategy=f"{WHOLE_LAYERS}{row.window}",
+            sinks=table.sinks,
+            heads_per_layer=table.heads_per_layer,
+        )
+        if mask.any() and cost.layout_bytes(layout, table.layers) <= memory:
+            return layout
+    return None
+
+
+def _recorded(table: HeadScores, layout: Layout, memory: int, cost: CacheCost) -> Layout:
+    """Return a layout whose provenance names its probe, the memory that it was made for, and its predicted loss."""
+    origin = coverage.provenance(table, layout, layout.num_global)
+    origin |= {"memory": memory, "context": cost.context, "cost": round(predicted_loss(table, layout), 6)}
+    return replace(layout, provenance=origin)
 
 
 def layouts_by_memory(

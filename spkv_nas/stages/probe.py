@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -14,6 +16,7 @@ import numpy as np
 from spkv_nas.artifacts import diagnosis, gate_config, grid, kinds, result_tables
 from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS, STRONG_SINK
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.tried_layouts import FAR_ERRORS, RECOMMENDED, TRIED, TriedLayout, read_tried
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.console import Table, caution, escape, out, say
 from spkv_nas.base.distributed import on_main
@@ -39,7 +42,8 @@ from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned
 _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
-_SHOWN = ("sink_mass", "massive_activation", "memory", "windows_tried", "alarm")  # entries of the record in the JSON
+# Entries of the record in the JSON
+_SHOWN = ("sink_mass", "massive_activation", "memory", TRIED, RECOMMENDED, "alarm")
 _MAX_TARGET = 0.99  # maximum target density of learned gates
 
 
@@ -258,8 +262,11 @@ def show(table: HeadScores) -> None:
         f"{measure} mean {table.mean:{digits}}, std {table.std:{digits}}; "
         f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else digits}})"
     )
-    if tried := table.metadata.get("windows_tried"):
-        out.print(_windows(tried, table.window))
+    if tried := read_tried(table.metadata):
+        recommended = table.metadata[RECOMMENDED]
+        out.print(_layouts_tried(tried, recommended))
+        say(f"recommended: {recommended}, of those that lose least within the errors the one with the fewest windows")
+        caution(_about_predictions(tried))
     # Print remarks and warnings
     say(_about_sinks(table))
     say(diagnosis.about_small_domains(table.rows))
@@ -267,15 +274,28 @@ def show(table: HeadScores) -> None:
         caution(line)
 
 
-def _windows(tried: list[dict[str, Any]], chosen: int | None) -> Table:
-    """Return the windows that were tried for a limit of memory, with what their layouts lose without training."""
-    title = "windows tried, on documents that the ranking has not seen"
-    printed = Table("window", "global heads", "KV cache %", "ΔNLL %", "blocks", box=None, title=title)
+def _layouts_tried(tried: Sequence[TriedLayout], recommended: str) -> Table:
+    """Return the layouts that were compared within a limit of memory, the recommended one in bold."""
+    title = "layouts of this memory, measured without training on documents that ranked no head"
+    columns = ("layout", "global heads", "windows", "predicted %", "measured ΔNLL %", "blocks")
+    printed = Table(*columns, box=None, title=title)
     for row in tried:
-        loss = printing.change(row["change"], row["standard_error"])
-        cells = (row["window"], row["num_global"], f"{100 * row['memory']:.1f}", loss, row["blocks"])
-        printed.add_row(*map(str, cells), style="bold" if row["window"] == chosen else None)
+        predicted = "-" if math.isnan(row.predicted) else f"{row.predicted:+.2f}"
+        measured = printing.change(row.change, row.standard_error)
+        cells = (row.name, row.layout.num_global, row.layout.reach, predicted, measured, row.blocks)
+        printed.add_row(*map(str, cells), style="bold" if row.name == recommended else None)
     return printed
+
+
+def _about_predictions(tried: Sequence[TriedLayout]) -> str | None:
+    """Return a warning where layouts were predicted to lose much more or less than they lost; None without one."""
+    missed = [row.name for row in tried if row.is_far_off]
+    if not missed:
+        return None
+    return (
+        f"the costs of windows are wrong about {', '.join(missed)}, by more than {FAR_ERRORS:g} standard errors: "
+        "compare layouts by what was measured"
+    )
 
 
 def _about_sinks(table: HeadScores) -> str | None:

@@ -12,15 +12,17 @@ from helpers import tiny_model
 
 import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.tried_layouts import read_tried
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.evaluation.contest import Entrant, run_contest
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.probing import measure
-from spkv_nas.probing.measure import choose_window, hold_out
-from spkv_nas.proposal.windows import TriedWindow, candidate_windows
+from spkv_nas.probing.measure import hold_out
+from spkv_nas.proposal.windows import TriedWindow, candidate_windows, one_window_layout
 
 COST = CacheCost(2048, 1, 32, 64, "bfloat16", sinks=1)  # of a model of 48 heads, below
 
@@ -82,23 +84,45 @@ class TestHoldOut:
         assert infos[long].text_id in ranking.text_ids - held_out.text_ids
 
 
-def test_the_best_window_is_that_of_an_exhaustive_search() -> None:
-    model, blocks = tiny_model(vocab_size=300), text(4)
-    table = HeadScores.from_array(np.random.default_rng(0).random((4, 2)), sinks=1)
-    candidates = [TriedWindow(8, 3, 0.8), TriedWindow(16, 2, 0.6), TriedWindow(64, 1, 0.6)]
-    choice = choose_window(model, blocks, table, candidates, batch_size=4)
-    full, *scores = zero_shot(model, [None, *(measure.highest_scores(table, row) for row in candidates)], blocks)
-    changes = [paired_difference(score, full).percent for score in scores]
-    assert [row.change for row in choice.tried] == pytest.approx(changes)
-    assert choice.best.window == candidates[int(np.argmin(changes))].window
+def entrants(windows: list[int], seed: int = 0) -> list[Entrant]:
+    """Return layouts of random scores with one global head, by their windows."""
+    table = HeadScores.from_array(np.random.default_rng(seed).random((4, 2)), sinks=1)
+    rows = [TriedWindow(window, 1, 0.5) for window in windows]
+    return [Entrant(f"one-window-{row.window}", one_window_layout(table, row), 0.01) for row in rows]
 
 
-def test_halving_measures_the_better_half_on_more_text() -> None:
-    model, blocks = tiny_model(vocab_size=300), text(16)
-    table = HeadScores.from_array(np.random.default_rng(0).random((4, 2)))
-    candidates = [TriedWindow(8 * n, 1, 0.5) for n in (1, 2, 3, 4)]
-    choice = choose_window(model, blocks, table, candidates)
-    assert (sorted(row.blocks for row in choice.tried), choice.best.blocks) == ([4, 4, 8, 16], 16)
+class TestContest:
+    def test_measures_what_an_exhaustive_comparison_does(self) -> None:
+        model, blocks = tiny_model(vocab_size=300), text(4)
+        tried = entrants([8, 16, 64])
+        contest = run_contest(model, blocks, tried, batch_size=4)
+        full, *scores = zero_shot(model, [None, *(entrant.layout for entrant in tried)], blocks)
+        changes = {
+            entrant.name: paired_difference(score, full).percent for entrant, score in zip(tried, scores, strict=True)
+        }
+        assert {entrant.name: entrant.change for entrant in contest.ranked} == pytest.approx(changes)
+        assert contest.ranked[0].name == min(changes, key=changes.__getitem__)
+        assert contest.best.predicted == pytest.approx(1.0 / full.mean)
+
+    def test_halving_measures_the_better_half_and_at_least_two_on_more_text(self) -> None:
+        contest = run_contest(tiny_model(vocab_size=300), text(16), entrants([8, 16, 24, 32, 40, 48]))
+        assert sorted(entrant.blocks for entrant in contest.ranked) == [4, 4, 4, 8, 16, 16]
+        assert contest.best.blocks == 16
+
+    def test_fewer_windows_win_among_equals(self) -> None:
+        """A window that reaches over the whole block is global attention, so both layouts lose nothing."""
+        single = entrants([128])[0]
+        several = Layout.from_windows([[128, None]] * 2 + [[96 + 64, None]] * 2, strategy="several")
+        contest = run_contest(tiny_model(vocab_size=300), text(8), [Entrant("several", several), single])
+        assert contest.best.name == single.name
+        assert contest.best.change == 0.0
+
+    def test_a_prediction_that_is_far_off_is_said_to_be(self) -> None:
+        near, far = entrants([8, 16])
+        contest = run_contest(tiny_model(vocab_size=300), text(8), [near, replace(far, predicted=5.0)])
+        tried = {row.name: row for row in read_tried(contest.record())}
+        assert tried[far.name].is_far_off
+        assert tried[near.name].layout.content == near.layout.content
 
 
 class TestProbe:
@@ -106,9 +130,9 @@ class TestProbe:
     def test_the_window_is_chosen_with_the_heads(self, options: dict[str, Any], tmp_path: Path) -> None:
         model = tiny_model(vocab_size=300)
         table = spkv_nas.probe(model, text(24), memory="60%", context=128, **options)
-        tried = {row["window"]: row for row in table.metadata["windows_tried"]}
-        assert table.window in tried
-        assert table.metadata["budget"] == table.memory_budget == tried[table.window]["num_global"]
+        tried = {row.name: row.layout for row in read_tried(table.metadata)}
+        assert table.metadata["recommended"] in tried
+        assert table.metadata["budget"] == table.memory_budget == tried[f"one-window-{table.window}"].num_global
         assert table.selected_on == text(24).text_ids
         table.write(tmp_path)
         assert HeadScores.read(tmp_path).content_hash == table.content_hash
@@ -121,7 +145,7 @@ class TestProbe:
         options: dict[str, Any] = {"signal": "head-gates", "memory": 0.6, "context": 128, "steps": 2}
         table = spkv_nas.probe(tiny_model(vocab_size=300), text(24), window=16, **options)
         assert table.window == 16
-        assert "windows_tried" not in table.metadata
+        assert "layouts_tried" not in table.metadata
         assert table.memory_budget == 4  # of 8 heads: 4 x 128 + 4 x 16 keys are 56 %
 
     @pytest.mark.parametrize("options", [{"budget": 3}, {"signal": "add-one-head", "granularity": "layer"}])

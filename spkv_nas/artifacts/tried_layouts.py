@@ -1,0 +1,62 @@
+"""Record the layouts that were compared on text before one was recommended, in the record of a probe.
+
+A probe for a memory budget compares layouts of several kinds (``evaluation.contest``) and names the one to recommend;
+``propose``, the report and the suggested commands read it from here.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spkv_nas.artifacts.layout import Layout
+
+TRIED = "layouts_tried"  # key of a record: a list of ``TriedLayout.as_mapping``
+RECOMMENDED = "recommended"  # key of a record: the name of the layout to recommend
+FAR_ERRORS = 2.0  # standard errors from a measured loss, beyond which a prediction is said to be wrong
+
+
+@dataclass(frozen=True)
+class TriedLayout:
+    """A layout with what was predicted of it and what was measured, in percent of full attention's NLL."""
+
+    name: str
+    layout: Layout
+    predicted: float  # change of NLL by the head scores; NaN: they predict none
+    change: float  # measured change of NLL without training
+    standard_error: float  # of ``change``, paired by document; NaN for a single document
+    blocks: int  # number of blocks that it was measured on
+
+    @property
+    def is_far_off(self) -> bool:
+        """Return whether the prediction is further from what was measured than chance explains."""
+        return abs(self.predicted - self.change) > FAR_ERRORS * self.standard_error
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Return the entries for a record, without numbers that are not known."""
+        numbers = {"predicted": self.predicted, "change": self.change, "standard_error": self.standard_error}
+        return {
+            "name": self.name,
+            "heads": self.layout.words,
+            "windows": dict(self.layout.legend),
+            "sinks": self.layout.sinks,
+            **{key: round(value, 6) for key, value in numbers.items() if not math.isnan(value)},
+            "blocks": self.blocks,
+        }
+
+    @classmethod
+    def parse(cls, row: Mapping[str, Any]) -> "TriedLayout":
+        """Return the layout of an entry of a record."""
+        letters = row["windows"]
+        layout = Layout.from_windows(
+            [[letters.get(letter) for letter in heads] for heads in row["heads"].split()],
+            strategy=row["name"],
+            sinks=row["sinks"],
+        )
+        numbers = [float(row.get(key, math.nan)) for key in ("predicted", "change", "standard_error")]
+        return cls(row["name"], layout, *numbers, row["blocks"])
+
+
+def read_tried(record: Mapping[str, Any]) -> list[TriedLayout]:
+    """Return the layouts that were compared, best first; none if the record has none."""
+    return [TriedLayout.parse(row) for row in record.get(TRIED, [])]

@@ -1,0 +1,129 @@
+"""Compare layouts of one memory budget on text that chose none of them, and recommend the one that loses least.
+
+What a head score predicts of a layout is an estimate to first or second order, and which estimate is right depends on
+the model (reports/LOG.md). So layouts that were chosen in several ways are measured: successive halving spends most of
+the text on the best of them, and errors are paired by document.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.tried_layouts import RECOMMENDED, TRIED, TriedLayout
+from spkv_nas.base import statistics
+from spkv_nas.base.progress import Progress, Reporter
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation import paired
+from spkv_nas.evaluation.zero_shot import Work, zero_shot
+
+FIRST_ROUND = 4  # blocks of the first round, in which every layout is measured; each round doubles them
+_FINALISTS = 2  # layouts that are measured in every round, because one alone is compared with nothing
+_EQUAL = 1.0  # layouts whose difference is within this number of standard errors count as equal
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A layout that may be recommended, with what it is predicted to lose."""
+
+    name: str
+    layout: Layout
+    predicted: float = math.nan  # loss in nats per token by the costs of windows; NaN: none is known
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The entrants of a contest and the one to recommend."""
+
+    best: TriedLayout
+    ranked: tuple[TriedLayout, ...]  # those that were measured on the most text first, of these the best first
+    passes: float  # cost in forward passes over the text
+
+    def record(self) -> dict[str, Any]:
+        """Return the entries for a record: the layouts, and the name of the one to recommend."""
+        rows = [tried.as_mapping() for tried in self.ranked]
+        return {TRIED: rows, RECOMMENDED: self.best.name, "contest_passes": round(self.passes, 2)}
+
+
+def run_contest(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    entrants: Sequence[Entrant],
+    *,
+    batch_size: int = 1,
+    progress: Progress | None = None,
+) -> Contest:
+    """Measure layouts on unseen ``blocks`` by successive halving; must be called on all ranks.
+
+    All are measured on the first blocks, the better half of them on as many again, and so on. Of those that were
+    measured on all rounds, the one of the smallest loss is recommended; or one with fewer windows, if the difference of
+    the two is within one standard error, as engines serve fewer windows with less overhead.
+
+    Args:
+        model: any supported decoder; it is left unchanged.
+        blocks: text on which no entrant was chosen.
+        entrants: layouts under different names, at least one.
+        batch_size: blocks per forward pass.
+        progress: called with (blocks done, total of the round).
+    """
+    ends = _rounds(blocks.num_blocks)
+    left = list(entrants)
+    measured: dict[str, TriedLayout] = {}
+    nothing = paired.DocumentNLL(np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64))
+    sums: dict[str | None, paired.DocumentNLL] = dict.fromkeys(
+        [None, *(entrant.name for entrant in entrants)], nothing
+    )  # None: full attention
+    passes = 0.0
+    for part, num_blocks in zip(blocks.nested(ends), ends, strict=True):
+        # Measure those that are left on the next part of the text, and add it to the parts before
+        work = Work()
+        layouts = [None, *(entrant.layout for entrant in left)]
+        reporter = Reporter.of(progress)
+        scores = zero_shot(model, layouts, part, batch_size=batch_size, work=work, reporter=reporter)
+        passes += work.passes * part.num_blocks / blocks.num_blocks
+        for name, score in zip([None, *(entrant.name for entrant in left)], scores, strict=True):
+            sums[name] = sums[name].plus(score)
+        for entrant in left:
+            measured[entrant.name] = _tried(entrant, sums[entrant.name], sums[None], num_blocks)
+        # Keep the better half
+        finalists = sorted((measured[entrant.name] for entrant in left), key=lambda tried: tried.change)
+        num_left = max(_FINALISTS, (len(left) + 1) // 2)
+        left = sorted(left, key=lambda entrant: measured[entrant.name].change)[:num_left]
+    ordered = sorted(measured.values(), key=lambda tried: (-tried.blocks, tried.change))
+    return Contest(_recommended(finalists, sums), tuple(ordered), passes)
+
+
+def _rounds(num_blocks: int) -> list[int]:
+    """Return the number of blocks that are measured after each round."""
+    return sorted({min(FIRST_ROUND << times, num_blocks) for times in range(num_blocks.bit_length())})
+
+
+def _tried(entrant: Entrant, score: paired.DocumentNLL, full: paired.DocumentNLL, num_blocks: int) -> TriedLayout:
+    """Return an entrant with its change of NLL against full attention."""
+    change = paired.paired_difference(score, full)
+    return TriedLayout(
+        name=entrant.name,
+        layout=entrant.layout,
+        predicted=100.0 * entrant.predicted / full.mean,
+        change=change.percent,
+        standard_error=change.standard_error,
+        blocks=num_blocks,
+    )
+
+
+def _recommended(finalists: Sequence[TriedLayout], sums: Mapping[str | None, paired.DocumentNLL]) -> TriedLayout:
+    """Return the finalist of the smallest loss, or one of fewer windows that loses as little within the errors."""
+    best = finalists[0]
+    full = sums[None]
+
+    def equals_best(tried: TriedLayout) -> bool:
+        difference = sums[tried.name].total - sums[best.name].total
+        ratio, error = statistics.jackknife_ratio(difference, full.total)
+        return float(ratio) <= _EQUAL * float(error)
+
+    equals = [tried for tried in finalists if tried is best or equals_best(tried)]
+    return min(equals, key=lambda tried: (len(tried.layout.legend), tried.change))
