@@ -37,7 +37,7 @@ class TriedLayout:
         numbers = {"predicted": self.predicted, "change": self.change, "standard_error": self.standard_error}
         return {
             "name": self.name,
-            "heads": self.layout.words,
+            "heads": " ".join(self.layout.heads),
             "windows": dict(self.layout.legend),
             "sinks": self.layout.sinks,
             **{key: round(value, 6) for key, value in numbers.items() if not math.isnan(value)},

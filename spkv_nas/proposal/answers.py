@@ -10,6 +10,7 @@ import pandas as pd
 
 from spkv_nas.artifacts import defaults, head_scores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.tried_layouts import RECOMMENDED, TriedLayout
 from spkv_nas.base import locks, tables
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter
@@ -18,7 +19,16 @@ from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.proposal import earlier, strategies, windows
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST, Constraints
-from spkv_nas.proposal.coverage import Bootstrap, Certainty, bootstrap, coverage, coverage_curve, domain_coverage, knee
+from spkv_nas.proposal.coverage import (
+    Bootstrap,
+    Certainty,
+    bootstrap,
+    coverage,
+    coverage_curve,
+    domain_coverage,
+    knee,
+    provenance,
+)
 from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, find_solutions
@@ -39,6 +49,7 @@ class Answer:
     certainty: Certainty | None
     # further layouts that differ from the best in many heads; None where they were not requested
     solutions: Solutions | None = None
+    recommended: str | None = None  # name of the layout that lost least of those that the probe compared; None: none
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,8 @@ def propose_for(
     window = layouts[strategies.DENSEST.name].window
     layouts |= {each.signal: densest_layout(each, heads, name=each.signal, window=window) for each in others} | solved
     layouts |= requirements.window_per_head(table, limit, window)
+    tried = requirements.compared(table, limit, window)
+    layouts |= {row.name: _with_origin(table, row.layout) for row in tried}
     # Bootstrap confidence intervals over the probe's documents
     resampled = bootstrap(table)
     certainty = None
@@ -105,10 +118,32 @@ def propose_for(
         plans = [cost.layout_plan(layouts[name]) for name in rows["strategy"]]
         totals = [None if layout is None else layout.memory(cost.batch) for layout in plans]
         rows["kv_bytes"] = pd.array(totals, dtype="Int64")  # missing where the engine does not run a layout
+    rows = _with_measured(rows, tried)
     # Find further layouts if they are requested
     best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
     several = find_solutions(table, requirements, limit, best, solutions, resampled=resampled) if solutions else None
-    return Answer(table, layouts, rows, certainty, several)
+    recommended = table.metadata[RECOMMENDED] if tried else None
+    return Answer(table, layouts, rows, certainty, several, recommended)
+
+
+def _with_origin(table: head_scores.HeadScores, layout: Layout) -> Layout:
+    """Return a layout that a probe compared, with the provenance of the probe's layouts."""
+    origin = provenance(table, layout, layout.num_global)
+    origin |= {"memory_share": table.metadata["memory"], "context": table.metadata["context"]}
+    return replace(layout, provenance=origin)
+
+
+def _with_measured(rows: pd.DataFrame, tried: Sequence[TriedLayout]) -> pd.DataFrame:
+    """Add what layouts were predicted and measured to lose, in percent of NLL; those that lose least come first."""
+    by_name = {row.name: row for row in tried}
+    if not by_name:
+        return rows
+    for column in ("predicted", "change", "standard_error"):
+        values = [getattr(by_name[name], column) if name in by_name else math.nan for name in rows["strategy"]]
+        rows[column] = np.round(values, 4)
+    order = {name: index for index, name in enumerate(by_name)}
+    position = rows["strategy"].map(lambda name: order.get(name, len(order)))
+    return rows.loc[position.sort_values(kind="stable").index].reset_index(drop=True)
 
 
 def coverage_table(
@@ -153,6 +188,8 @@ def coverage_table(
 
 def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
     """Warn of layouts in a ``coverage_table`` without exactly ``heads`` global heads: coverages do not compare."""
+    if "change" in rows:  # layouts of equal memory, which were compared on text, have unequal numbers of global heads
+        rows = rows[rows["change"].isna()]
     num_global = rows.set_index("strategy")["num_global"].drop(windows.WINDOW_PER_HEAD, errors="ignore")
     deviating = num_global[num_global != heads]
     if deviating.empty:
@@ -186,7 +223,10 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
         draws = [f"{strategy.name}-*.yaml" for strategy in strategies.STRATEGIES if strategy.is_random]
         random = [file.name for pattern in draws for file in folder.glob(pattern)]
         optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, windows.WINDOW_PER_HEAD, defaults.RECOMMENDED)]
-        stale = [*random, *optional, _HEADS]
+        compared = [
+            file.name for kind in (windows.ONE_WINDOW, windows.WHOLE_LAYERS) for file in folder.glob(f"{kind}*.yaml")
+        ]
+        stale = [*random, *optional, *compared, _HEADS]
         files = {*names, *stale, _COVERAGE, _CURVE}
         # Keep or report an earlier proposal
         if not earlier.keep_other_budget(folder, files, budget, reporter) and (

@@ -7,6 +7,7 @@ from typing import Any
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.tried_layouts import TriedLayout, read_tried
 from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
@@ -19,6 +20,7 @@ from spkv_nas.proposal.constraints import Constraints, best_layout, read_head_co
 
 _RESAMPLE_GAP, _ROUGH_GAP = 1e-4, 1e-3  # relative MIP gap per bootstrap resample; the second if robust and many heads
 NO_CONTEXT = "--engine needs --context, the maximum number of tokens of a request"
+_SAME_SHARE = 1e-4  # difference of shares of full attention's cache that are one memory, because records round them
 _LARGE = 200  # number of heads above which the rough gap is used
 
 
@@ -122,6 +124,8 @@ class Requirements:
         if table.window_costs is None:
             return table
         if window is None and self.kv_bytes is not None and (cost := self.cache_cost(table, None)) is not None:
+            if self._is_of_probe(table, memory_bytes(self.kv_bytes, cost, table.num_heads), cost):
+                return table  # the probe measured its window for this memory
             tried = windows.windows_by_costs(table, cost, memory_bytes(self.kv_bytes, cost, table.num_heads))
             window = min(tried, key=lambda row: row.cost).window
         return table if window is None else windows.at_window(table, window)
@@ -143,6 +147,28 @@ class Requirements:
             memory = memory_bytes(self.kv_bytes or str(table.metadata["memory"]), cost, table.num_heads)
         layout = windows.window_per_head(table, cost, memory, self.constraints, robust=self.robust)
         return {layout.strategy: layout}
+
+    def _is_of_probe(self, table: HeadScores, memory: int, cost: CacheCost) -> bool:
+        """Return whether the probe was measured for this memory, in bytes of keys and values, at this context."""
+        share = table.metadata.get("memory")
+        is_same_context = cost.context == table.metadata.get("context") and self.serving is None
+        return share is not None and is_same_context and abs(memory / cost.full(table.num_heads) - share) < _SAME_SHARE
+
+    def compared(self, table: HeadScores, limit: "Limit", window: int | None) -> list[TriedLayout]:
+        """Return the layouts that the probe compared on text, if they are of this memory; none otherwise.
+
+        They were compared without constraints, in keys and values, at the probe's own window and sink tokens.
+        """
+        if self.is_solved or self.serving is not None or limit.budget != table.memory_budget:
+            return []
+        if self.kv_bytes is not None:
+            cost = self.cache_cost(table, window)
+            assert cost is not None  # the limit was resolved with it
+            if not self._is_of_probe(table, memory_bytes(self.kv_bytes, cost, table.num_heads), cost):
+                return []
+        if self.context not in (None, table.metadata.get("context")) or window not in (None, table.window):
+            return []
+        return [tried for tried in read_tried(table.metadata) if tried.layout.sinks == table.sinks]
 
     def fitted(self, table: HeadScores, limit: "Limit", window: int | None) -> "Limit":
         """Lower a limit until the solution within it fits in the memory of an engine.

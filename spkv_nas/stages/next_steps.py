@@ -77,8 +77,11 @@ def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     return [Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root))]
 
 
-def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion]:
-    """Suggest head gates in place of densities; else to retrain the layouts by their recipe, or to score them."""
+def after_propose(options: ProposeOptions, table: HeadScores, recommended_layout: str | None) -> list[Suggestion]:
+    """Suggest what to do with layouts: decide about the recommended one, retrain them by their recipe, or score them.
+
+    For densities, head gates are suggested first, where they are better.
+    """
     workspace = options.folders
     if (recommended := recommend(workspace, table, options.budget)) is not None:
         return [recommended]
@@ -90,8 +93,8 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
         return [Suggestion.of(retrain)]
     names = ("model", "data", "block_size", "dtype")
     measured: dict[str, Any] = {name: getattr(recorded, name) for name in names} | {"workspace": workspace.root}
-    # Decide about a layout with a window per head, whose probe left documents unseen
-    layout = workspace.layout_dir(table.name) / f"{WINDOW_PER_HEAD}.yaml"
+    # Decide about the layout that lost least, whose probe left documents unseen
+    layout = workspace.layout_dir(table.name) / f"{recommended_layout or WINDOW_PER_HEAD}.yaml"
     has_unseen = table.window_costs is not None and recorded.max_tokens is None
     if has_unseen and recorded.model is not None and layout.is_file():
         judged = verdict.VerdictOptions(candidates=[str(layout)], **measured)

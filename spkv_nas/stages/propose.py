@@ -84,7 +84,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     ]
     # Suggest what to run next
     advice = _advice(answer, options)
-    steps = next_steps.after_propose(options, answer.table)
+    steps = next_steps.after_propose(options, answer.table, answer.recommended)
     if advice is not None and advice.command:
         steps.append(Suggestion(advice.command))
     remarks = [sentence for sentence in sentences if sentence is not None]
@@ -136,7 +136,7 @@ def _sentences(answer: answers.Answer, requirements: Requirements, options: Prop
     sinks = answer.table.sinks
     tokens = "token" if sinks == 1 else f"{sinks} tokens"
     sentences += [
-        _by_costs(answer, options.window),
+        _recommendation(answer),
         proposing.default_window(answer.table, options.window),
         f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
         if sinks
@@ -148,19 +148,17 @@ def _sentences(answer: answers.Answer, requirements: Requirements, options: Prop
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def _by_costs(answer: answers.Answer, window: int | None) -> str | None:
-    """Return a sentence on what layouts lose by the costs of windows; ``window`` was asked for; None without costs."""
-    table, layout = answer.table, answer.layouts.get(windows.WINDOW_PER_HEAD)
-    if layout is None:
+def _recommendation(answer: answers.Answer) -> str | None:
+    """Return a sentence on the layout to take, which the probe measured, or on how to get one; None without costs."""
+    recommended = answer.recommended
+    if recommended is not None:
+        tried = f"{int(answer.rows['change'].notna().sum())} layouts of this memory"
+        return f"recommended: {recommended}, which lost least of {tried} on documents that ranked no head"
+    if windows.WINDOW_PER_HEAD not in answer.layouts:
         return None
-    densest = answer.layouts["densest"]
-    loss = float(table.values[table.is_head & ~densest.global_mask].sum())
-    tried = {row["window"] for row in table.metadata.get("windows_tried", []) if row["blocks"]}
-    is_compared = window is not None or densest.window in tried
-    advice = "" if is_compared else "; probe --memory compares such windows on text, where costs err"
     return (
-        f"loss by the costs of windows, to first order: {layout.provenance['cost']:.4f} nats per token with a window "
-        f"per head, {loss:.4f} with one window of {densest.window} and {densest.num_global} global heads{advice}"
+        "no layout is recommended: the costs of windows predict losses, and which kind of layout loses least has to be "
+        "measured; probe --memory does that for a memory, auto and critical-budget for several"
     )
 
 
@@ -192,6 +190,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     return BudgetsResult(curve, caution(curve.table), folder, figure)
 
 
+_OF_COMPARED = ("predicted %", "measured ΔNLL %")  # columns of layouts that a probe compared on text
 _CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
 
 
@@ -216,11 +215,15 @@ def _layouts(result: ProposalResult) -> None:
             "global heads": str(row.num_global),
             "density %": f"{row.density_percent:.1f}",
             "coverage %": _percent(row.coverage),
+            "predicted %": _signed(getattr(row, "predicted", math.nan)),
+            "measured ΔNLL %": _measured(row),
             "memory": _memory(getattr(row, "kv_bytes", None)),
             "note": row.note,
         }
         for row in answer.rows.itertuples()
     ]
+    if "change" not in answer.rows:
+        rows = [{key: cell for key, cell in row.items() if key not in _OF_COMPARED} for row in rows]
     printing.print_rows(rows, measure)
     if spread is not None and spread.standard_deviation > 0:
         console.out.print(
@@ -253,6 +256,17 @@ def _solutions(solutions: Solutions, folder: Path) -> None:
 def _interval_note(name: str, lows: "pd.Series[float]") -> str:
     """Return what the columns "from" and "to" beside a column are; empty where no interval is known."""
     return f"; from, to: {100 * LEVEL:.0f} % interval of {name}" if lows.notna().any() else ""
+
+
+def _signed(percent: float) -> str:
+    """Format a change in percent with its sign; a dash for NaN."""
+    return "-" if math.isnan(percent) else f"{percent:+.2f}"
+
+
+def _measured(row: Any) -> str:
+    """Format the measured change of NLL of a row with its standard error; a dash where it was not measured."""
+    change = getattr(row, "change", math.nan)
+    return "-" if math.isnan(change) else printing.change(change, row.standard_error)
 
 
 def _percent(share: float) -> str:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers import make_table
 
 import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import WindowCosts
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.tried_layouts import TriedLayout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
@@ -22,7 +25,14 @@ from spkv_nas.engines.vllm import VLLM
 from spkv_nas.proposal.answers import propose_for
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.proposal.windows import WindowProblem, at_window, candidate_windows, window_per_head
+from spkv_nas.proposal.windows import (
+    WindowProblem,
+    at_window,
+    candidate_windows,
+    predicted_loss,
+    rival_layouts,
+    window_per_head,
+)
 
 SIZES = np.array([1.0, 2.0, 4.0, 8.0])  # of three windows, and of a global head
 COST = CacheCost(2048, 1, 128, 64, "bfloat16", sinks=1)
@@ -131,19 +141,55 @@ class TestProposal:
         layout = propose_for(probed).layouts["window-per-head"]
         assert layout.provenance["memory"] == int(0.2 * COST.full(48))
 
-    def test_a_window_that_was_not_compared_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        tried = [{"window": 64, "blocks": 8}, {"window": 128, "blocks": 0}]
-        scores = table(memory=0.2, context=2048, budget=7, windows_tried=tried)
-        assert scores.window_costs is not None
-        costs = replace(scores.window_costs, values=scores.window_costs.values / 100)
-        replace(scores, window_costs=costs).write(tmp_path / "probes" / "p")
+    def test_only_a_layout_that_was_measured_is_recommended(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The order of the rows, the recommendation and the next command follow the measurement, not the costs."""
+        scores = table(memory=0.2, context=2048, budget=7)
+        rivals = rival_layouts(scores, COST, COST.full(48) // 5)
+        assert len(rivals) == 4
+        best = next(name for name in rivals if name.startswith("one-window-"))
+        losses = {name: 0.3 + 0.1 * number for number, name in enumerate(rivals)} | {best: 0.2}
+        tried = [TriedLayout(name, layout, 0.1, losses[name], 0.01, 16) for name, layout in rivals.items()]
+        tried.sort(key=lambda row: row.change)
+        window = rivals[best].window
+        facts = {
+            "layouts_tried": [row.as_mapping() for row in tried],
+            "recommended": best,
+            "budget": rivals[best].num_global,
+        }
+        probed = at_window(table(memory=0.2, context=2048, **facts), window)
+        assert probed.window_costs is not None
+        in_range = replace(probed.window_costs, values=probed.window_costs.values / 1e4)  # the order stays
+        replace(probed, window_costs=in_range, probe_hash=None).write(tmp_path / "probes" / "p")
 
-        def advice(*options: str) -> bool:
-            main(["propose", "--probe", "p", "--memory", "20%", "--workspace", str(tmp_path), *options])
-            return "probe --memory compares such windows" in " ".join(capsys.readouterr().out.split())
+        def output(*options: str) -> str:
+            main(["propose", "--probe", "p", "--workspace", str(tmp_path), *options])
+            return " ".join(capsys.readouterr().out.split())
 
-        assert advice()
-        assert not advice("--window", "32")
+        for options in ((), ("--memory", "20%")):
+            assert f"recommended: {best}, which lost least of 4 layouts of this memory" in output(*options)
+            rows = pd.read_csv(tmp_path / "layouts" / "p" / "coverage.csv")
+            assert rows["strategy"].tolist()[:4] == [row.name for row in tried]
+            assert rows["change"].tolist()[:4] == pytest.approx([row.change for row in tried])
+            layout = Layout.read(tmp_path / "layouts" / "p" / f"{best}.yaml")
+            assert layout.content == rivals[best].content
+        for options in (("--memory", "30%"), ("--budget", "20"), ("--constraint", "max-per-layer=1")):
+            assert "no layout is recommended" in output(*options)
+
+    @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.5])
+    def test_rivals_take_at_most_the_memory(self, share: float) -> None:
+        scores, limit = table(), int(share * COST.full(48))
+        rivals = rival_layouts(scores, COST, limit)
+        assert {layout.content: name for name, layout in rivals.items()}.keys() == {
+            layout.content for layout in rivals.values()
+        }
+        for name, layout in rivals.items():
+            assert COST.layout_bytes(layout, range(12)) <= limit, name
+            assert layout.provenance["cost"] == pytest.approx(predicted_loss(scores, layout), abs=1e-6)
+        assert predicted_loss(scores, rivals["window-per-head"]) == min(
+            predicted_loss(scores, layout) for layout in rivals.values()
+        )
 
     def test_constraints(self) -> None:
         constraints = Constraints.parse(["windows=64,512", "max-per-layer=1", "local-layers=0"])
