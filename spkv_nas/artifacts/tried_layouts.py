@@ -53,8 +53,14 @@ class TriedLayout:
             strategy=row["name"],
             sinks=row["sinks"],
         )
-        numbers = [float(row.get(key, math.nan)) for key in ("predicted", "change", "standard_error")]
-        return cls(row["name"], layout, *numbers, row["blocks"])
+        return cls(
+            name=row["name"],
+            layout=layout,
+            predicted=row.get("predicted", math.nan),
+            change=row.get("change", math.nan),
+            standard_error=row.get("standard_error", math.nan),
+            blocks=row["blocks"],
+        )
 
 
 def read_tried(record: Mapping[str, Any]) -> list[TriedLayout]:

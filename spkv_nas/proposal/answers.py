@@ -100,13 +100,12 @@ def propose_for(
         limit = requirements.fitted(table, limit, window)
         solved = {(layout := requirements.solve(table, limit, window)).strategy: layout}
     heads = next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
+    tried = requirements.compared(table, limit, window)
     # Choose heads by every strategy and by other signals
     layouts = propose(table, heads, window=window, seed=seed, num_random=num_random)
     window = layouts[strategies.DENSEST.name].window
     layouts |= {each.signal: densest_layout(each, heads, name=each.signal, window=window) for each in others} | solved
-    layouts |= requirements.window_per_head(table, limit, window)
-    tried = requirements.compared(table, limit, window)
-    layouts |= {row.name: _with_origin(table, row.layout) for row in tried}
+    layouts |= requirements.window_per_head(table, limit, window) | _of_probe(table, tried)
     # Bootstrap confidence intervals over the probe's documents
     resampled = bootstrap(table)
     certainty = None
@@ -115,9 +114,7 @@ def propose_for(
         certainty = Certainty.of(resampled, layouts, heads, certain)
     rows = coverage_table(table, layouts, heads, resampled, requirements.constraints)
     if isinstance(cost, EngineCost):
-        plans = [cost.layout_plan(layouts[name]) for name in rows["strategy"]]
-        totals = [None if layout is None else layout.memory(cost.batch) for layout in plans]
-        rows["kv_bytes"] = pd.array(totals, dtype="Int64")  # missing where the engine does not run a layout
+        rows["kv_bytes"] = _engine_bytes(cost, [layouts[name] for name in rows["strategy"]])
     rows = _with_measured(rows, tried)
     # Find further layouts if they are requested
     best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
@@ -126,11 +123,20 @@ def propose_for(
     return Answer(table, layouts, rows, certainty, several, recommended)
 
 
-def _with_origin(table: head_scores.HeadScores, layout: Layout) -> Layout:
-    """Return a layout that a probe compared, with the provenance of the probe's layouts."""
-    origin = provenance(table, layout, layout.num_global)
-    origin |= {"memory_share": table.metadata["memory"], "context": table.metadata["context"]}
-    return replace(layout, provenance=origin)
+def _engine_bytes(cost: EngineCost, layouts: Sequence[Layout]) -> "pd.api.extensions.ExtensionArray":
+    """Return the bytes that an engine plans for each layout, missing where it does not run one."""
+    plans = [cost.layout_plan(layout) for layout in layouts]
+    return pd.array([None if plan is None else plan.memory(cost.batch) for plan in plans], dtype="Int64")
+
+
+def _of_probe(table: head_scores.HeadScores, tried: Sequence[TriedLayout]) -> dict[str, Layout]:
+    """Return the layouts that a probe compared, by name, with the provenance of the probe's layouts."""
+    layouts = {}
+    for row in tried:
+        origin = provenance(table, row.layout, row.layout.num_global)
+        origin |= {"memory_share": table.metadata["memory"], "context": table.metadata["context"]}
+        layouts[row.name] = replace(row.layout, provenance=origin)
+    return layouts
 
 
 def _with_measured(rows: pd.DataFrame, tried: Sequence[TriedLayout]) -> pd.DataFrame:
