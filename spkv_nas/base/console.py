@@ -4,18 +4,20 @@ import io
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console, ConsoleDimensions, ConsoleOptions
 from rich.markup import escape as escape
+from rich.segment import Segment
 from rich.table import Column as Column
 from rich.table import Table as Table
 from rich.text import Text
 
 from spkv_nas.base.distributed import process_index
+from spkv_nas.base.errors import printable
 
 PACKAGE = Path(__file__).parent.parent
 _UNLIMITED = 1 << 16  # columns, where output is not a terminal
@@ -52,6 +54,14 @@ class Stream(Console):
         """Call ``before``, then print as rich does."""
         self.before()
         super().print(*objects, **options)
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render anything that is printed, with unprintable characters, as file names may have them, as escapes."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
 
     def tell(self, text: str, style: str = "", *, head: str = "", head_style: str = "") -> None:
         """Print text, without markup, after ``head``; wrap only between words, so that a long path can be copied."""

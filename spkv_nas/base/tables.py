@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ import pandas as pd
 from spkv_nas.base import files, limits
 from spkv_nas.base.errors import UserError
 
+# Text that a spreadsheet runs as a formula; numbers, and lines in place of a value, are none
+_FORMULA = re.compile(r"'*(?:[=@\t\r]|[+-](?![\d.]*(?:e[+-]?\d+)?$|-*$|inf$|nan$))", re.IGNORECASE)
 MAX_BYTES = 2 << 30  # maximum size; a search of 100,000 layouts with 640 heads has 80 MB
 
 
@@ -49,9 +52,26 @@ def write_csv(path: Path, rows: pd.DataFrame, *, digits: int | None = 6) -> None
 
 
 def csv_text(rows: pd.DataFrame, *, digits: int | None = 6) -> str:
-    """Return the text that ``write_csv`` writes."""
-    text: str = rows.to_csv(index=False, float_format=digits and f"%.{digits}g", lineterminator="\n")
+    """Return the text that ``write_csv`` writes.
+
+    Text that a spreadsheet would run as a formula gets an apostrophe before it, which ``read_table`` takes away.
+    """
+    safe = rows.copy()
+    for position, dtype in enumerate(rows.dtypes):
+        if not pd.api.types.is_numeric_dtype(dtype):
+            safe.isetitem(position, rows.iloc[:, position].map(_escaped))
+    text: str = safe.to_csv(index=False, float_format=digits and f"%.{digits}g", lineterminator="\n")
     return text
+
+
+def _escaped(cell: object) -> object:
+    """Return a cell with an apostrophe before a text that begins as a formula does, or as an escaped one."""
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell
+
+
+def _unescaped(cell: str) -> str:
+    """Return the text of a cell that ``_escaped`` returned."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell[1:]) else cell
 
 
 def read_table(
@@ -88,7 +108,7 @@ def _read_cells(text: str, columns: Sequence[Column], where: str, *, others: boo
     # Split lines into cells
     reader = csv.reader(io.StringIO(text))
     try:
-        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
+        lines = [(reader.line_num, [_unescaped(cell.strip()) for cell in cells]) for cells in reader if cells]
     except csv.Error as error:
         raise UserError(f"{where}, line {reader.line_num}: not a CSV table: {error}") from error
     if not lines:

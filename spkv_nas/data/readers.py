@@ -143,9 +143,9 @@ class Files:
         found = text_files.find(path)
         if not found.readable:
             raise UserError(f"no {' '.join(text_files.READABLE)} files in {found.note or path}")
-        names = [str(file.relative_to(path)) for file in found.readable]
-        if len(names) == 1 and names[0].lower().startswith("readme."):
-            raise UserError(f"{found.note or path}\nthe only text is {names[0]}: name it to measure on it")
+        only = found.readable[0]
+        if len(found.readable) == 1 and only.parent == path and text_files.is_card(only):
+            raise UserError(f"{found.note or path}\nthe only text is {only.name}: name it to measure on it")
         return cls(path, tuple(found.readable), options, found.note)
 
     def warn(self) -> None:

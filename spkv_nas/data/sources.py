@@ -8,6 +8,7 @@ their share may differ (``splits.heldout_share``).
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,12 +20,13 @@ import numpy as np
 
 from spkv_nas.base import arrays, errors, files
 from spkv_nas.base.progress import Progress
-from spkv_nas.data import chats, config, readers
+from spkv_nas.data import chats, config, readers, text_files
 from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, Boundaries, Tokenizer, cut, encode, piece_size
 
 MAX_DOMAIN = 100  # maximum characters of a domain
 TOKENIZE_BATCH = 64  # documents per batch
 ENOUGH = 20  # documents; texts with fewer are cut into pieces, as one in twenty is held out by default
+_MAX_PATH = 1024  # characters of a string that may be a path
 _RECENT = 1 << 18  # hashes kept in a set before they are merged into the sorted array
 
 
@@ -121,6 +123,37 @@ def as_documents(texts: Any, block_size: int) -> Iterator[Document]:
     """
     items = [texts] if isinstance(texts, str | bytes | Mapping | Document) else texts
     return in_pieces(_distinct(starmap(_item, enumerate(items, 1)), LeftOut()), piece_size(block_size))
+
+
+def text_argument(name: str, texts: Any) -> Any:
+    """Return the texts that a Python user gave as an argument, in a list if it is a single text or chat.
+
+    Raises ``UserError``, which names the argument, for what iterates over something else than texts: a path, bytes, a
+    table, or a mapping.
+    """
+    kind = type(texts).__name__
+    if isinstance(texts, os.PathLike) or (isinstance(texts, str) and _is_path(texts)):
+        shown = errors.shortened(str(texts), 80)
+        raise errors.UserError(f"{name} is the path '{shown}': give a list of texts, such as [open(path).read()]")
+    if isinstance(texts, str | Document):
+        return [texts]
+    if isinstance(texts, bytes | bytearray):
+        raise errors.UserError(f"{name} is of type {kind}: give a list of strings, such as [{name}.decode()]")
+    if hasattr(texts, "iloc") and hasattr(texts, "columns"):
+        raise errors.UserError(f"{name} is a {kind}: give a list of texts, such as list({name}['COLUMN'])")
+    if chats.as_json(texts):
+        return [texts]
+    if isinstance(texts, Mapping):
+        raise errors.UserError(f"{name} is of type {kind}: give a list of texts, such as list({name}['COLUMN'])")
+    return texts
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a single string is a path rather than a text."""
+    if "\n" in text or len(text) > _MAX_PATH:
+        return False
+    has_ending = text_files.ending(Path(text)) in text_files.READABLE and " " not in text
+    return has_ending or text.endswith(("/", os.sep)) or (bool(text) and os.path.lexists(text))
 
 
 def _item(number: int, item: Any) -> Document:

@@ -63,11 +63,14 @@ class Found:
     readable: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)  # of other formats
     broken: list[Path] = field(default_factory=list)  # links to nothing, and folders that cannot be opened
+    card: Path | None = None  # README of a folder of data, which describes it
 
     @property
     def note(self) -> str | None:
         """Return a sentence on the files that are not read; None without any."""
         parts = []
+        if self.card is not None:
+            parts.append(f"{self.card.name}, which describes {_kinds(self.readable)}")
         if self.others:
             parts.append(f"{_kinds(self.others)} (read are {FORMATS})")
         if self.broken:
@@ -99,7 +102,21 @@ def find(folder: Path) -> Found:
             _sort_in(found, Path(parent, name))
     for files in (found.readable, found.others, found.broken):
         files.sort()
+    _set_card_apart(found)
     return found
+
+
+def _set_card_apart(found: Found) -> None:
+    """Leave out the README of a folder whose other files are all data, and no pages or programs like it."""
+    cards = [file for file in found.readable if file.parent == found.folder and is_card(file)]
+    data = [file for file in found.readable if file not in cards]
+    if len(cards) == 1 and data and all(ending(file) in (".txt", *TABLE_ENDINGS) for file in data):
+        found.card, found.readable = cards[0], data
+
+
+def is_card(file: Path) -> bool:
+    """Return whether a file is a README, by its name."""
+    return file.name.lower().startswith("readme.")
 
 
 def _sort_in(found: Found, file: Path) -> None:
@@ -117,7 +134,8 @@ def _kinds(files: Sequence[Path]) -> str:
     """Describe files by number and size of each ending, the largest first, such as "2 .csv (1.20 MiB)"."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for file in files:
-        kind = _CACHE if file.match(_CACHE) else ending(file) or "without an ending"
+        packed = file.suffix.lower() if file.suffix.lower() in PACKED and ending(file) in _STREAMED else ""
+        kind = _CACHE if file.match(_CACHE) else f"{ending(file)}{packed}" or "without an ending"
         sizes[kind].append(file.stat().st_size)
     ordered = sorted(sizes, key=lambda kind: (-sum(sizes[kind]), kind))
     parts = [f"{len(sizes[kind]):,} {kind} ({units.format_bytes(sum(sizes[kind]))})" for kind in ordered[:_MAX_KINDS]]

@@ -131,12 +131,17 @@ def measure_separator(
 
 
 def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
-    """Tokenize texts into blocks of the default size, or of the model's context length if shorter."""
+    """Tokenize texts into blocks of the default size, or of the model's context length if shorter.
+
+    All texts are checked before the model runs. Raises ``UserError``: one is no text, or there is no tokenizer.
+    """
     if tokenizer is None:
         raise UserError("strings need the model's tokenizer: give tokenizer=tokenizer, or blocks of build_blocks")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    size, texts = min(BLOCK_SIZE, positions or BLOCK_SIZE), list(texts)
-    return build_blocks(texts, tokenizer, size, separator=measure_separator(model, tokenizer, texts, size).best)
+    size = min(BLOCK_SIZE, positions or BLOCK_SIZE)
+    documents = list(sources.as_documents(texts, size))
+    separator = measure_separator(model, tokenizer, documents, size).best
+    return build_blocks(documents, tokenizer, size, separator=separator)
 
 
 def shared_separator(

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
+from spkv_nas.base import arguments
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import attention, modes, wrappers
 from spkv_nas.model.cache_layers import attention_indices, cache_layers, own_cache_class
@@ -41,10 +42,17 @@ class SPKVCache(Cache):
         """Create an empty cache.
 
         Args:
-            model: a model with gates or a layout; any other raises ``UserError``.
-            page_size: tokens per page.
-            max_pages: maximum number of pages per layer and window; None: no limit.
+            model: a model with gates or a layout.
+            page_size: tokens per page, at least 1.
+            max_pages: maximum number of pages per layer and window, at least 1; None: no limit.
+
+        Raises ``UserError``: the model has neither gates nor a layout, or a number is too small or not whole.
         """
+        page_size = arguments.convert("page_size", int, page_size)
+        max_pages = arguments.convert("max_pages", int | None, max_pages)
+        for name, number in (("page_size", page_size), ("max_pages", max_pages)):
+            if number is not None and number < 1:
+                raise UserError(f"{name} must be at least 1; found {number}")
         states = attention.layer_states(model := wrappers.unwrapped(model))
         if not states:
             raise UserError("this model has neither gates nor a layout: generate with transformers' own cache")

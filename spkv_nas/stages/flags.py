@@ -87,7 +87,7 @@ Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 Data = Annotated[
     list[str] | None,
-    Flag("Text to measure on: one or more files or folders, stdlib, or installed; FILE:column=NAME names a column."),
+    Flag("Text to measure on: one or more files or folders (FILE:column=NAME names a column), stdlib, or installed."),
 ]
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
 Separator = Annotated[

@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from spkv_nas.artifacts import head_scores, layout
 from spkv_nas.base import arguments, errors, progress
+from spkv_nas.data import sources
 from spkv_nas.data.blocks import TokenBlocks
 
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")  # not in paths of the hub's cache
@@ -26,6 +27,7 @@ _LEAST = {
     **dict.fromkeys(("window", "steps", "step_tokens", "batch_size", "max_tokens"), 1),
     **dict.fromkeys(("sinks", "seed", "num_random", "trials"), 0),
     "block_size": 2,
+    "context": 1,
 }
 _REMEDIES = {
     "PreTrainedTokenizerBase": "spkv_nas.load returns the model's",
@@ -91,11 +93,52 @@ def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
         from spkv_nas.model.wrappers import unwrapped
 
         return unwrapped(value, adds_gates=function in ("attach_gates", "learn_gates"))
+    if "Iterable[str" in str(kind) and not isinstance(value, TokenBlocks):
+        value = sources.text_argument(name, value)
     remedy = next((text for part, text in _REMEDIES.items() if re.search(rf"\b{part}\b", str(kind))), "")
     converted = arguments.convert(name, kind, value, _CONVERTERS, remedy)
     if isinstance(converted, int) and name in _LEAST and converted < _LEAST[name]:
         raise errors.UserError(f"{name} must be at least {_LEAST[name]}; found {converted}")
+    if name == "learning_rate" and converted is not None and converted <= 0:
+        raise errors.UserError(f"{name} must be above 0; found {converted}")
+    if name in _PARSERS and converted is not None:
+        _check_parses(function, name, converted)
     return converted
+
+
+def _parse_margins(_function: str, text: str) -> None:
+    from spkv_nas.evaluation.verdict.criteria import parse_margins
+
+    parse_margins(text)
+
+
+def _parse_risk(_function: str, risk: str | float) -> None:
+    from spkv_nas.evaluation.verdict.criteria import parse_risk
+
+    parse_risk(risk)
+
+
+def _parse_memory(function: str, memory: str | float) -> None:
+    from spkv_nas.cost.cache_cost import parse_memory
+    from spkv_nas.proposal import budget
+
+    if function == "auto":  # which takes several
+        budget.parse_memories(f"{budget.MEMORY}={memory}")
+    else:
+        parse_memory(memory)
+
+
+_PARSERS = {"margin": _parse_margins, "risk": _parse_risk, "memory": _parse_memory}
+
+
+def _check_parses(function: str, name: str, value: Any) -> None:
+    """Check an argument that a function parses before it runs. Raises ``UserError``, which names the argument."""
+    try:
+        _PARSERS[name](function, value)
+    except errors.UserError as error:
+        if name in str(error).split(":")[0]:
+            raise
+        raise errors.UserError(f"{name} {errors.shortened(repr(value), 60)}: {error}") from error
 
 
 def _read(read: Callable[[Any], Any], value: Any) -> Any:

@@ -153,3 +153,21 @@ def test_written_values(tmp_path: Path) -> None:
     write_csv(tmp_path / "mine.csv", rows, digits=None)
     again = read_table(tmp_path / "mine.csv", "table", COLUMNS)
     pd.testing.assert_frame_equal(again.reset_index(drop=True), rows)
+
+
+@pytest.mark.parametrize(
+    "text", ["=1+1", "=HYPERLINK(1)", "+cmd", "-cmd|' /C'!A0", "@SUM(1)", "'=1", "''@x", "=", "+-1a"]
+)
+def test_text_is_no_formula_in_a_spreadsheet(tmp_path: Path, text: str) -> None:
+    """Domains of a data set may begin with "=", and ran in the spreadsheet that opened a table."""
+    rows = pd.DataFrame({"layer": [1], "share": [0.5], "name": [text]})
+    write_csv(tmp_path / "rows.csv", rows)
+    written = (tmp_path / "rows.csv").read_text().splitlines()[1]
+    assert written.partition("0.5,")[2].lstrip('"').startswith("'")
+    assert read_table(tmp_path / "rows.csv", "table", COLUMNS)["name"].tolist() == [text]
+
+
+@pytest.mark.parametrize("text", ["-", "--", "-0.5", "+3", "-1e-5", "a=b", "'quoted'", "-inf", ""])
+def test_other_text_is_written_as_it_is(tmp_path: Path, text: str) -> None:
+    rows = pd.DataFrame({"layer": [1], "share": [-0.0], "name": [text]})
+    assert csv_text(rows).splitlines()[1] == f"1,-0,{text}"

@@ -21,6 +21,7 @@ from paths import ROOT
 from transformers.utils import logging
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import console
 from spkv_nas.base.console import out
 from spkv_nas.cli import main
 from spkv_nas.cli.options import plain, print_results
@@ -350,3 +351,20 @@ for line in sys.stdin.read().splitlines():
         assert signals == SIGNALS.names
         assert [find_level(name).name for name in levels] == [*levels]
         assert [*hardware] == [*HARDWARE]
+
+
+def test_control_characters_of_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file name may hold sequences that a terminal obeys; they were printed raw by all but error messages."""
+    name = "a\x1b[2Jb\x07\udcff.txt"
+    console.out.print(f"text {name}")
+    console.say(name)
+    console.print_path("file", Path(name))
+    console.announce(name)
+    console.warn(name)
+    table = console.Table(console.Column("file"))
+    table.add_row(name)
+    console.out.print(table)
+    captured = capsys.readouterr()
+    printed = captured.out + captured.err
+    assert not set(printed) & {"\x1b", "\x07", "\udcff"}
+    assert printed.count(r"a\x1b[2Jb") == 6

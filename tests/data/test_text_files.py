@@ -203,6 +203,19 @@ def test_a_folder_with_a_readme_alone_is_refused(tmp_path: Path) -> None:
     assert len(read(tmp_path / "README.md")) == 1
 
 
+@pytest.mark.parametrize("pack", PACK)
+def test_the_readme_of_a_folder_of_data_is_left_out_with_a_word(tmp_path: Path, pack: str) -> None:
+    (tmp_path / "README.md").write_text("# My data set\n" + "It has many words. " * 99)
+    (tmp_path / "data").mkdir()
+    (tmp_path / f"data/rows.jsonl{pack}").write_bytes(PACK[pack](lines("text", TEXTS)))
+    opened = readers.open_source(str(tmp_path), Path())
+    assert isinstance(opened, readers.Files)
+    assert read(tmp_path) == TEXTS
+    assert f"not read: README.md, which describes 1 .jsonl{pack} (" in str(opened.note)
+    (tmp_path / "guide.md").write_text("Among pages, a README is one of them.")
+    assert len(read(tmp_path)) == len(TEXTS) + 2
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.csv", "a.parquet.gz", "a.tar.gz", "a.zip", "a.pdf", "a.safetensors"])
 def test_files_of_other_formats_are_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b'[{"text": "a"}]')

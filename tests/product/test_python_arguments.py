@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers import DENSITY, make_table, tiny_model
@@ -180,6 +181,111 @@ class TestArguments:
             with pytest.raises(UserError) as error:
                 call()
             assert "--" not in str(error.value)
+
+
+class TestBeforeAnyPass:
+    """What a function refuses, it refuses before the model runs, and it names the argument."""
+
+    @pytest.fixture
+    def model(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        model = tiny_model(vocab_size=300)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise AssertionError("the model ran")
+
+        monkeypatch.setattr(type(model), "forward", fail)
+        return model
+
+    @pytest.mark.parametrize(
+        ("texts", "message"),
+        [
+            ("corpus/", "is the path 'corpus/': give a list of texts"),
+            ("stories.jsonl.gz", "is the path 'stories.jsonl.gz'"),
+            (Path("stories.txt"), "is the path 'stories.txt'"),
+            (str(Path(__file__)), "is the path "),
+            (b"bytes", r"is of type bytes: give a list of strings, such as \[.*decode"),
+            (pd.DataFrame({"text": TEXTS}), r"is a DataFrame: give a list of texts, such as list\(.*COLUMN"),
+            ({"text": TEXTS}, "is of type dict: give a list of texts"),
+            (3, "must be "),
+            ([*TEXTS, 3], "^text 25 is of type int: expected a string"),
+            ([{"text": text} for text in TEXTS], "^text 1 is of type dict: expected a string"),
+            ([[1, 2], [3]], "^text 1 is of type list: expected a string"),
+            ([*TEXTS, b"x"], "^text 25 is of type bytes"),
+        ],
+    )
+    def test_texts(self, model: Any, tiny_tokenizer: PreTrainedTokenizerBase, texts: Any, message: str) -> None:
+        """A string was read as one document per character, a DataFrame as the names of its columns."""
+        calls: dict[str, Callable[[], Any]] = {
+            "texts": lambda: spkv_nas.auto(model, tiny_tokenizer, texts),
+            "blocks": lambda: spkv_nas.verdict(model, LAYOUT, texts, tokenizer=tiny_tokenizer),
+        }
+        for name, call in calls.items():
+            with pytest.raises(UserError, match=message if message.startswith("^") else f"^{name} {message}"):
+                call()
+        if not message.startswith("^"):
+            with pytest.raises(UserError, match=f"^texts {message}"):
+                spkv_nas.build_blocks(texts, tiny_tokenizer)
+
+    def test_one_string_is_one_text(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        text = "\n\n".join(TEXTS)
+        one, several = (spkv_nas.build_blocks(each, tiny_tokenizer, 32) for each in (text, [text]))
+        assert np.array_equal(one.tokens, several.tokens)
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("margin", "nll=0%"),
+            ("margin", "nothing=1%"),
+            ("margin", "nll"),
+            ("risk", 0.0),
+            ("risk", "80%"),
+            ("risk", "often"),
+            ("memory", "much"),
+            ("memory", "40%..10%"),
+            ("memory", "200%"),
+            ("max_tokens", 0),
+        ],
+    )
+    def test_options(
+        self, model: Any, tiny_tokenizer: PreTrainedTokenizerBase, blocks: TokenBlocks, option: str, value: Any
+    ) -> None:
+        options = {option: value}
+        calls: list[Callable[[], Any]] = [lambda: spkv_nas.auto(model, tiny_tokenizer, TEXTS, **options)]
+        if option != "memory":
+            calls.append(lambda: spkv_nas.verdict(model, LAYOUT, TEXTS, tokenizer=tiny_tokenizer, **options))
+            scores = make_table(DENSITY)
+            calls.append(lambda: spkv_nas.critical_budget(model, scores, blocks, "1..8", **options))
+        for call in calls:
+            with pytest.raises(UserError, match=f"^{option} |^--{option} |{option}"):
+                call()
+
+    def test_probe_and_learning(self, model: Any, blocks: TokenBlocks) -> None:
+        for options in ({"memory": "much"}, {"memory": 0}, {"context": 0}):
+            with pytest.raises(UserError, match=f"^{next(iter(options))} "):
+                spkv_nas.probe(model, blocks, signal="head-gates", **options)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"^learning_rate must be above 0; found -1"):
+            spkv_nas.learn_gates(model, blocks, GateConfig(target_density=0.5), learning_rate=-1.0)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"page_size": 0},
+            {"page_size": 4.5},
+            {"page_size": "4"},
+            {"page_size": None},
+            {"max_pages": -1},
+            {"max_pages": 0},
+            {"max_pages": 2.5},
+            {"page_size": True},
+        ],
+    )
+    def test_sizes_of_the_cache(self, options: dict[str, Any]) -> None:
+        """They were taken, and the first pass ended in another exception."""
+        model = tiny_model(vocab_size=300)
+        spkv_nas.apply_layout(model, LAYOUT)
+        with pytest.raises(UserError, match=f"^{next(iter(options))} must be "):
+            spkv_nas.SPKVCache(model, **options)
+        spkv_nas.SPKVCache(model, page_size=np.int64(4), max_pages=9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", ["/nonexistent", "path/to/model", "./models/typo", "~/model", "models/typo"])
