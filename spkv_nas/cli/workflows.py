@@ -136,7 +136,8 @@ def _passing(options: AutoOptions, table: HeadScores, judged: verdict.VerdictRes
 def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, reporter: Reporter) -> list[str]:
     """Retrain the smallest layouts whose costs are below some multiples of the margin; return checkpoints, ascending.
 
-    Only the costs of windows choose them, so that the documents of the verdict do not. None is retrained if a layout
+    Costs of windows choose their sizes, and a comparison on documents of its own their kind, so that the documents of
+    the verdict do not. None is retrained if a layout
     that is not larger passes without. Raises ``UserError``: as ``retraining.retrain``.
     """
     from spkv_nas.evaluation.verdict.critical_budget import first_by_costs
@@ -156,7 +157,7 @@ def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, repo
     # Write them under names with their sizes, so that what selected them is known
     layouts = []
     for position in positions:
-        layout = search.layouts[position]
+        layout = search.layouts[position] if search.rivals is None else search.rivals.choose(position)
         layouts.append(replace(layout, strategy=f"{layout.strategy}-{search.budgets[position]:g}"))
         layouts[-1].write(options.folders.layout_dir(table.name) / f"{layouts[-1].strategy}.yaml")
     # Retrain them on the half of the documents that selects

@@ -6,8 +6,9 @@ the text on the best of them, and errors are paired by document.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ def run_contest(
     entrants: Sequence[Entrant],
     *,
     batch_size: int = 1,
+    cache: Callable[[TokenBlocks], Path] | None = None,
     progress: Progress | None = None,
 ) -> Contest:
     """Measure layouts on unseen ``blocks`` by successive halving; must be called on all ranks.
@@ -68,6 +70,7 @@ def run_contest(
         blocks: text on which no entrant was chosen.
         entrants: layouts under different names, at least one.
         batch_size: blocks per forward pass.
+        cache: gives the folder of finished scores on a part of the text (``zero_shot.cache_folder``).
         progress: called with (blocks done, total of the round).
     """
     ends = _rounds(blocks.num_blocks)
@@ -83,7 +86,8 @@ def run_contest(
         work = Work()
         layouts = [None, *(entrant.layout for entrant in left)]
         reporter = Reporter.of(progress)
-        scores = zero_shot(model, layouts, part, batch_size=batch_size, work=work, reporter=reporter)
+        folder = None if cache is None else cache(part)
+        scores = zero_shot(model, layouts, part, batch_size=batch_size, cache=folder, work=work, reporter=reporter)
         passes += work.passes * part.num_blocks / blocks.num_blocks
         for name, score in zip([None, *(entrant.name for entrant in left)], scores, strict=True):
             sums[name] = sums[name].plus(score)

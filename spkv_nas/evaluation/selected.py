@@ -7,7 +7,7 @@ documents of its probe, and the tables of scores and searches list the layouts t
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,10 @@ class Selected:
     def documents(self) -> Selection:
         """Return all documents that any layout was selected on."""
         return frozenset[str]().union(*self.by_record.values())
+
+    def with_contest(self, documents: Selection) -> "Selected":
+        """Return these documents and those that layouts of each budget are compared on."""
+        return replace(self, by_record={**self.by_record, "the comparison of layouts of each budget": documents})
 
     @property
     def by(self) -> tuple[str, ...]:

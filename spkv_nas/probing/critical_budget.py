@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Progress, Reporter
 from spkv_nas.cost.cache_cost import CONTEXT
 from spkv_nas.data.blocks import TokenBlocks
@@ -14,6 +15,7 @@ from spkv_nas.evaluation.verdict import contenders, criteria
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.trial import trial_in_memory
 from spkv_nas.probing import measure, window_costs
+from spkv_nas.probing.rivals import Rivals
 from spkv_nas.proposal import budget, propose, requirements, windows
 
 
@@ -58,19 +60,32 @@ def critical_budget(
     Raises ``UserError``: the budgets, the margin or the risk are invalid, the scores do not fit the model, or no
     document is left.
     """
-    memories = None
-    if budgets.startswith(budget.MEMORY):
-        cost = requirements.Requirements(context=scores.metadata.get("positions") or CONTEXT).cache_cost(scores, window)
-        assert cost is not None  # there is a context
-        by_memory = windows.layouts_by_memory(scores, cost, budget.parse_memories(budgets))
-        layouts, memories = list(by_memory.values()), list(by_memory)
-    else:
+    reporter = Reporter.of(progress)
+    text: dict[str, Any] = {"scores": scores, "tokenizer": tokenizer, "max_tokens": max_tokens, "seed": seed}
+    # One layout for each number of heads
+    if not budgets.startswith(budget.MEMORY):
         numbers = budget.parse_budgets(budgets, scores.num_candidates)
         layouts = [propose.densest_layout(scores, number, window=window) for number in numbers]
-    trial = trial_in_memory(model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed)
-    candidates = [contenders.Contender(str(number), layout=layout) for number, layout in enumerate(layouts)]
-    nll = scores.metadata.get("nll") if memories is not None else None
-    return find_critical_budget(trial, candidates, criteria.parse_risk(risk), Reporter.of(progress), memories, nll)
+        trial = trial_in_memory(model, blocks, margin, **text)
+        return find_critical_budget(trial, _contenders(layouts), criteria.parse_risk(risk), reporter)
+    # For each memory the layout that loses least of several kinds
+    cost = requirements.Requirements(context=scores.metadata.get("positions") or CONTEXT).cache_cost(scores, window)
+    assert cost is not None  # there is a context
+    by_memory = windows.layouts_by_memory(scores, cost, budget.parse_memories(budgets))
+    trial = trial_in_memory(model, blocks, margin, with_contest=True, **text)
+    choose = None
+    if trial.contest is not None:
+        choose = Rivals(model, trial.contest, scores, cost, list(by_memory), progress=progress).choose
+    candidates = _contenders(by_memory.values())
+    nll = scores.metadata.get("nll")
+    return find_critical_budget(
+        trial, candidates, criteria.parse_risk(risk), reporter, list(by_memory), nll, choose=choose
+    )
+
+
+def _contenders(layouts: Iterable[Layout]) -> list[contenders.Contender]:
+    """Return layouts as candidates of a trial, named by their positions."""
+    return [contenders.Contender(str(number), layout=layout) for number, layout in enumerate(layouts)]
 
 
 def auto(

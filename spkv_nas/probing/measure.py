@@ -11,13 +11,10 @@ ranked once, and layouts without training are compared on documents that the ran
 least; where the signal measures costs of windows, layouts of several kinds are (``proposal.windows.rival_layouts``).
 """
 
-import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts import kinds
@@ -28,6 +25,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.held_out import hold_out
 from spkv_nas.evaluation import micro_batch, separators
 from spkv_nas.evaluation.contest import Entrant, run_contest
 from spkv_nas.model import attention, config_section, windows
@@ -47,7 +45,6 @@ from spkv_nas.proposal.windows import (
 )
 
 _RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options of a signal
-HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
 _LOCAL_PART = 0.6  # of the memory for the window that heads are ranked at; the best took 42 to 62 % (reports/LOG.md)
 _LARGEST = 4096  # blocks of a text of which half is taken
 
@@ -287,42 +284,3 @@ def half_of(blocks: TokenBlocks, num_blocks: int | None = None) -> TokenBlocks:
             f"half the documents, without the longest, are less than a block of {blocks.block_size} tokens: give more"
         ) from error
     return half if num_blocks is None else half.nested([min(num_blocks, half.num_blocks)])[0]
-
-
-def hold_out(
-    blocks: TokenBlocks, tokens: int = HELD_OUT_TOKENS, share: float | None = None
-) -> tuple[TokenBlocks, TokenBlocks]:
-    """Divide a text by documents into one to rank heads on and one to choose the window on.
-
-    Every domain with a document of at most half its text gives a part.
-
-    Args:
-        blocks: the text, which is packed again, with its documents in random order.
-        tokens: length of the second text.
-        share: share of the text whose documents it is taken from; None: as many as it needs, up to about a quarter.
-
-    Raises ``UserError``: the documents that can be held out are shorter than a block.
-    """
-    lengths = dict(zip(*np.unique(blocks.document, return_counts=True), strict=True))
-    share = min(tokens / blocks.tokens.size, 0.25) if share is None else share
-    held: dict[str, int] = {}  # tokens by text
-    # Hold out documents of each domain, in an order that does not depend on the rest of the text
-    infos = sorted(enumerate(blocks.documents), key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest())
-    for domain in blocks.domains:
-        texts: dict[str, int] = defaultdict(int)  # tokens by text, whose pieces stay together
-        for index, info in infos:
-            if info.domain == domain and index in lengths:
-                texts[info.text_id] += int(lengths[index])
-        whole = sum(texts.values())
-        wanted = share * whole
-        for text, length in texts.items():
-            if wanted > 0 and 2 * length <= whole:  # a longer one would leave too little to rank heads on
-                held[text] = length
-                wanted -= length
-    if sum(held.values()) < blocks.block_size:
-        raise UserError(
-            "the window is chosen on documents that the ranking has not seen, but without the longest ones this text "
-            f"leaves less than a block of {blocks.block_size} tokens: give more documents, or the window (--window)"
-        )
-    rest = blocks.in_random_order(0, held)
-    return rest, blocks.in_random_order(0, blocks.text_ids - held.keys()).spread(max(1, tokens // blocks.block_size))

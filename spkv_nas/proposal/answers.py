@@ -112,15 +112,13 @@ def propose_for(
     if resampled is not None:
         certain = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
         certainty = Certainty.of(resampled, layouts, heads, certain)
-    rows = coverage_table(table, layouts, heads, resampled, requirements.constraints)
+    rows = _with_measured(coverage_table(table, layouts, heads, resampled, requirements.constraints), tried)
     if isinstance(cost, EngineCost):
         rows["kv_bytes"] = _engine_bytes(cost, [layouts[name] for name in rows["strategy"]])
-    rows = _with_measured(rows, tried)
     # Find further layouts if they are requested
     best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
     several = find_solutions(table, requirements, limit, best, solutions, resampled=resampled) if solutions else None
-    recommended = table.metadata[RECOMMENDED] if tried else None
-    return Answer(table, layouts, rows, certainty, several, recommended)
+    return Answer(table, layouts, rows, certainty, several, table.metadata[RECOMMENDED] if tried else None)
 
 
 def _engine_bytes(cost: EngineCost, layouts: Sequence[Layout]) -> "pd.api.extensions.ExtensionArray":

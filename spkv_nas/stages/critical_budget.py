@@ -1,20 +1,24 @@
 """Find the smallest budget, of heads or memory, whose layout passes, to ``reports/<name>/critical-budget.csv``."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.artifacts import head_scores, result_tables
+from spkv_nas.artifacts import head_scores, result_tables, selection
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base import console, device, errors, progress, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.engines.registry import read_serving
+from spkv_nas.evaluation import zero_shot
 from spkv_nas.evaluation.selected import probe_of
 from spkv_nas.evaluation.verdict import contenders, criteria, words
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
+from spkv_nas.evaluation.verdict.trial import Trial
 from spkv_nas.model import checkpoint
+from spkv_nas.probing.rivals import Rivals
 from spkv_nas.proposal import constraints, propose, windows
 from spkv_nas.proposal.answers import budget_curve
 from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
@@ -47,6 +51,7 @@ class BudgetResult(CriticalBudget):
     file: Path | None  # layout file of the critical budget; None if no budget passes
     folder: Path  # folder of the table
     next: tuple[commands.Suggestion, ...]  # commands to run next
+    rivals: Rivals | None  # layouts of several kinds that were compared for each memory; None: one for each budget
 
     @property
     def unrecorded(self) -> list[str]:
@@ -73,10 +78,19 @@ def run(
     names = list(layouts)
     candidates = [contenders.Contender(name, options.model, layout, layout) for name, layout in layouts.items()]
     # Look at budgets, on documents that the heads were not scored on
-    compared = decision.prepare(options, candidates, list(files.files.values()), reporter)
-    nll = table.metadata.get("nll") if memories is not None else None
-    trial, risk = compared.trial, criteria.parse_risk(options.risk)
-    outcome = find_critical_budget(trial, candidates, risk, reporter, memories, nll, deadline)
+    by_costs = memories is not None and not files.layouts
+    compared = decision.prepare(options, candidates, list(files.files.values()), reporter, with_contest=by_costs)
+    rivals = _rivals(options, compared.trial, table, requirements, memories, reporter) if by_costs else None
+    outcome = find_critical_budget(
+        compared.trial,
+        candidates,
+        criteria.parse_risk(options.risk),
+        reporter,
+        memories,
+        table.metadata.get("nll") if memories is not None else None,
+        deadline,
+        None if rivals is None else rivals.choose,
+    )
     smallest = outcome.critical.passes
     if outcome.layout is not None:
         reporter.caution(propose.price_advice(table, outcome.layout.num_global))
@@ -92,12 +106,9 @@ def run(
         if file is None:
             file = options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
             outcome.layout.write(file)
-    # Suggest to export that layout
-    following: tuple[commands.Suggestion, ...] = ()
-    if file is not None and outcome.alarm is None and not files.layouts:
-        out = Path(f"{table.name}-export")
-        exported = export.ExportOptions(layout=file, model=options.model, out=out, workspace=options.workspace)
-        following = (commands.Suggestion.of(exported),)
+            if rivals is not None:
+                selection.write_selection(file.parent, rivals.selected_on)
+    following = () if outcome.alarm is not None or files.layouts else _exporting(options, table.name, file)
     # Collect and write the result
     result = BudgetResult(
         **vars(replace(outcome, rows=rows)),
@@ -108,11 +119,50 @@ def run(
         file=file,
         folder=options.folders.report_dir(compared.name),
         next=following,
+        rivals=rivals,
     )
     result_tables.CRITICAL_BUDGET.write(
         result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
     )
     return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=following)
+
+
+def _exporting(options: CriticalBudgetOptions, name: str, layout: Path | None) -> tuple[commands.Suggestion, ...]:
+    """Suggest to export a layout; nothing for None."""
+    if layout is None:
+        return ()
+    out = Path(f"{name}-export")
+    exported = export.ExportOptions(layout=layout, model=options.model, out=out, workspace=options.workspace)
+    return (commands.Suggestion.of(exported),)
+
+
+def _rivals(
+    options: CriticalBudgetOptions,
+    trial: Trial,
+    table: head_scores.HeadScores,
+    requirements: Requirements,
+    memories: Sequence[float] | None,
+    reporter: progress.Reporter,
+) -> Rivals | None:
+    """Return the layouts of several kinds for each memory; None, with a warning, if there is no text to compare on."""
+    cost = requirements.cache_cost(table, None)
+    assert cost is not None  # there is a default context
+    assert memories is not None
+    if trial.contest is None:
+        reporter.caution("too few documents to compare layouts of several kinds: the costs of windows choose alone")
+        return None
+    root = options.folders.run_dir(table.name) / "zero-shot"
+    model = trial.store.dense
+    return Rivals(
+        model,
+        trial.contest,
+        table,
+        cost,
+        memories,
+        requirements.constraints,
+        cache=lambda part: zero_shot.cache_folder(root, model, options.model, part),
+        announce=reporter.announce,
+    )
 
 
 def _layouts(
@@ -207,6 +257,7 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
         "sinks": result.layouts[0].sinks,
         "answers": {result.compared.candidates[look.position].name: look.answer for look in result.critical.looks},
         "unrecorded": result.unrecorded,
+        **({} if result.rivals is None else {"contests": result.rivals.record()}),
         **({} if result.alarm is None else {result_tables.ALARM: result.alarm}),
     }
 

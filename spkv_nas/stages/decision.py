@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.text import Text
+from transformers import PreTrainedModel
 
 from spkv_nas.base import console, device, progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, zero_shot
 from spkv_nas.evaluation.selected import Selected, find_selected, probe_of, recorded_reading
+from spkv_nas.evaluation.separators import SeparatorReport
 from spkv_nas.evaluation.verdict import criteria, criterion
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
-from spkv_nas.evaluation.verdict.trial import Outcome, Trial, text_in_random_order
+from spkv_nas.evaluation.verdict.trial import Outcome, Trial, contest_text, text_in_random_order
 from spkv_nas.model import checkpoint, windows
 from spkv_nas.stages import sized_model
 from spkv_nas.stages.options import DENSE
@@ -43,12 +45,18 @@ class Compared:
 
 
 def prepare(
-    options: DecisionOptions, candidates: Sequence[Contender], files: Sequence[Path], reporter: progress.Reporter
+    options: DecisionOptions,
+    candidates: Sequence[Contender],
+    files: Sequence[Path],
+    reporter: progress.Reporter,
+    *,
+    with_contest: bool = False,
 ) -> Compared:
     """Load the dense model, and the documents that no candidate was selected on; prepare the samples of each criterion.
 
-    Beside the layout files there may be documents that layouts were selected on. Raises ``UserError`` if a layout was
-    selected on all documents of the text, or something cannot be read.
+    ``with_contest`` leaves documents to compare layouts of one budget on (``Trial.contest``). Beside the layout files
+    there may be documents that layouts were selected on. Raises ``UserError`` if a layout was selected on all documents
+    of the text, or something cannot be read.
     """
     # Check the criteria, and load the dense model
     margins = criteria.parse_margins(options.margin)
@@ -58,10 +66,15 @@ def prepare(
     chosen = {each.name: each.chosen for each in candidates if each.chosen is not None}
     separator, documents = recorded_reading(chosen.values())
     subject = replace(subject, given_separator=separator).with_documents(documents)
-    text, selected, num_left_out, circumstances = None, Selected(), None, None
+    text = num_left_out = circumstances = contest = None
+    selected = Selected()
     if reads_text(margins):
         selected = find_selected(options.folders, chosen, near=files)
-        text, num_left_out, circumstances = _text(options, subject, (model, tokenizer), selected, reporter)
+        whole, report = _whole(options, subject, (model, tokenizer), reporter)
+        if with_contest and (contest := contest_text(whole, selected.documents)) is not None:
+            selected = selected.with_contest(contest.text_ids)
+        num_left_out = selected.count(whole)
+        text, circumstances = _text(options, model, whole, report, selected, reporter)
     # Prepare the samples of every criterion
     store = ScoreStore(
         model,
@@ -71,7 +84,7 @@ def prepare(
         (str(options.dtype), str(device.measuring_device(options.device))),
     )
     setting = criterion.Setting(model, tokenizer, text, SEED, checkpoint.checkpoint_hash(options.model), reporter)
-    trial = Trial.of(margins, setting, store, circumstances)
+    trial = Trial.of(margins, setting, store, circumstances, contest)
     name = options.name or probe_of(options.folders, chosen.values()) or subject.name
     # Compute the memory of the layouts
     size = checkpoint.read_size(options.model)
@@ -82,17 +95,27 @@ def prepare(
     return Compared(name, options.model, candidates, trial, selected, num_left_out, context, memory)
 
 
-def _text(
-    options: DecisionOptions, subject: Subject, loaded: Loaded, selected: Selected, reporter: progress.Reporter
-) -> tuple[TokenBlocks, int, alarms.Circumstances]:
-    """Return the text in random order, how many documents it left out, and the circumstances of measurements on it."""
-    # Read the text, and check that the model can run it
+def _whole(
+    options: DecisionOptions, subject: Subject, loaded: Loaded, reporter: progress.Reporter
+) -> tuple[TokenBlocks, SeparatorReport]:
+    """Read the text, check that the model can run it, and return it with what separates its documents."""
     model, tokenizer = loaded
     separator = replace(subject.separator(model, tokenizer, reporter), documents=subject.recipe.data.documents)
     _, whole = subject.read(tokenizer, separator.best, reporter)
     micro_batch.check_positions(model, whole.block_size, "--block-size")
     micro_batch.require_logits(model, 1, whole.block_size)
-    # Shuffle it, without the documents that selected layouts
+    return whole, separator
+
+
+def _text(
+    options: DecisionOptions,
+    model: PreTrainedModel,
+    whole: TokenBlocks,
+    separator: SeparatorReport,
+    selected: Selected,
+    reporter: progress.Reporter,
+) -> tuple[TokenBlocks, alarms.Circumstances]:
+    """Return the text in random order without the documents that selected layouts, and its circumstances."""
     text = text_in_random_order(
         whole,
         seed=SEED,
@@ -103,7 +126,7 @@ def _text(
     # Check that the model knows the text
     with reporter.bar("checking the text"):
         circumstances, _ = alarms.check_text(model, text, windows.default_window(model, text.block_size), separator)
-    return text, selected.count(whole), circumstances
+    return text, circumstances
 
 
 def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import device, distributed, errors, files, replace, schema, units
 from spkv_nas.base.progress import Bar, Progress, Reporter, no_progress, part_of
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.held_out import HELD_OUT_TOKENS, hold_out
 from spkv_nas.evaluation import micro_batch, zero_shot
 from spkv_nas.model import checkpoint, config_section, source
-from spkv_nas.probing.measure import HELD_OUT_TOKENS, hold_out
 from spkv_nas.training import branches, first_recipe, hybrids, run_plan, variants
 from spkv_nas.training.corpus import Corpus, join_processes
 from spkv_nas.training.recipe import Recipe

@@ -17,6 +17,8 @@ import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET, VERDICT
+from spkv_nas.artifacts.selection import read_selection
+from spkv_nas.artifacts.tried_layouts import TriedLayout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
@@ -271,7 +273,22 @@ class TestAuto:
         assert Path(lines[-2].rpartition("report: ")[2]).is_file()
         # Documents that chose the layout did not judge it
         assert 0 < record["left_out"]["documents"] < 100
-        assert record["left_out"]["selected_by"] == ["probe dense-window-costs"]
+        assert record["left_out"]["selected_by"] == [
+            "probe dense-window-costs",
+            "the comparison of layouts of each budget",
+        ]
+        # Every budget that was looked at takes the layout that lost least on other documents again
+        contests = {float(memory): rows for memory, rows in record["contests"].items()}
+        assert contests.keys() == set(rows["memory"])
+        tried = [TriedLayout.parse(row) for row in contests[record["critical_budget"]]]
+        finalists = [row for row in tried if row.blocks == tried[0].blocks]
+        assert layout.content in {row.layout.content for row in finalists}
+        probed = HeadScores.read("probes/dense-window-costs").selected_on
+        chosen_on = read_selection(layout.provenance["selection"], [Path("layouts/dense-window-costs")])
+        assert probed is not None
+        assert chosen_on is not None
+        assert probed < chosen_on
+        assert record["left_out"]["documents"] == len(chosen_on)
 
     @pytest.mark.slow
     def test_an_interrupted_run_resumes_to_the_same_files(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

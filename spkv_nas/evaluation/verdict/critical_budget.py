@@ -17,7 +17,7 @@ may leave candidates out that were not measured, as if they were open: its tests
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pandas as pd
@@ -181,6 +181,7 @@ def find_critical_budget(
     memories: Sequence[float] | None = None,
     nll: float | None = None,
     deadline: float | None = None,
+    choose: Callable[[int], Layout] | None = None,
 ) -> CriticalBudget:
     """Bisect layouts, by ascending budget, for the smallest that passes against the dense model.
 
@@ -188,8 +189,12 @@ def find_critical_budget(
     passes wrongly, and that any fails wrongly, has a probability of at most ``risk`` each. With the dense model's
     ``nll`` on other text, the first look is at the smallest that passes by the costs that layouts were chosen by. After
     the ``deadline``, in seconds of ``time.monotonic``, no further budget is looked at; at least one is.
+
+    ``choose`` returns the layout of a position when it is first looked at, in place of the candidate's; it must not
+    depend on the trial's samples.
     """
     layouts = [each.layout for each in candidates if each.layout is not None]
+    candidates = list(candidates)
     measured: dict[int, Pairs] = {}
     looks = len(layouts).bit_length() + 2  # about
     with reporter.bar("comparing") as bar:
@@ -199,6 +204,9 @@ def find_critical_budget(
             if measured and deadline is not None and time.monotonic() > deadline:
                 measured.setdefault(position, {})
                 return "open"
+            if choose is not None and position not in measured:
+                layouts[position] = choose(position)
+                candidates[position] = replace(candidates[position], layout=layouts[position], chosen=layouts[position])
             levels = Levels(level, level / len(trial.margins))
             title = f"{layouts[position].num_global} heads" if memories is None else f"{memories[position]:g} % memory"
             progress = part_of(bar, min(len(measured), looks - 1), looks, title)

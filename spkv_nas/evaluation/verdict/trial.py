@@ -20,6 +20,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import arrays, errors, statistics
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, part_of
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.held_out import hold_out
 from spkv_nas.evaluation import alarms, micro_batch, paired, separators, zero_shot
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criteria import Margins, parse_margins, parse_risk
@@ -27,6 +28,7 @@ from spkv_nas.evaluation.verdict.criterion import Evidence, Rounds, Setting, los
 
 # Text to compare on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
+CONTEST_BLOCKS = 8  # two rounds of successive halving, and about half of the time that costs of windows take
 
 Pairs = dict[str, arrays.Float]  # scores [n, 2] of a candidate and the dense model, by criterion
 Answer = Literal["passes", "fails", "open"]
@@ -125,6 +127,18 @@ def text_in_random_order(
     return shuffled.spread(max(1, max_tokens // shuffled.block_size))
 
 
+def contest_text(blocks: TokenBlocks, selected: Collection[str]) -> TokenBlocks | None:
+    """Return documents on which layouts of one budget are compared, which must not be samples; None if there are few.
+
+    They are ``CONTEST_BLOCKS`` blocks, at most a quarter of the text without the ``selected`` documents.
+    """
+    try:
+        unseen = blocks.in_random_order(0, selected)
+        return hold_out(unseen, CONTEST_BLOCKS * blocks.block_size)[1]
+    except errors.UserError:
+        return None
+
+
 @dataclass(frozen=True)
 class Trial:
     """Criteria with their margins and samples, measured scores, and circumstances of the text, if known."""
@@ -133,14 +147,21 @@ class Trial:
     samples: Mapping[str, Rounds]
     store: ScoreStore
     circumstances: alarms.Circumstances | None = None
+    # documents that are no samples, on which layouts of one budget are compared; None: there are too few documents
+    contest: TokenBlocks | None = None
 
     @classmethod
     def of(
-        cls, margins: Margins, setting: Setting, store: ScoreStore, circumstances: alarms.Circumstances | None = None
+        cls,
+        margins: Margins,
+        setting: Setting,
+        store: ScoreStore,
+        circumstances: alarms.Circumstances | None = None,
+        contest: TokenBlocks | None = None,
     ) -> "Trial":
         """Prepare the samples of every criterion. Raises ``UserError`` if one has none."""
         samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
-        return cls(margins, samples, store, circumstances)
+        return cls(margins, samples, store, circumstances, contest)
 
     @property
     def nouns(self) -> dict[str, str]:
@@ -307,17 +328,23 @@ def trial_in_memory(
     tokenizer: PreTrainedTokenizerBase | None,
     max_tokens: int | None,
     seed: int,
+    with_contest: bool = False,
 ) -> Trial:
-    """Prepare the samples of every criterion for a model in memory; arguments as in ``verdict``."""
+    """Prepare the samples of every criterion for a model in memory; arguments as in ``verdict``.
+
+    ``with_contest`` leaves documents to compare layouts of one budget on.
+    """
     # Parse the margins, and check what their criteria need
     margins = parse_margins(margin)
     for criterion, _ in margins:
         criterion.check()
     # Shuffle the text, without the documents that selected heads
-    text = None
+    text = contest = None
     if any(criterion.reads_text for criterion, _ in margins):
         whole = blocks if isinstance(blocks, TokenBlocks) else separators.text_blocks(model, blocks, tokenizer)
         micro_batch.check_blocks(model, whole)
         selected = frozenset() if scores is None or scores.selected_on is None else scores.selected_on
+        if with_contest and (contest := contest_text(whole, selected)) is not None:
+            selected |= contest.text_ids
         text = text_in_random_order(whole, seed=seed, selected=selected, max_tokens=max_tokens)
-    return Trial.of(margins, Setting(model, tokenizer, text, seed), ScoreStore(model))
+    return Trial.of(margins, Setting(model, tokenizer, text, seed), ScoreStore(model), contest=contest)

@@ -1,0 +1,50 @@
+"""Hold documents of a text out, so that what is measured on them did not choose what is measured."""
+
+import hashlib
+from collections import defaultdict
+
+import numpy as np
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import TokenBlocks
+
+HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
+
+
+def hold_out(
+    blocks: TokenBlocks, tokens: int = HELD_OUT_TOKENS, share: float | None = None
+) -> tuple[TokenBlocks, TokenBlocks]:
+    """Divide a text by documents into one to rank heads on and one to compare layouts on.
+
+    Every domain with a document of at most half its text gives a part, so that a long document stays whole.
+
+    Args:
+        blocks: the text, which is packed again, with its documents in random order.
+        tokens: length of the second text.
+        share: share of the text whose documents it is taken from; None: as many as it needs, up to about a quarter.
+
+    Raises ``UserError``: the documents that can be held out are shorter than a block.
+    """
+    lengths = dict(zip(*np.unique(blocks.document, return_counts=True), strict=True))
+    share = min(tokens / blocks.tokens.size, 0.25) if share is None else share
+    held: dict[str, int] = {}  # tokens by text
+    # Hold out documents of each domain, in an order that does not depend on the rest of the text
+    infos = sorted(enumerate(blocks.documents), key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest())
+    for domain in blocks.domains:
+        texts: dict[str, int] = defaultdict(int)  # tokens by text, whose pieces stay together
+        for index, info in infos:
+            if info.domain == domain and index in lengths:
+                texts[info.text_id] += int(lengths[index])
+        whole = sum(texts.values())
+        wanted = share * whole
+        for text, length in texts.items():
+            if wanted > 0 and 2 * length <= whole:  # a longer one would leave too little to rank heads on
+                held[text] = length
+                wanted -= length
+    if sum(held.values()) < blocks.block_size:
+        raise UserError(
+            "layouts are compared on documents that ranked no head, but without the longest ones this text "
+            f"leaves less than a block of {blocks.block_size} tokens: give more documents, or the window (--window)"
+        )
+    rest = blocks.in_random_order(0, held)
+    return rest, blocks.in_random_order(0, blocks.text_ids - held.keys()).spread(max(1, tokens // blocks.block_size))
