@@ -183,6 +183,27 @@ def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, use_cache=False).logits
 
 
+def equal_up_to_rounding(actual: Tensor | np.ndarray, expected: Tensor | np.ndarray, units: float = 64) -> bool:
+    """Return whether two computations of the same numbers agree up to the order of their sums.
+
+    A sum of rounded numbers depends on its order. Kernels choose that by the processor's instructions, the shapes, the
+    number of threads and where in memory a matrix begins, which differs between weights that were drawn and weights of
+    a file: with AVX2 alone, a restored model computes other last digits than the one that was saved. Each sum of some
+    hundred products is off by a few roundings of its largest term, and few layers pass them on. Numbers that are only
+    copied (weights of a file, token ids) are compared by ``torch.equal``.
+
+    Args:
+        actual: Any shape, float32 or shorter; float64 of an array holds sums of float32.
+        expected: The same shape and dtype.
+        units: Largest difference, in roundings of the largest expected number: 2^-23 of it in float32.
+    """
+    one, other = torch.as_tensor(actual), torch.as_tensor(expected)
+    assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    eps = max(torch.finfo(one.dtype).eps, torch.finfo(torch.float32).eps)
+    largest = float(other.detach().abs().max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=units * eps * largest)
+
+
 def check_generation(model: PreTrainedModel, lengths: tuple[int, ...] = (20, 7, 13)) -> None:
     """Check that generation with the cache equals whole passes: left padding, decoding, and prompts in chunks."""
     longest = max(lengths)

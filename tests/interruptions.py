@@ -42,6 +42,11 @@ def cut(train: Train, name: str, monkeypatch: pytest.MonkeyPatch, step: int = 7)
 
 
 def assert_same(one: Branch, other: Branch) -> None:
+    """Assert that an interrupted run equals another to the bit.
+
+    Both read their first weights from one file, so that these lie alike in memory, and resuming copies into that
+    memory: sums have one order.
+    """
     before, after = weights(one.checkpoint), weights(other.checkpoint)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

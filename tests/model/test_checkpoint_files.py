@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_cases import change_config, write
-from helpers import logits, tiny_model
+from helpers import equal_up_to_rounding, logits, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -130,7 +130,7 @@ def test_hostile_files_are_refused_or_change_nothing(
         else:
             accepted += 1
             plain = key in ("rope_theta", "window", "sinks", "tau", "dtype")
-            assert plain or torch.equal(actual, expected), (key, container)
+            assert plain or equal_up_to_rounding(actual, expected), (key, container)
     assert accepted + refused == 60
     assert refused >= 10
 

