@@ -24,7 +24,7 @@ OUTPUTS = (
 )
 SOUND_CODE = '"""Hold a number."""\n\nNUMBER = 1\n'
 WRONG_CODE = "import os, sys\nx = 'y'\n"
-WRONG_WORD = "te" + "h"
+WRONG_WORD = "receive".replace("ei", "ie")  # this file is checked, too
 
 
 @pytest.fixture
