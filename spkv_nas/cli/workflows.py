@@ -65,12 +65,14 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     of the probe make no sense.
     """
     from spkv_nas.artifacts.result_tables import ALARM
+    from spkv_nas.model.checkpoint import checkpoint_hash
     from spkv_nas.stages import critical_budget, probe, report, verdict
     from spkv_nas.stages.options.report import ReportOptions
 
     deadline = None if options.minutes is None else time.monotonic() + 60.0 * options.minutes
     retrains = options.retrain is not None
     stages = Stages(reporter, {k: v for k, v in _SHARES.items() if retrains or k not in (_RETRAINING, _VERDICT)})
+    model_hash = checkpoint_hash(options.model)
     # Measure what windows cost
     with stages.begin(_COSTS, "probing") as inner:
         table = probe.probe(options.probe, inner, is_step=True)
@@ -78,6 +80,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     # Find the smallest KV cache; the answer about retrained hybrids may replace this one
     with stages.begin(_SEARCH, "comparing") as inner:
         result = critical_budget.run(options.search(table.name), inner, deadline)
+    _check_same(options.model, model_hash)
     yield replace(result, exit_code=0) if retrains else result
     search: BudgetResult = result.value
     _check(search.alarm)
@@ -107,6 +110,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     # Write the folder and the report
     with stages.begin(_FOLDER) as inner:
         serve = _export(options, hybrid, inner)
+    _check_same(options.model, model_hash, f"{options.out} may hold weights of both: remove it, and ")
     with stages.begin(_REPORT) as inner:
         page = report.run(ReportOptions(probe=table.name, workspace=options.workspace), inner).value
     yield Result(AutoResult(_lines(options, hybrid, page, serve), hybrid.file, options.out, page), _show)
@@ -119,6 +123,14 @@ def _check(alarm: str | None) -> None:
     """Raise ``UserError`` if numbers make no sense."""
     if alarm is not None:
         raise errors.UserError(f"{alarm}\nno layout is chosen by such numbers: check the model and the text")
+
+
+def _check_same(model: str, model_hash: str, advice: str = "") -> None:
+    """Raise ``UserError`` if the model is not the one that ``auto`` began with; ``advice`` says what else to do."""
+    from spkv_nas.model.checkpoint import checkpoint_hash
+
+    if checkpoint_hash(model) != model_hash:
+        raise errors.UserError(f"model {model} was replaced while it was measured\n{advice}run the same command again")
 
 
 def _passing(options: AutoOptions, table: HeadScores, judged: verdict.VerdictResult) -> _Hybrid | None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -27,6 +28,9 @@ _TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+_FileStates = frozenset[tuple[str, int, int, int]]  # name, bytes, time of the last write, inode
+# Folders that living models were loaded from, and the states of their files then
+_loaded_from: WeakKeyDictionary[PreTrainedModel, tuple[Path, _FileStates]] = WeakKeyDictionary()
 SHARD_BYTES = 5_000_000_000  # maximum size of a weight file, as on the hub; bounds the copy from a GPU
 
 
@@ -112,8 +116,9 @@ def weights_identity(folder: Path) -> str:
     Weights are all safetensors files, by name, and their index; an optimizer's state counts too, because it affects
     training from this checkpoint. Of the config the values count, except the version of transformers; logs do not
     count. Hashes are taken from the manifest if there is one, which ``load`` verifies. Raises ``UserError``: the config
-    or the manifest cannot be read, or there are no weights.
+    or the manifest cannot be read, there are no weights, or a model in memory was loaded from other files of this name.
     """
+    _check_unchanged(folder)
     config = read_json(folder / "config.json", "config")
     config.pop("transformers_version", None)
     if (folder / MANIFEST).exists():
@@ -124,6 +129,28 @@ def weights_identity(folder: Path) -> str:
     if not files:
         raise errors.UserError(f"model {folder} has no weights in safetensors files")
     return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
+
+
+def _file_states(folder: Path) -> _FileStates:
+    """Return the states of the config and the weight files of a model folder."""
+    paths = [path for path in folder.iterdir() if path.name == "config.json" or path.name.endswith(WEIGHT_ENDINGS)]
+    statuses = [(path.name, path.stat()) for path in paths]
+    # Without the time of the last change of status, which hard links and permissions change, too
+    return frozenset((name, status.st_size, status.st_mtime_ns, status.st_ino) for name, status in statuses)
+
+
+def _check_unchanged(folder: Path) -> None:
+    """Raise ``UserError`` if a model in memory was loaded from this folder before its files changed.
+
+    Its results would be recorded as those of the new files.
+    """
+    resolved = folder.resolve()
+    for origin, states in list(_loaded_from.values()):
+        if origin == resolved and states != _file_states(resolved):
+            raise errors.UserError(
+                f"model {folder} has changed since it was loaded, so results would mix two models\n"
+                "run the same command again"
+            )
 
 
 def checkpoint_hash(path_or_id: str | Path) -> str:
@@ -185,11 +212,14 @@ def load(
     # Find the weight files
     with _as_user_error(what):
         folder = model_folder(source)
+        resolved = folder.resolve()
+        states = _file_states(resolved)
     # Read the weights
     with manifest_checked(folder):
         files = check_files(folder)
         with _as_user_error(what):
             model = _load_weights(folder, files, config, what, named_dtype(dtype), mapped, placed)
+        _loaded_from[model] = resolved, states
         return model, load_tokenizer(source)
 
 

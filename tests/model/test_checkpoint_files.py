@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,29 @@ class TestManifest:
 
 
 class TestIdentity:
+    @pytest.mark.parametrize("is_renamed", [True, False])
+    def test_a_model_whose_folder_was_replaced(
+        self, is_renamed: bool, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Measurements of the loaded model were recorded, and later reused, as those of the new files."""
+        folder, other = tmp_path / "model", tmp_path / "other"
+        save(tiny_model(), tiny_tokenizer, folder)
+        save(tiny_model(hidden_size=64), tiny_tokenizer, other)
+        model, _ = load(folder)
+        before = weights_identity(folder)
+        if is_renamed:
+            folder.rename(tmp_path / "old")
+            other.rename(folder)
+        else:
+            shutil.copytree(other, folder, dirs_exist_ok=True)
+        with pytest.raises(
+            UserError, match="changed since it was loaded, so results would mix two models\nrun"
+        ):
+            weights_identity(folder)
+        del model
+        gc.collect()
+        assert weights_identity(folder) != before
+
     def test_only_relevant_files_count(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """The log contains times, so it does not count."""
         result = []

@@ -314,6 +314,23 @@ class TestAuto:
         assert "no layout passes nll=1%: try a larger --margin" in capsys.readouterr().out
         assert not Path("hybrid").exists()
 
+    def test_a_model_that_is_replaced_meanwhile(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Costs of one model chose the layout of another of its name."""
+
+        def replaced(*_: Any) -> object:
+            shutil.copytree("dense", "other")
+            config = json.loads(Path("other/config.json").read_text())
+            Path("other/config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+            Path("other/spkv-manifest.json").unlink()
+            Path("dense").unlink()
+            Path("other").rename("dense")
+            return object()
+
+        monkeypatch.setattr("spkv_nas.stages.critical_budget.run", replaced)
+        assert "model dense was replaced while it was measured" in fails(capsys, *self.COMMAND)
+
     def test_no_further_memory_is_tried_after_the_time(self, folder: Path) -> None:
         with pytest.raises(SystemExit) as failed:
             main([*self.COMMAND, "--memory", "10%,20%,80%", "--margin", "nll=1%", "--minutes", "0.0001"])
