@@ -112,8 +112,9 @@ def say(text: str | None) -> None:
 
 
 def print_path(label: str, path: Path) -> None:
-    """Print the path of a result after its label, never wrapped."""
-    out.print(Text.assemble(f"{label}: ", (str(path), "bold")), soft_wrap=True)
+    """Print the path of a result after its label, on one line."""
+    name = str(path).replace("\n", "\\n")
+    out.print(Text.assemble(f"{label}: ", (name, "bold")), soft_wrap=True)
 
 
 def caution(text: str | None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import console
 
 PLAN = ("plan", "attention", "micro-0", "--context", "1k")  # prints µs
 SHOW = ("layout", "show", "layout.yaml")
@@ -71,3 +72,17 @@ def test_json_is_valid_in_ascii(folder: Path) -> None:
     printed = run(folder, "layout", "show", "entwürfe-ř.yaml", "--json", encoding="ascii:strict")
     assert printed.returncode == 0, printed.stderr
     assert "entwürfe-ř" in str(json.loads(printed.stdout.decode("ascii")))
+
+
+def test_control_characters_of_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file's name could clear the screen, or print a line that looks like a result."""
+    name = "a\x1b[2J\x9b31m\nb"
+    console.print_path("layout", Path(name))
+    console.say(f"probe {name.replace(chr(10), ' ')}")
+    table = console.Table("name")
+    table.add_row(name)
+    console.out.print(table)
+    shown = capsys.readouterr().out
+    assert "layout: a\\x1b[2J\\x9b31m\\nb\n" in shown
+    assert "probe a\\x1b[2J\\x9b31m b\n" in shown
+    assert all(character.isprintable() or character == "\n" for character in shown)

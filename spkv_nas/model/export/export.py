@@ -112,7 +112,7 @@ def write_card(
     checked = [] if verified is None else [f"When it was exported, {verified}."]
     text = _CARD.format(
         metadata=ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=_TAGS, **metadata),
-        title=facts.title,
+        title=_plain(facts.title),
         name=name,
         layout=layout,
         version=version.__version__,
@@ -123,11 +123,16 @@ def write_card(
         ),
         dtype=dtype,
         memory="\n".join(_memory(hybrid, dtype)),
-        evaluation=_bullets([*(facts.evidence or _NOT_MEASURED), *checked]),
+        evaluation=_bullets([*map(_plain, facts.evidence or _NOT_MEASURED), *checked]),
         usage="\n".join([f"{form[:1].upper()}{form[1:]}.", *_usage(folder, engines, is_verified=bool(checked))]),
         engines=_bullets(f"{engine}: {outcome}" for engine, outcome in engines.items()),
     )
     files.write_atomic(folder / _CARD_FILE, text)
+
+
+def _plain(text: str) -> str:
+    """Return a text with names of a user's files as one line of Markdown without HTML."""
+    return errors.printable(text.replace("\n", " ")).replace("<", "&lt;")
 
 
 def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
@@ -151,11 +156,14 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
     # Find the base model
     if path.exists():
         saved = str(files.read_json(folder / "config.json", "config").get("_name_or_path"))
-        base = card.get("base_model") or (saved if source.is_on_hub(saved) else None)
+        stated = card.get("base_model")  # by people: any text, or a list
+        named = [*(stated if isinstance(stated, list) else [stated]), saved]
+        base = next((str(name) for name in named if source.is_on_hub(str(name))), None)
     else:
         base = source.split_revision(str(checkpoint))[0]
     # Name the checkpoint without the folders of this machine
-    name = f"`{checkpoint if str(checkpoint).startswith(assets.EMBEDDED_PREFIX) else path.absolute().name}`"
+    shown = str(checkpoint) if str(checkpoint).startswith(assets.EMBEDDED_PREFIX) else path.absolute().name
+    name = f"`{_plain(shown).replace('`', chr(39))}`"
     if base is None:
         return metadata, name
     link = f"[{base}](https://huggingface.co/{base})"

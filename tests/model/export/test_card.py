@@ -55,6 +55,23 @@ def test_the_card_of_a_custom_model_type(dense: Path, tmp_path: Path) -> None:
     assert "Their card" not in text
 
 
+@pytest.mark.parametrize(
+    ("stated", "base"),
+    [("<script>alert(1)</script>", None), ("'org/base)\\n# x'", None), ("[org/base, org/other]", "org/base")],
+)
+def test_names_by_other_people_are_text(dense: Path, tmp_path: Path, stated: str, base: str | None) -> None:
+    """A card's HTML, or a second heading, came from names of models, folders and measurements."""
+    model = dense.rename(tmp_path / "`<b>\n# x")
+    (model / "README.md").write_text(f"---\nbase_model: {stated}\n---\n")
+    export(MIXED, model, tmp_path / "out<script>\n# x", evidence=["NLL on <b>: +1 %."])
+    card = next(tmp_path.glob("out*")) / "README.md"
+    assert metadata_load(card).get("base_model") == base
+    text = card.read_text()
+    assert "<script>" not in text
+    assert "<b>" not in text
+    assert "\n# x" not in text
+
+
 def test_memory_is_that_of_the_cache(dense: Path, tmp_path: Path) -> None:
     """Compute the sizes: of 8 heads, 2 keep all keys and 6 keep 6."""
     export(Layout(("GL", "LL", "LL", "GL"), 6), dense, tmp_path / "out")
