@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.base import errors, files
 from spkv_nas.base.arrays import Array, read_arrays
+from spkv_nas.base.comparison import ComparedByValue
 from spkv_nas.data import config, sources
 from spkv_nas.data.tokenizer import PLAIN, Boundaries, SeparateDocuments, boundaries, unmarked
 
@@ -55,8 +56,8 @@ class DocumentInfo:
         return cls(document.id, document.domain, document.label, document.whole)
 
 
-@dataclass(frozen=True, repr=False)
-class TokenBlocks:
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenBlocks(ComparedByValue):
     """``N`` blocks of ``T`` tokens; arrays may be memory-mapped files (``block_files``), read only where used."""
 
     tokens: NDArray[np.int32]  # int32 [N, T]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import TYPE_CHECKING
 
 from spkv_nas.base import errors, progress
@@ -28,16 +27,13 @@ def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
 
 def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
     """Check that there is text, and that a model can read its tokens and length; ``UserError`` if not."""
-    from spkv_nas.model.cache_layers import keeps_states
+    from spkv_nas.model.cache_layers import mixes_documents
     from spkv_nas.model.model_shape import check_tokens
 
     if blocks.num_blocks == 0:
         raise errors.UserError("there is no text to measure the model on: the blocks are empty")
     check_tokens(model, blocks.largest_token)
-    # Layers with a state carry it from one document to the next
-    if isinstance(blocks.boundaries, SeparateDocuments) and (
-        keeps_states(model.config) or "position_ids" not in signature(type(model).forward).parameters
-    ):
+    if isinstance(blocks.boundaries, SeparateDocuments) and mixes_documents(model):
         raise errors.UserError(
             f"{type(model).__name__} cannot keep documents of a block separate: use --documents joined (data.documents)"
         )

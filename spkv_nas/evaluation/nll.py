@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.result_tables import EVALUATION
+from spkv_nas.base.comparison import ComparedByValue
 from spkv_nas.base.distributed import is_sharded, pass_device, sum_over_processes
 from spkv_nas.base.errors import OVERFLOW, UserError
 from spkv_nas.base.progress import Progress
@@ -78,8 +79,8 @@ def document_nll(
     return sums.result()
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, eq=False)
+class Evaluation(ComparedByValue):
     """NLL by document, with the threshold and the density of the gated heads; both None without gates."""
 
     nll: paired.DocumentNLL

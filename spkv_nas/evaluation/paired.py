@@ -14,6 +14,7 @@ import numpy as np
 from spkv_nas.artifacts.comparison import DENSE
 from spkv_nas.base import errors, files, statistics
 from spkv_nas.base.arrays import Array, Float, Int, read_arrays
+from spkv_nas.base.comparison import ComparedByValue
 
 MAX_NATS = 1e15  # upper bound per document; its square is still far from the largest float
 _ARRAYS = (Array("total", "number", "documents", low=-1, high=MAX_NATS), Array("num_tokens", "whole", "documents"))
@@ -25,8 +26,8 @@ _ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class DocumentNLL:
+@dataclass(frozen=True, eq=False)
+class DocumentNLL(ComparedByValue):
     """NLL sums ``total`` [documents] in nats, and numbers ``num_tokens`` of predicted tokens, by held-out document."""
 
     total: Float

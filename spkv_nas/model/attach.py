@@ -18,9 +18,9 @@ from transformers.generation import GenerationMode
 from spkv_nas.artifacts import grid, local_layers
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attention, attention_calls, config_section, gates, layer_cache, modes
+from spkv_nas.model import attention, attention_calls, call_inputs, config_section, gates, layer_cache, modes
 from spkv_nas.model.cache_layers import attention_indices, cache_layers
-from spkv_nas.model.generation_cache import SPKVCache, check_states, new_tokens
+from spkv_nas.model.generation_cache import SPKVCache, check_states
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
@@ -77,7 +77,7 @@ def detach(model: PreTrainedModel) -> None:
             handle.remove()
         model.set_attn_implementation(attn_implementation or "sdpa")
         model.config.get_text_config().use_cache = use_cache
-        del model._prepare_cache_for_generation, model._spkv_before, model._spkv_shares_keys
+        del model._prepare_cache_for_generation, model._spkv_before, model._spkv_states, model._spkv_shares_keys
     config_section.remove_section(model)
 
 
@@ -195,7 +195,8 @@ def prepare(model: PreTrainedModel, attn_implementation: str | None, use_cache: 
     after = model.register_forward_hook(attention_calls.forget_documents, always_call=True)
     text = model.config.get_text_config()  # a vision-language model has its cache in this part
     model._spkv_before = (attn_implementation, (before, after), text.use_cache if use_cache is None else use_cache)
-    model._spkv_shares_keys = any(state.num_readers for state in attention.layer_states(model))
+    model._spkv_states = attention.layer_states(model)
+    model._spkv_shares_keys = any(state.num_readers for state in model._spkv_states)
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
     text.use_cache = False
 
@@ -203,7 +204,7 @@ def prepare(model: PreTrainedModel, attn_implementation: str | None, use_cache: 
 def _prepare_cache(
     model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode, *_: Any
 ) -> None:
-    """Create no cache in ``generate``, whose method this replaces, because the first call does (``_check_call``).
+    """Create an ``SPKVCache`` in ``generate``, whose method this replaces, unless the caller gives one.
 
     Gates compute without a cache unless they are open or hard, and a cache can hold what they keep. Raises
     ``UserError`` for decoding that crops the cache.
@@ -213,11 +214,19 @@ def _prepare_cache(
     if isinstance(cache := model_kwargs.get("past_key_values"), Cache):
         cache._is_user_defined = True  # generate then keeps it up to date
         return
-    config.use_cache = config.use_cache and _can_cache(model)
+    if config.use_cache and not _can_cache(model):
+        config.use_cache = False
+        if config.prefill_chunk_size is not None:
+            raise UserError(
+                "prefill_chunk_size needs a cache, which these gates cannot use: leave it out, or call "
+                'set_gate_mode(model, "hard")'
+            )
     if config.cache_implementation is not None and config.use_cache is not False:
         warnings.warn(
             f"cache_implementation '{config.cache_implementation}' is ignored: this model uses SPKVCache", stacklevel=3
         )
+    if config.use_cache:
+        model_kwargs["past_key_values"] = SPKVCache(model)
 
 
 def _can_cache(model: PreTrainedModel) -> bool:
@@ -238,28 +247,47 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if chosen != "spkv":
         raise UserError(f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first")
     attention_calls.CALL.has_positions = kwargs.get("position_ids") is not None
-    # Check the cache
-    cache, uses_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
-    if cache is not None and uses_cache is False:
-        raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
+    # Check the cache, for which the config asks where the call does not say
+    uses_cache = kwargs.get("use_cache")
+    if uses_cache is None and getattr(model.config.get_text_config(), "use_cache", False):
+        uses_cache = True
+        kwargs = {**kwargs, "use_cache": True}
+    cache = _usable_cache(model, kwargs)
+    stores = cache is not None or bool(uses_cache)
+    num_cached = 0 if cache is None else cache.get_seq_length()
     if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
         raise UserError("SP-KV attention computes no attention weights: leave output_attentions off")
-    if cache is not None and not isinstance(cache, SPKVCache):
-        raise attention.cache_error(cache)
-    num_cached = 0 if cache is None else cache.get_seq_length()
-    mask = kwargs.get("attention_mask")
+    # Check mask, positions and documents
     if not torch.compiler.is_compiling():
-        stores = cache is not None or bool(uses_cache)
-        _check_positions(kwargs.get("position_ids"), mask, num_cached, stores)
-        if not stores:
-            attention_calls.check_documents(mask, kwargs)
+        kwargs = call_inputs.check_inputs(model, kwargs, num_cached, stores)
     if cache is None and uses_cache:
         kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
-    if cache is not None or uses_cache:
+    if stores:
         check_states(model, kwargs, num_cached)
     if model._spkv_shares_keys:
         kwargs = _with_all_queries(model, kwargs)
     return args, kwargs
+
+
+def _usable_cache(model: PreTrainedModel, kwargs: dict[str, Any]) -> SPKVCache | None:
+    """Return the cache of a call, if there is one. Raises ``UserError`` unless the call can read and fill it."""
+    cache, uses_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    if cache is None and not uses_cache:
+        return None
+    if cache is not None and uses_cache is False:
+        raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
+    if any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise UserError(
+            "activation checkpointing in training mode drops the cache, so tokens would not see earlier ones: call "
+            "model.eval() before, and model.train() after, or give use_cache=False"
+        )
+    if cache is None:
+        return None
+    if not isinstance(cache, SPKVCache):
+        raise attention.cache_error(cache)
+    tokens = call_inputs.new_tokens(kwargs)
+    cache.prepare_call(model, None if tokens is None else len(tokens))
+    return cache
 
 
 def _with_all_queries(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -267,39 +295,11 @@ def _with_all_queries(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
 
     Gemma 4 passes such a number of queries to them, for which it slices a mask of another form than ours.
     """
-    num_kept, tokens = kwargs.get("logits_to_keep", 0), new_tokens(kwargs)
+    num_kept, tokens = kwargs.get("logits_to_keep", 0), call_inputs.new_tokens(kwargs)
     is_number = isinstance(num_kept, int) and "logits_to_keep" in inspect.signature(model.forward).parameters
     if tokens is None or not is_number:
         return kwargs
     return {**kwargs, "logits_to_keep": torch.arange(tokens.shape[1], device=tokens.device)[-num_kept:]}
-
-
-def _check_positions(position_ids: torch.Tensor | None, attention_mask: Any, num_cached: int, stores: bool) -> None:
-    """Raise ``UserError`` for position ids that start again beside a padding mask, or where a cache ``stores`` tokens.
-
-    Otherwise the i-th token of a row, without padding and with cached tokens, has position i or a later one. Without
-    either, they tell packed documents (``attention_calls.padding_mask``).
-    """
-    if position_ids is None or position_ids.ndim != 2 or position_ids.is_meta:  # more dimensions have images
-        return
-    if attention_mask is None and not stores:
-        return
-    # Compare every position with the number of tokens before it
-    length = num_cached + position_ids.shape[1]
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[1:] == (length,):
-        is_token = attention_mask.bool()
-    else:
-        is_token = position_ids.new_ones(1, length, dtype=torch.bool)
-    order = is_token.cumsum(1)[:, num_cached:].to(position_ids.device) - 1
-    if bool(((position_ids < order) & is_token[:, num_cached:].to(position_ids.device)).any()):
-        if num_cached:
-            raise UserError(f"position_ids start again, but the cache holds {num_cached} tokens: continue from there")
-        if stores:
-            raise UserError("position_ids start again: a cache holds no packed documents, so give use_cache=False")
-        raise UserError(
-            "position_ids start again, as those of packed documents do, beside an attention_mask, with which "
-            "transformers lets documents attend to each other: leave attention_mask out"
-        )
 
 
 @torch.no_grad()

@@ -259,7 +259,10 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         cache = kwargs.get("layer_past")  # its name in GPT-NeoX and others
     if cache is not None:
         # Layers that share their weights, as in Zamba, are told their index
-        extra["spkv_cache"] = _cache_layer(cache, kwargs.get("layer_idx", getattr(source, "layer_idx", None)))
+        cache_layer = _cache_layer(cache, kwargs.get("layer_idx", getattr(source, "layer_idx", None)))
+        if source is layer:
+            cache_layer.expect_update()
+        extra["spkv_cache"] = cache_layer
     # Compute the gate; in open mode it only closes local heads
     if predictor is not None and (settings.mode != "open" or gate_config.LOCAL in predictor.row):
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]

@@ -17,9 +17,12 @@ _USED = {
     "sliding_window", "s_aux", "is_causal", "cu_seq_lens_q", "seq_idx",
     "softcap", "spkv_state", "spkv_cache", "spkv_gate", "spkv_sink_logits", "spkv_starts", "spkv_reads",
 }  # fmt: skip
-_WITHOUT_EFFECT = {  # on attention: positions are in q and k already, and the rest is about outputs and losses
+# Without effect on attention: positions are in q and k already, ``call_inputs`` compares the documents' other inputs,
+# masks tell of images, and the rest is about outputs and losses, or comes from ``generate``, as its tokenizer does
+_WITHOUT_EFFECT = {
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch",
-    "shift_labels", "token_type_ids", "mm_token_type_ids", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "shift_labels", "ignore_index", "token_type_ids", "mm_token_type_ids", "cu_seq_lens_k", "max_length_q",
+    "max_length_k", "tokenizer",
 }  # fmt: skip
 _FEATURES = {
     "sinks": "sink logits per token",
@@ -28,10 +31,15 @@ _FEATURES = {
     "indices": "sparse attention",
     "block_indices": "sparse attention",
 }
+OWN_MASK = (
+    "attention_mask is an attention mask of its own, which SP-KV attention would ignore: give the padding mask [batch, "
+    "tokens], or packed documents by position_ids that start again"
+)
 _MASK_ROWS = 256  # queries whose mask is checked at once
 _NOT_CAUSAL = (
     "this model or batch needs bidirectional or other non-causal attention (is_causal false, "
-    "use_bidirectional_attention, image tokens, an encoder)\nSP-KV attention is causal: use a causal decoder, and text"
+    "use_bidirectional_attention, token_type_ids of images, an encoder)\nSP-KV attention is causal: use a causal "
+    "decoder, and text"
 )
 
 
@@ -110,8 +118,7 @@ def refuse_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UserError(_NOT_CAUSAL)
     for keyword, value in kwargs.items():
-        is_off = value is None or (keyword == "output_attentions" and not value)
-        if is_off or keyword in _USED or keyword in _WITHOUT_EFFECT:
+        if value is None or value is False or keyword in _USED or keyword in _WITHOUT_EFFECT:
             continue
         feature = _FEATURES.get(keyword, "an input")
         raise UserError(f"this model or call uses {feature} ('{keyword}') that SP-KV attention does not compute")
@@ -141,10 +148,7 @@ def refuse_tensors(
 def _refuse_mask(mask: Tensor | None) -> None:
     """Raise ``UserError`` for an attention mask that is not for tokens [B, T]."""
     if mask is not None and mask.ndim != 2:
-        raise UserError(
-            "this batch has an attention mask of its own, which SP-KV attention would ignore: give the padding mask "
-            "[batch, tokens], or packed documents by position_ids"
-        )
+        raise UserError(OWN_MASK)
 
 
 def one_head_size(*heads: Tensor) -> list[Tensor]:
@@ -189,11 +193,11 @@ def padding_mask(
         recording.mask_windows.add(local_size)
     # Find packed documents; while compiling, transformers takes every batch for packed
     if not allow_is_causal_skip and (not is_compiling or CALL.has_positions):
-        starts = _packed_starts(batch_size, q_length, details["mask_function"], details["device"])
+        starts = _packed_starts(batch_size, q_length, q_offset, details["mask_function"], details["device"])
         if not is_compiling:
-            _check_mask(starts, details["mask_function"], local_size, kv_length)
+            _check_mask(starts, details["mask_function"], local_size, kv_length, q_offset)
         if attention_mask is None:
-            return starts
+            return starts if q_offset == 0 and (is_compiling or bool(starts.any())) else None
     if attention_mask is None:
         if not is_compiling:
             return _DOCUMENTS.get()
@@ -210,25 +214,35 @@ def padding_mask(
             "give one for each of them"
         )
     is_token = attention_mask != 0  # a copy, which callers do not change
-    return None if not is_compiling and bool(is_token.all()) else is_token
+    return _DOCUMENTS.get() if not is_compiling and bool(is_token.all()) else is_token
 
 
-def _packed_starts(batch: int, length: int, visible: Callable[..., Tensor], device: torch.device) -> Tensor:
-    """Return where the document of each token starts [B, T]: at the tokens that do not see the one before them.
+def _packed_starts(
+    batch: int, length: int, num_cached: int, visible: Callable[..., Tensor], device: torch.device
+) -> Tensor:
+    """Return where the document of each new token starts [B, T]: at the tokens that do not see the one before them.
 
     ``visible`` computes from indices of rows, heads, queries and keys whether a query sees a key.
     """
-    position, rows = torch.arange(length, device=device), torch.arange(batch, device=device)[:, None]
+    position = num_cached + torch.arange(length, device=device)
+    rows = torch.arange(batch, device=device)[:, None]
     continues = visible(rows, 0, position[1:], position[:-1]).expand(batch, -1)
-    return _latest(torch.cat([continues.new_ones(batch, 1), ~continues], 1))
+    return latest(torch.cat([continues.new_ones(batch, 1), ~continues], 1))
 
 
-def _check_mask(starts: Tensor, visible: Callable[..., Tensor], window: int | None, num_keys: int) -> None:
-    """Raise ``UserError`` unless tokens see all earlier ones of their document, in a ``window`` if there is one."""
+def _check_mask(
+    starts: Tensor, visible: Callable[..., Tensor], window: int | None, num_keys: int, num_cached: int
+) -> None:
+    """Raise ``UserError`` unless tokens see all earlier ones of their document, in a ``window`` if there is one.
+
+    The document of new tokens that starts at the first one, 0 in ``starts`` [B, T], includes ``num_cached`` tokens.
+    """
     batch, length = starts.shape
     key, rows = torch.arange(num_keys, device=starts.device), torch.arange(batch, device=starts.device)[:, None, None]
     for query in torch.split(torch.arange(length, device=starts.device)[:, None], _MASK_ROWS):
-        expected = (key <= query) & (key >= starts[:, query.flatten(), None])
+        first = starts[:, query.flatten(), None]
+        query = query + num_cached
+        expected = (key <= query) & ((first == 0) | (key >= num_cached + first))
         if window is not None:
             expected &= query - key < window
         found = visible(rows, 0, query, key).expand_as(expected)
@@ -241,24 +255,8 @@ def _check_mask(starts: Tensor, visible: Callable[..., Tensor], window: int | No
             )
 
 
-def check_documents(mask: Any, kwargs: dict[str, Any]) -> None:
-    """Check a call of a model without a cache, and remember its packed documents until ``forget_documents``.
-
-    Raises ``UserError`` for padding between the tokens of a row.
-    """
-    if mask is not None:
-        if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_meta:
-            _check_padding(mask)
-        return
-    tokens, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens[..., None]
-    starts = None if tokens is None else document_starts(None, kwargs, tokens)
-    has_rows = positions is not None and positions.ndim == 2 and not positions.is_meta  # more dimensions have images
-    if starts is None and tokens is not None and positions is not None and has_rows:
-        is_first = torch.ones_like(positions, dtype=torch.bool)
-        is_first[:, 1:] = positions.diff(dim=1) != 1
-        if bool(is_first[:, 1:].any()):
-            starts = _latest(is_first).expand(len(tokens), -1)
+def remember_documents(starts: Tensor | None) -> None:
+    """Remember where documents start [B, T] in the current call of a model, until ``forget_documents``."""
     _DOCUMENTS.set(starts)
 
 
@@ -295,7 +293,7 @@ def document_starts(mask: Tensor | None, kwargs: dict[str, Any], tokens: Tensor)
     same = mask if mask is not None else index
     if same is None:
         return None
-    return _latest(torch.cat([same.new_ones(batch, 1, dtype=torch.bool), same[:, 1:] != same[:, :-1]], 1))
+    return latest(torch.cat([same.new_ones(batch, 1, dtype=torch.bool), same[:, 1:] != same[:, :-1]], 1))
 
 
 def text_tokens(mask: Tensor | None, starts: Tensor | None, hidden_states: Tensor) -> Tensor:
@@ -312,18 +310,7 @@ def text_tokens(mask: Tensor | None, starts: Tensor | None, hidden_states: Tenso
     return ~(is_first & is_last)
 
 
-def _latest(is_first: Tensor) -> Tensor:
+def latest(is_first: Tensor) -> Tensor:
     """Return the position of the latest true value up to each token, int64 [B, T]; the first one must be true."""
     position = torch.arange(is_first.shape[1], device=is_first.device)
     return torch.where(is_first, position, 0).cummax(1).values
-
-
-def _check_padding(attention_mask: Tensor) -> None:
-    """Raise ``UserError`` for padding between the tokens of a row, of a mask [B, T]."""
-    is_token = attention_mask != 0
-    edges = (is_token[:, 1:] & ~is_token[:, :-1]).sum(1) + is_token[:, 0]
-    if bool((edges > 1).any()):
-        row = int((edges > 1).nonzero()[0])
-        raise UserError(
-            f"attention_mask has padding between the tokens of row {row}: put it before the first or after the last"
-        )

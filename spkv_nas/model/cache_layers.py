@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -41,6 +42,14 @@ def attention_indices(layers: Sequence[Any]) -> list[int]:
 def keeps_states(config: PreTrainedConfig) -> bool:
     """Return whether layers keep a state that is not made of keys: linear attention, state spaces, convolutions."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache_layers(config))
+
+
+def mixes_documents(model: PreTrainedModel) -> bool:
+    """Return whether packed documents of a row would see each other in a model.
+
+    They do where layers keep states that positions do not reset, and where a model takes no positions.
+    """
+    return keeps_states(model.config) or "position_ids" not in signature(type(model).forward).parameters
 
 
 def native_windows(config: PreTrainedConfig) -> list[int | None]:

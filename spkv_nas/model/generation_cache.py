@@ -10,6 +10,8 @@ follow a cached prompt (the Mamba layers of Jamba), so that generation would be 
 """
 
 import copy
+import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -20,11 +22,12 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from spkv_nas.base import arguments
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attention, modes, wrappers
+from spkv_nas.model import attention, call_inputs, modes, wrappers
 from spkv_nas.model.cache_layers import attention_indices, cache_layers, own_cache_class
 from spkv_nas.model.layer_cache import SPKVCacheLayer, SPKVHybridCacheLayer, SPKVLatentCacheLayer, local_window
 
 _RING = 128  # ring size of a model without local heads
+_START_AGAIN = "start with spkv_nas.SPKVCache(model), or empty this cache with its reset()"
 
 
 class SPKVCache(Cache):
@@ -42,43 +45,73 @@ class SPKVCache(Cache):
         """Create an empty cache.
 
         Args:
-            model: a model with gates or a layout.
+            model: a model with gates or a layout; any other raises ``UserError``.
             page_size: tokens per page, at least 1.
             max_pages: maximum number of pages per layer and window, at least 1; None: no limit.
 
-        Raises ``UserError``: the model has neither gates nor a layout, or a number is too small or not whole.
+        Raises ``UserError``: an argument is of the wrong kind, or the model cannot use a cache.
         """
-        page_size = arguments.convert("page_size", int, page_size)
-        max_pages = arguments.convert("max_pages", int | None, max_pages)
-        for name, number in (("page_size", page_size), ("max_pages", max_pages)):
+        self._page_size = arguments.convert("page_size", int, page_size)
+        self._max_pages = arguments.convert("max_pages", int | None, max_pages)
+        for name, number in (("page_size", self._page_size), ("max_pages", self._max_pages)):
             if number is not None and number < 1:
                 raise UserError(f"{name} must be at least 1; found {number}")
-        states = attention.layer_states(model := wrappers.unwrapped(model))
-        if not states:
-            raise UserError("this model has neither gates nor a layout: generate with transformers' own cache")
-        layers = attention.attention_layers(model).values()
-        if any(getattr(getattr(layer, "utility_predictor", None), "mix", None) for layer in layers):
-            raise UserError("a bidirectional predictor needs future tokens: generate with use_cache=False")
-        shared = min((w for state in states if (w := local_window(state)) is not None), default=_RING)
-        masks: list[Tensor | None] = [None] * 3
-        # Replace the attention layers of the cache that transformers would make
-        cache = cache_layers(model.config)
-        indices = attention_indices(cache)
-        if len(indices) != len(states):
-            raise UserError(
-                f"{len(states)} layers of this model compute attention, but {len(indices)} layers of transformers' "
-                "cache store keys: generate with use_cache=False"
-            )
-        for index, state in zip(indices, states, strict=True):
-            kind, options = SPKVLatentCacheLayer if state.expanded_dim else SPKVCacheLayer, {}
-            if isinstance(other := cache[index], LinearAttentionCacheLayerMixin):
-                kind, options = SPKVHybridCacheLayer, {"number_of_states": other.number_of_states}
-            cache[index] = kind(state, shared, page_size, max_pages, masks, **options)
-        Cache.__init__(self, cache)
+        model = wrappers.unwrapped(model)
+        Cache.__init__(self, _empty_layers(model, self._page_size, self._max_pages))
+        self._belong_to(model)
+
+    def _belong_to(self, model: PreTrainedModel) -> None:
+        """Remember what the layers were made for: the model, and the gates or layout that it has now."""
+        self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
+        self._gates = _gates(model)
+        self._heads = _heads(model)
         # Belong to the cache class that the model insists on, if it has one of its own
-        if (own := own_cache_class(model)) is not None:
+        own = own_cache_class(model)
+        if own is not None and not isinstance(self, own):
             self.linear_cache: list[Tensor] = []
             self.__class__ = type(type(self).__name__, (type(self), own), {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all but the model and its gates, so that a loaded copy fits any model like it."""
+        return {**vars(self), "_model": None, "_gates": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SPKVCache":
+        """Return a copy, which belongs to the same model."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return copied
+
+    def prepare_call(self, model: PreTrainedModel, batch_size: int | None) -> None:
+        """Prepare for a call of ``model`` on ``batch_size`` sequences (None: not known).
+
+        An empty cache follows the model's present gates or layout. Raises ``UserError`` if a filled one holds tokens of
+        another model, of other gates or another layout, of a call that was interrupted, or of another batch size.
+        """
+        attending = [layer for layer in self.layers if isinstance(layer, SPKVCacheLayer)]
+        numbers = {layer.tokens for layer in attending}
+        is_interrupted = len(numbers) > 1 or any(layer.is_interrupted for layer in attending)
+        has_model = self._model is None or self._model() is model
+        has_gates = self._gates is None or self._gates() is model._spkv_states[0].settings
+        has_heads = has_gates and self._heads == _heads(model)
+        # Follow the model with an empty cache
+        if numbers == {0}:
+            if is_interrupted or not (has_model and has_heads):
+                self.layers = _empty_layers(model, self._page_size, self._max_pages)
+                self._belong_to(model)
+            return
+        # Check what a filled cache holds
+        problem = None
+        if is_interrupted:
+            problem = "was left by a call that was interrupted, which stored its tokens in some layers only"
+        elif not has_model:
+            problem = "was filled by another model"
+        elif not has_heads:
+            problem = "was filled under another layout, or other gates, gate mode or tau, than the model has now"
+        elif batch_size is not None and batch_size != (stored := self._paged[0].batch_size):
+            problem = f"holds {stored} sequences, this batch has {batch_size}"
+        if problem is not None:
+            raise UserError(f"past_key_values {problem}: {_START_AGAIN}")
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Return the state of a lightning attention layer, as MiniMax asks for it; None before the first token."""
@@ -101,8 +134,9 @@ class SPKVCache(Cache):
             self.reorder_cache(torch.arange(self._paged[0].batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences ``indices``."""
-        self.reorder_cache(indices)
+        """Keep only the sequences ``indices``: numbers of rows, or bool [B]."""
+        rows = torch.as_tensor(indices)
+        self.reorder_cache(rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows)
 
     @property
     def _paged(self) -> list[PagedKVCache]:
@@ -141,6 +175,50 @@ class SPKVCache(Cache):
         return torch.stack([paged.lengths.sum(1) for paged in self._paged]).sum(0), torch.stack(num_outside).sum(0)
 
 
+def _empty_layers(model: PreTrainedModel, page_size: int, max_pages: int | None) -> list[Any]:
+    """Return the empty layers of a cache for the present gates or layout of a model.
+
+    Raises ``UserError``: it has neither, or no cache can hold what it stores.
+    """
+    states = attention.layer_states(model)
+    if not states:
+        raise UserError("this model has neither gates nor a layout: generate with transformers' own cache")
+    attending = attention.attention_layers(model).values()
+    if any(getattr(getattr(layer, "utility_predictor", None), "mix", None) for layer in attending):
+        raise UserError("a bidirectional predictor needs future tokens: generate with use_cache=False")
+    shared = min((w for state in states if (w := local_window(state)) is not None), default=_RING)
+    masks: list[Tensor | None] = [None] * 3
+    # Replace the attention layers of the cache that transformers would make
+    layers = cache_layers(model.config)
+    indices = attention_indices(layers)
+    if len(indices) != len(states):
+        raise UserError(
+            f"{len(states)} layers of this model compute attention, but {len(indices)} layers of transformers' "
+            "cache store keys: generate with use_cache=False"
+        )
+    for index, state in zip(indices, states, strict=True):
+        kind, options = SPKVLatentCacheLayer if state.expanded_dim else SPKVCacheLayer, {}
+        if isinstance(other := layers[index], LinearAttentionCacheLayerMixin):
+            kind, options = SPKVHybridCacheLayer, {"number_of_states": other.number_of_states}
+        layers[index] = kind(state, shared, page_size, max_pages, masks, **options)
+    return layers
+
+
+def _gates(model: PreTrainedModel) -> "weakref.ref[attention.GateSettings] | None":
+    """Return a reference to the gate settings of a hooked model, which new gates replace; None if no gate decides."""
+    states = model._spkv_states
+    is_gated = any(state.gate_window is not None and state.windows is None for state in states)
+    return weakref.ref(states[0].settings) if is_gated else None
+
+
+def _heads(model: PreTrainedModel) -> Hashable:
+    """Return what decides which keys a hooked model's heads see: windows, sinks, and the mode and tau of its gates."""
+    states = model._spkv_states
+    settings = states[0].settings if _gates(model) is not None else None
+    layers = tuple((state.windows, state.gate_window, state.sinks, state.learned_sinks) for state in states)
+    return layers, settings and (settings.mode, settings.tau)
+
+
 def check_states(model: PreTrainedModel, kwargs: dict[str, Any], num_cached: int) -> None:
     """Raise ``UserError`` if a call with a cache of ``num_cached`` tokens would lose states of a hooked model.
 
@@ -157,17 +235,12 @@ def check_states(model: PreTrainedModel, kwargs: dict[str, Any], num_cached: int
             del model._spkv_reads_states
             raise
     # Refuse what would be wrong
-    tokens = new_tokens(kwargs)
+    tokens = call_inputs.new_tokens(kwargs)
     if num_cached and not model._spkv_reads_states and tokens is not None and tokens.shape[1] > 1:
         raise UserError(
             f"{type(model).__name__}: its layers without attention ignore their states where several tokens follow "
             "those in a cache\nleave out prefill_chunk_size, and add tokens to a cache one by one"
         )
-
-
-def new_tokens(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the tokens of a call of a model, [B, T], or their embeddings [B, T, C]; None if it has neither."""
-    return kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
 
 
 @torch.no_grad()

@@ -12,6 +12,10 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
 
 NOT_ASSISTED = "assisted decoding, also by prompt lookup or early exit, needs a full-attention cache: leave it out"
+_NOT_HOOKED = (
+    "past_key_values is an SPKVCache, but this model has no gates or layout now, so it would miss the keys in it: use "
+    "transformers' own cache"
+)
 _NOT_PASSED_ON = (
     "this model's attention layers do not pass their cache on as transformers' usually do, so SPKVCache misses keys: "
     "generate with use_cache=False"
@@ -53,12 +57,22 @@ class SPKVCacheLayer(CacheLayerMixin):
         keep = [w > ring for w, ring in zip(state.head_windows(gated=False), rings, strict=True)]
         self._keep = torch.tensor(keep)[:, None]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
+        self._is_expected = False  # a hooked attention layer is about to pass keys and values to ``update``
         self._is_pending = False  # keys and values were passed to ``update`` and not to ``attend``
         self._num_readers = state.num_readers  # later layers that attend to the same keys
         self._new: _New | None = None  # until the last reader has attended to them
         self._num_unread = 0  # readers that have not attended to the new keys
         self.paged: list[PagedKVCache] = []  # a cache for each ring size, ascending
         self.tokens = 0  # length of the longest sequence, including padding
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Return whether the last call ended before the layer had stored all of its keys and values."""
+        return self._is_pending or self._new is not None
+
+    def expect_update(self) -> None:
+        """Allow one ``update``: a hooked attention layer says that its attention will read what is stored here."""
+        self._is_expected = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the batch size, heads, dtype and device of the first keys, [B, Hkv, T, D]."""
@@ -76,10 +90,15 @@ class SPKVCacheLayer(CacheLayerMixin):
             self.paged.append(PagedKVCache(batch, len(heads), size, window=window, page_size=page_size, **options))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged. Raises ``UserError`` if ``attend`` did not store earlier ones."""
+        """Return the new keys and values unchanged.
+
+        Raises ``UserError`` if the layer that has them is not hooked, or ``attend`` did not store earlier ones.
+        """
+        if not self._is_expected:
+            raise UserError(_NOT_HOOKED)
         if self._is_pending:
             raise UserError(_NOT_PASSED_ON)
-        self._is_pending = True
+        self._is_expected, self._is_pending = False, True
         return key_states, value_states
 
     @torch.no_grad()
@@ -150,7 +169,6 @@ class SPKVCacheLayer(CacheLayerMixin):
             self.lazy_initialization(k, v)
         self._check(k)
         real = self._new_tokens(mask)
-        k, v = (x.to(self.paged[0].ring_k.dtype) for x in (k, v))
         # Decide which keys to keep: [B, Hkv, T]
         keep = self._with_sinks(self._keep.expand(*k.shape[:3]) if keep is None else keep, real)
         if real is None:
@@ -181,6 +199,12 @@ class SPKVCacheLayer(CacheLayerMixin):
     def _check(self, k: Tensor) -> None:
         """Raise ``UserError`` if new keys ``k`` [B, Hkv, T, D] do not fit into the cache."""
         paged = self.paged[0]
+        held = paged.ring_k
+        if k.dtype != held.dtype or k.device != held.device:
+            raise UserError(
+                f"past_key_values holds keys in {held.dtype} on {held.device}, but this call computes in {k.dtype} on "
+                f"{k.device}: start with a new cache"
+            )
         if len(k) != paged.batch_size:
             raise UserError(f"the cache holds {paged.batch_size} sequences, this batch has {len(k)}")
         if (k.shape[1], k.shape[3]) != (len(self._keep), paged.head_dim):
@@ -233,10 +257,14 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Reset the cache to its empty state."""
-        self.paged, self.mask, self.tokens, self.is_initialized, self._is_pending = [], None, 0, False, False
+        self.paged, self.mask, self.tokens, self.is_initialized = [], None, 0, False
+        self._is_expected, self._is_pending = False, False
+        self._new, self._num_unread = None, 0
 
-    def crop(self, *_: Any) -> None:
-        """Raise ``UserError``: pruned tokens cannot be restored to the window."""
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise ``UserError`` unless no token is to be removed: pruned ones cannot be restored to the window."""
+        if tokens_to_remove == 0 or self.tokens == 0:
+            return
         raise UserError(f"an SP-KV cache cannot be cropped, because pruned tokens are deleted: {NOT_ASSISTED}")
 
 

@@ -20,6 +20,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import TrainedModel, write_checkpoints
 from spkv_nas.base import distributed, progress, records, replace, version
+from spkv_nas.base.comparison import ComparedByValue
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation import paired, ranking
 from spkv_nas.evaluation.alarms import Circumstances, alarm, control_alarm, packing_warning
@@ -31,8 +32,8 @@ from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, eq=False)
+class Comparison(ComparedByValue):
     """Results of the branches trained so far."""
 
     # table with columns spkv_nas.artifacts.comparison.COLUMNS and one row each for the unchanged dense model, full

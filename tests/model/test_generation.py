@@ -245,7 +245,9 @@ class TestRefused:
         model = model_with("layers")
         layer = SPKVCache(model).layers[0]
         keys = torch.zeros(1, 2, 3, 8)
+        layer.expect_update()
         layer.update(keys, keys)
+        layer.expect_update()
         with pytest.raises(UserError, match="SPKVCache misses keys"):
             layer.update(keys, keys)
 

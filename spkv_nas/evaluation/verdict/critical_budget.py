@@ -126,7 +126,7 @@ def _bisect(
     return low, high, risk
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CriticalBudget(Outcome):
     """Smallest budget that passes, and what is known of the budgets around it.
 

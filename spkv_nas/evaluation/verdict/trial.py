@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts import head_scores, result_tables
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import arrays, errors, statistics
+from spkv_nas.base.comparison import ComparedByValue
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, part_of
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.held_out import hold_out
@@ -77,8 +78,8 @@ def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[st
     return answers
 
 
-@dataclass(frozen=True)
-class Outcome:
+@dataclass(frozen=True, eq=False)
+class Outcome(ComparedByValue):
     """Measurements that answers rest on: a row per candidate and criterion that was measured.
 
     That any candidate passes wrongly, and that any fails wrongly, has a probability of at most ``risk`` each, a share.
@@ -91,7 +92,7 @@ class Outcome:
     num_samples: Mapping[str, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Verdict(Outcome):
     """Answers about candidates by name, and a sentence if the numbers make no sense (``evaluation.alarms``)."""
 
