@@ -270,13 +270,21 @@ class Gains:
 
 @dataclass(frozen=True, eq=False)
 class WindowCosts:
-    """Cost of each window to each KV head against global attention, in nats per token, to first order."""
+    """Cost of each window to each KV head against global attention, in nats per token, to second order."""
 
     windows: tuple[int, ...]  # the windows, ascending, in keys
     # float64 [P, L, Hkv, W], cost by domain; negative if a head attends better locally, or appears to by chance; 0 in
     # layers that are local by design, and NaN beyond the heads of a layer
     values: arrays.Float
     domains: tuple[str, ...]  # names of the domains, sorted
+
+    @property
+    def falling(self) -> arrays.Float:
+        """Return the costs [P, L, Hkv, W] without what is noise: at least 0, and none below that of a wider window.
+
+        A program that minimises sums of costs would otherwise choose the heads whose costs are wrong by most.
+        """
+        return np.maximum.accumulate(np.maximum(self.values, 0.0)[..., ::-1], -1)[..., ::-1]
 
     def at(self, window: int) -> arrays.Float:
         """Return the costs [P, L, Hkv] of any window, interpolated in its logarithm between those measured."""

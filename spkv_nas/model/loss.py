@@ -26,6 +26,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from spkv_nas.base import errors, memory
 
 NO_TARGET = -100  # label to ignore
+_NOT_DRAWN = -1.0  # number in place of a label to draw, where there is none
 
 
 def token_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
@@ -83,6 +84,37 @@ def mean_divergence(
             reference_logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
         total = _whole_total(logits, reference_logits, targets.flatten())
     return total / (targets != NO_TARGET).sum().clamp_min(1)
+
+
+def sampled_nlls(model: PreTrainedModel, input_ids: Tensor, uniforms: Tensor, **positions: Tensor) -> Iterator[Tensor]:
+    """Yield sums of the NLL of tokens that the model itself draws, one after every prefix, with gradients.
+
+    The mean square of such a sum's gradient is the Fisher information of the predictions of ``target_tokens`` of
+    ``input_ids`` [B, T], which is the second derivative of their divergence from the model's own. The sums share one
+    pass, so all but the last must keep the graph of their gradients.
+
+    Args:
+        model: the model that draws and predicts.
+        input_ids: tokens, int64 [B, T].
+        uniforms: random numbers in [0, 1), float [draws, B, T - 1], at which the cumulated probabilities are cut.
+        positions: as in ``token_nll``, which also names the warnings.
+    """
+    is_target = target_tokens(input_ids, **positions) != NO_TARGET
+    numbers = uniforms.to(input_ids.device).where(is_target, _NOT_DRAWN)
+    if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
+        decoder_pass.draws = True
+        yield from (decoder_pass.total(of_draw, model) for of_draw in numbers)
+        return
+    logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
+    yield from (_whole_total(logits, None, _drawn(logits, of_draw.flatten())) for of_draw in numbers)
+
+
+@torch.no_grad()
+def _drawn(logits: Tensor, numbers: Tensor) -> Tensor:
+    """Draw a token from each distribution, of logits [n, V], by a number [n]; ``NO_TARGET`` for ``_NOT_DRAWN``."""
+    cumulated = logits.float().softmax(-1).cumsum(-1)
+    drawn = (cumulated < numbers[:, None].float()).sum(-1).clamp_max(logits.shape[-1] - 1)
+    return drawn.where(numbers != _NOT_DRAWN, NO_TARGET)
 
 
 @torch.no_grad()
@@ -228,6 +260,7 @@ class DecoderPass:
         self._decoder = model.get_decoder()
         self._output: Any = None
         self.taught: Any = None  # output of another pass to compare the pass with
+        self.draws = False  # whether targets are numbers in [0, 1), by which tokens are drawn
         self._hook = self._decoder.register_forward_hook(self._see)
 
     def _see(self, _decoder: nn.Module, _args: Any, output: Any) -> None:
@@ -301,6 +334,8 @@ class DecoderPass:
 
         They are NLLs, or with ``taught`` [n, C] divergences from the predictions of that pass.
         """
+        if self.draws:
+            targets = _drawn(logits, targets)
         if taught is None:
             nll, _, gradient = token_losses(logits, None, targets)
             return nll, gradient

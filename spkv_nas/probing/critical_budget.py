@@ -60,15 +60,28 @@ def critical_budget(
     Raises ``UserError``: the budgets, the margin or the risk are invalid, the scores do not fit the model, or no
     document is left.
     """
-    reporter = Reporter.of(progress)
     text: dict[str, Any] = {"scores": scores, "tokenizer": tokenizer, "max_tokens": max_tokens, "seed": seed}
     # One layout for each number of heads
     if not budgets.startswith(budget.MEMORY):
         numbers = budget.parse_budgets(budgets, scores.num_candidates)
         layouts = [propose.densest_layout(scores, number, window=window) for number in numbers]
         trial = trial_in_memory(model, blocks, margin, **text)
-        return find_critical_budget(trial, _contenders(layouts), criteria.parse_risk(risk), reporter)
-    # For each memory the layout that loses least of several kinds
+        return find_critical_budget(trial, _contenders(layouts), criteria.parse_risk(risk), Reporter.of(progress))
+    return _by_memory(model, scores, blocks, budgets, window, margin, criteria.parse_risk(risk), text, progress)
+
+
+def _by_memory(
+    model: PreTrainedModel,
+    scores: HeadScores,
+    blocks: TokenBlocks | Iterable[str],
+    budgets: str,
+    window: int | None,
+    margin: str,
+    risk: float,
+    text: dict[str, Any],
+    progress: Progress | None,
+) -> CriticalBudget:
+    """Find the smallest memory whose layout passes, of those that lose least of several kinds; as above."""
     cost = requirements.Requirements(context=scores.metadata.get("positions") or CONTEXT).cache_cost(scores, window)
     assert cost is not None  # there is a context
     by_memory = windows.layouts_by_memory(scores, cost, budget.parse_memories(budgets))
@@ -78,9 +91,8 @@ def critical_budget(
         choose = Rivals(model, trial.contest, scores, cost, list(by_memory), progress=progress).choose
     candidates = _contenders(by_memory.values())
     nll = scores.metadata.get("nll")
-    return find_critical_budget(
-        trial, candidates, criteria.parse_risk(risk), reporter, list(by_memory), nll, choose=choose
-    )
+    reporter = Reporter.of(progress)
+    return find_critical_budget(trial, candidates, risk, reporter, list(by_memory), nll, choose=choose)
 
 
 def _contenders(layouts: Iterable[Layout]) -> list[contenders.Contender]:

@@ -182,3 +182,43 @@ class Mixture:
             by_query = share.repeat_interleave(output.shape[1] // share.shape[-1], -1)
             mixed = mixed.to(output.device) + by_query[..., None, None] * output
         return mixed
+
+
+class Differences:
+    """Attention observer of one layer that adds, for each window, a share of what it changes to the layer's attention.
+
+    The shares are 0, so the attention stays what it is, and their gradients say what the loss does when a head moves
+    from global attention towards each window. Only the attention itself has gradients, not the windows, so that many
+    windows cost little more than one forward pass.
+    """
+
+    sees_readers = True  # replaces attention also in layers that read the keys of this one
+    knows_documents = True  # takes ``starts``
+
+    def __init__(
+        self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int, *, is_halfway: bool
+    ) -> None:
+        """Attend globally, or halfway between that and the last of ``windows``.
+
+        ``shares`` are zeros, float [B, Hkv, W], one for each window, in which local heads also see ``sinks``.
+        """
+        self._kinds = Mixture(state, shares, windows, sinks)
+        self._shares = shares
+        self._is_halfway = is_halfway
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+    ) -> Tensor:
+        """Compute the attention output [B, Hq, T, D]; arguments as in ``Mixture``."""
+        q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for all kinds
+        unchanged = output = self._kinds.attend(-1, q, k, v, scale, sink_logits, starts)
+        last = self._shares.shape[-1] - 1
+        if self._is_halfway:
+            output = (unchanged + self._kinds.attend(last, q, k, v, scale, sink_logits, starts)) / 2
+        for kind in range(last + 1):
+            with torch.no_grad():
+                difference = self._kinds.attend(kind, q, k, v, scale, sink_logits, starts) - unchanged
+            share = self._shares[..., kind].to(output.device)
+            by_query = share.repeat_interleave(output.shape[1] // share.shape[-1], -1)
+            output = output + by_query[..., None, None] * difference
+        return output

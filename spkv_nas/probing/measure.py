@@ -35,7 +35,6 @@ from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.windows import (
     NARROWEST,
     ONE_WINDOW,
-    WIDEST,
     TriedWindow,
     at_window,
     candidate_windows,
@@ -223,7 +222,7 @@ def measure_within(
     cost, num_heads = _cache_cost(model, context, window or NARROWEST, sinks)
     limit, full = memory_bytes(memory, cost, num_heads), cost.full(num_heads)
     if window is None:
-        candidates = candidate_windows(cost, num_heads, limit, min(WIDEST, blocks.block_size // 2))
+        candidates = candidate_windows(cost, num_heads, limit, blocks.block_size // 2)
     else:
         candidates = [TriedWindow(window, cost.largest_budget(limit, num_heads), limit / full)]
     # Rank the heads at a typical window

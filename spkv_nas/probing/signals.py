@@ -294,15 +294,16 @@ class WindowCosts(Signal):
 
     def work(self, grid: Grid, tokens: int, block_size: int) -> Work:
         """Return the passes over the blocks that are measured."""
-        from spkv_nas.probing.window_costs import NUM_BLOCKS, WINDOWS, passes
+        from spkv_nas.probing.window_costs import NUM_BLOCKS, measured_windows, passes
 
-        return Work(1.0, min(tokens, NUM_BLOCKS * block_size), passes(len(WINDOWS)))
+        return Work(1.0, min(tokens, NUM_BLOCKS * block_size), passes(len(measured_windows(block_size))))
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of gradients of a frozen model with respect to its heads."""
-        from spkv_nas.probing.window_costs import NUM_BLOCKS, WINDOWS
+        from spkv_nas.probing.window_costs import NUM_BLOCKS, measured_windows
 
-        return stages.learn_gates(self.stage_name, NUM_BLOCKS, stages.block_size, mixes=len(WINDOWS) + 1)
+        num_kinds = len(measured_windows(stages.block_size)) + 1
+        return stages.learn_gates(self.stage_name, NUM_BLOCKS, stages.block_size, mixes=num_kinds)
 
 
 DENSITY = Density()

@@ -1,15 +1,21 @@
-"""Window costs: what each window of local heads costs each KV head, by one gradient for all limits of memory.
+"""Window costs: what each window of local heads costs each KV head, by a second-order expansion around the model.
 
-Every head attends with an equal mixture of K kinds of attention, several windows and global attention::
+The loss of a layout is the divergence of its predictions from the unchanged model's, which is the minimum of it, so the
+first derivatives are 0. To second order, with z_h the change of the attention of head h::
 
-    out_h = sum_k share_hk out_hk,   share_hk = 1 / K
-    loss  = KL(predictions of the unchanged model || predictions with mixtures), per token
+    KL(layout) = sum_h 1/2 z_h F_hh z_h  +  sum_{h < j} z_h F_hj z_j        F: Fisher information of the predictions
 
-The gradient of the loss with respect to share_hk is, to first order and up to a constant per head, what kind k alone
-costs head h while all other heads are halfway between their kinds. Costs are differences to global attention. In full
-attention the gradient would be 0, because the unchanged model is a minimum of the loss; and single-head ablations there
-do not add up, because heads replace each other. The shares are not learned: after steps towards a limit of memory, the
-gradients of shares that have reached 0 mislead (reports/LOG.md).
+The cost of window k to head h is the first term, what it costs the head alone, and half of the second with all other
+heads at the widest window, as most heads are in layouts that lose little. The sum of the costs of the widest window is
+then the loss of that layout; others are predicted as if their heads disturbed each other as little.
+
+* The head alone: the mean square of the gradients of the NLL of tokens that the model itself draws, which is the Fisher
+  information (``loss.sampled_nlls``). No single head is ever made local, so all heads take as long as one.
+* Other heads: the gradient of the divergence halfway to the widest window, without the head's own part.
+
+Single-head ablations would measure the first term head by head. An equal mixture of all windows, one gradient of which
+gave the costs before, leaves most of the first term out: on SmolLM2-135M-Instruct 13 heads at 32 keys were predicted to
+gain and lost .05 nats (reports/LOG.md).
 """
 
 from collections.abc import Sequence
@@ -29,15 +35,25 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import nll
+from spkv_nas.model import loss
 from spkv_nas.model import windows as model_windows
 from spkv_nas.model.attention import LayerState, heads_per_layer
-from spkv_nas.model.loss import mean_divergence
 from spkv_nas.probing import frozen, head_gates, heads
 
-WINDOWS = (32, 64, 128, 256, 512, 1024)  # those of at most half a block are measured
-NUM_BLOCKS = 16  # whose gradients are averaged
+NARROWEST = 32  # keys, of the narrowest window; the others are its doubles up to half a block
+NUM_BLOCKS = 16  # whose costs are averaged
+DRAWS = 2  # of tokens after every prefix; the square of a gradient has a relative error of sqrt(2 / (draws * blocks))
 NLL_BLOCKS = 4  # for the NLL of the unchanged model, which costs are compared with
 Float = arrays.Float
+
+
+def measured_windows(block_size: int) -> tuple[int, ...]:
+    """Return the windows that are measured on blocks of ``block_size`` tokens, ascending: none beyond half a block.
+
+    More of a block's keys than half are visible to most of its queries, which would leave nothing to measure.
+    """
+    octaves = max(0, (block_size // (2 * NARROWEST)).bit_length())
+    return tuple(NARROWEST << octave for octave in range(octaves))
 
 
 def window_costs(
@@ -45,7 +61,7 @@ def window_costs(
     blocks: TokenBlocks,
     window: int,
     *,
-    windows: Sequence[int] = WINDOWS,
+    windows: Sequence[int] | None = None,
     sinks: int = 0,
     num_blocks: int = NUM_BLOCKS,
     seed: int = 0,
@@ -55,7 +71,7 @@ def window_costs(
 ) -> head_scores.HeadScores:
     """Measure what windows cost every KV head on ``blocks``; the model is restored. Must be called on all ranks.
 
-    Costs are those of ``windows``, in keys, of at most half a block, and of ``window``, which are the scores of the
+    Costs are those of ``windows``, in keys (None: ``measured_windows``), and of ``window``, which are the scores of the
     heads. ``num_blocks`` blocks are drawn at random by ``seed``. Other arguments are those of ``probe``.
 
     Returns:
@@ -65,17 +81,17 @@ def window_costs(
     Raises ``UserError``: the blocks are not longer than the window, or the model cannot be hooked.
     """
     heads.check_window(blocks, window, sinks)
-    measured = tuple(sorted({w for w in windows if w <= blocks.block_size // 2} | {window}))
+    known = measured_windows(blocks.block_size) if windows is None else windows
+    measured = tuple(sorted({*known, window}))
     order = np.random.default_rng(seed).permutation(blocks.num_blocks)[:num_blocks]
     with model_windows.full_attention(model) as states:
         layers = local_layers.candidate_layers(states)
-        gradients = _gradients(model, states, layers, blocks, order, measured, sinks, progress)
+        of_layers = _costs(model, states, layers, blocks, order, measured, sinks, seed, progress)
         native = local_layers.native_windows(states)
     unchanged = nll.document_nll(model, blocks.nested([min(NLL_BLOCKS, blocks.num_blocks)])[0], batch_size=1).mean
-    # Costs against global attention, by block: [N, L, Hkv, W]
-    costs = np.zeros((len(order), len(states), *gradients.shape[2:]))
-    costs[:, layers] = gradients
-    costs = costs[..., :-1] - costs[..., -1:]
+    # By block: [N, L, Hkv, W]
+    costs = np.zeros((len(order), len(states), *of_layers.shape[2:]))
+    costs[:, layers] = of_layers
     means, by_window = _means(blocks, order, costs, measured, window)
     costs_of_heads = np.where(head_cells(heads_per_layer(states))[..., None], by_window.values, np.nan)
     facts = {**(metadata or {}), "nll": round(unchanged, 4), "blocks": len(order), "seed": seed, **native}
@@ -92,7 +108,7 @@ def _means(
 ) -> tuple[list[heads.HeadMeans], head_tables.WindowCosts]:
     """Return the mean costs of one window, and of all, over the tokens to predict of every domain.
 
-    ``costs`` [N, L, Hkv, W] are those of the blocks in ``order``, as ``_gradients`` returns them.
+    ``costs`` [N, L, Hkv, W] are those of the blocks in ``order``, as ``_costs`` returns them.
     """
     # The domain that most tokens of a block are of, or of several the first by name
     of_tokens = np.array([document.domain for document in blocks.documents])[blocks.document[order]]
@@ -110,7 +126,7 @@ def _means(
     return means, head_tables.WindowCosts(windows, np.stack(by_domain), domains)
 
 
-def _gradients(
+def _costs(
     model: PreTrainedModel,
     states: Sequence[LayerState],
     layers: Sequence[int],
@@ -118,40 +134,77 @@ def _gradients(
     order: arrays.Int,
     windows: Sequence[int],
     sinks: int,
+    seed: int,
     progress: Progress | None,
 ) -> Float:
-    """Compute the gradients of the loss of every block in ``order`` [N, layers, Hkv, K]; must be called on all ranks.
+    """Compute the costs of every block in ``order`` [N, layers, Hkv, W]; must be called on all ranks.
 
-    ``layers`` are those whose heads can be global. The loss is summed over the tokens to predict, of which blocks of
+    ``layers`` are those whose heads can be global. Losses are summed over the tokens to predict, of which blocks of
     separate documents have fewer than others, and divided by those of a block of one document.
     """
-    grid = len(layers), max(heads_per_layer(states)), len(windows) + 1
+    grid = len(layers), max(heads_per_layer(states)), len(windows)
+    block_targets = blocks.block_size - 1
 
-    def gradients(part: range) -> list[Float]:
-        """Compute those of some blocks in one pass."""
+    def costs(part: range) -> list[Float]:
+        """Compute those of some blocks in one pass of each kind."""
         indices = order[part.start : part.stop]
-        shares = torch.full((len(layers), len(part), *grid[1:]), 1.0 / grid[2], device=model.device).requires_grad_()
-        for layer, share in zip(layers, shares, strict=True):
-            of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
-            states[layer].observer = frozen.Mixture(states[layer], of_heads, windows, sinks)
         inputs = blocks.boundaries.inputs(block_tokens(blocks.part(indices), 0, len(part), model.device))
-        size = blocks.boundaries.num_measured(blocks.marked(indices))[0] / (blocks.block_size - 1)  # in whole blocks
-        loss = mean_divergence(model, reference=partial(head_gates.unobserved, states), **inputs) * size
-        (gradient,) = torch.autograd.grad(loss, shares)
-        frozen.check_finite("window costs: the loss", float(loss.detach()), part.start + 1, gradient)
-        return list(gradient.double().cpu().numpy().swapaxes(0, 1))
+        # What a window costs the head alone, and its product with the widest one
+        alone = np.zeros((grid[0], len(part), *grid[1:]))
+        with_widest = np.zeros_like(alone)
+        shares = _observed(model, states, layers, windows, sinks, len(part), is_halfway=False)
+        numbers = [np.random.default_rng([seed, index]).random((DRAWS, block_targets)) for index in indices]
+        uniforms = torch.from_numpy(np.stack(numbers, 1))
+        for draw, total in enumerate(loss.sampled_nlls(model, uniforms=uniforms, **inputs), 1):
+            (gradient,) = torch.autograd.grad(total, shares, retain_graph=draw < DRAWS)
+            frozen.check_finite("window costs: the loss", float(total.detach()), part.start + 1, gradient)
+            slope = gradient.double().cpu().numpy()
+            alone += slope**2 / (2.0 * DRAWS * block_targets)
+            with_widest += slope * slope[..., -1:] / (2.0 * DRAWS * block_targets)
+        del total, gradient  # and the graph, before the next pass
+        # What it costs beside other heads at the widest window
+        shares = _observed(model, states, layers, windows, sinks, len(part), is_halfway=True)
+        num_targets = blocks.boundaries.num_measured(blocks.marked(indices))[0]
+        divergence = loss.mean_divergence(model, reference=partial(head_gates.unobserved, states), **inputs)
+        divergence = divergence * (num_targets / block_targets)
+        (gradient,) = torch.autograd.grad(divergence, shares)
+        frozen.check_finite("window costs: the loss", float(divergence.detach()), part.start + 1, gradient)
+        beside_others = gradient.double().cpu().numpy() - with_widest
+        return list((alone + beside_others).swapaxes(0, 1))
 
     # Each rank computes its share of the blocks
     rank_share = distributed.own_share(len(order))
     by_block = np.zeros((len(order), *grid))
     on_cpu = model.device.type == "cpu"  # where larger passes are no faster
     per_pass = max(1, defaults.LEARNING_TOKENS // blocks.block_size if on_cpu else len(rank_share))
-    with frozen.frozen_within_memory(model, blocks.block_size, per_pass, attentions=grid[2]) as micro_batch:
-        for index, gradient in zip(rank_share, micro_batch.run_all(gradients, rank_share, progress), strict=True):
-            by_block[index] = gradient
+    with frozen.frozen_within_memory(model, blocks.block_size, per_pass, attentions=grid[2] + 1) as micro_batch:
+        for index, block_costs in zip(rank_share, micro_batch.run_all(costs, rank_share, progress), strict=True):
+            by_block[index] = block_costs
     return distributed.sum_over_processes(by_block)
 
 
+def _observed(
+    model: PreTrainedModel,
+    states: Sequence[LayerState],
+    layers: Sequence[int],
+    windows: Sequence[int],
+    sinks: int,
+    num_blocks: int,
+    *,
+    is_halfway: bool,
+) -> torch.Tensor:
+    """Observe attention in ``layers`` by ``frozen.Differences``, and return their shares [layers, B, Hkv, W]."""
+    grid = len(layers), num_blocks, max(heads_per_layer(states)), len(windows)
+    shares = torch.zeros(grid, device=model.device).requires_grad_()
+    for layer, share in zip(layers, shares, strict=True):
+        of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
+        states[layer].observer = frozen.Differences(states[layer], of_heads, windows, sinks, is_halfway=is_halfway)
+    return shares
+
+
 def passes(num_windows: int) -> float:
-    """Return the passes over a block, for a mixture whose ``num_windows`` + 1 kinds take about as many passes again."""
-    return defaults.FROZEN_STEP_PASSES + num_windows / 2
+    """Return the passes over a block: forward, and back for every draw; then as a step of a frozen model.
+
+    Windows are computed twice without gradients, which takes about a twentieth of a pass each.
+    """
+    return 1.0 + DRAWS + defaults.FROZEN_STEP_PASSES + num_windows / 10.0

@@ -23,7 +23,7 @@ from spkv_nas.proposal import coverage, integer_program
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import INTERLEAVED_LAST
 
-NARROWEST, WIDEST = 32, 1024  # windows that are tried
+NARROWEST = 32  # narrowest window that is tried
 _STEP = 16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
 _MOST_TRIED = 12  # windows
 _MOST_SINGLE = 2  # single windows among the rivals of a window per head
@@ -47,8 +47,8 @@ class TriedWindow:
     cost: float = np.nan  # loss in nats per token by the costs of windows; NaN without
 
 
-def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int = WIDEST) -> list[TriedWindow]:
-    """Return the windows worth trying within ``limit`` bytes of KV cache of ``num_heads`` heads, narrowest first.
+def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int) -> list[TriedWindow]:
+    """Return the windows worth trying within ``limit`` bytes of KV cache of ``num_heads`` heads, up to the ``widest``.
 
     ``cost`` is the size of a head's cache, whose window is not used.
 
@@ -133,7 +133,7 @@ class WindowProblem:
     @property
     def values(self) -> arrays.Float:
         """Return the costs of all kinds [P, L, Hkv, K], 0 for a global head and where a layer has no head."""
-        costs = np.nan_to_num(self.costs.values, nan=0.0)
+        costs = np.nan_to_num(self.costs.falling, nan=0.0)
         return np.concatenate([costs, np.zeros_like(costs[..., :1])], -1)
 
     @property
@@ -256,8 +256,9 @@ def predicted_loss(table: HeadScores, layout: Layout) -> float:
     costs = table.window_costs
     if costs is None:
         return float("nan")
+    falling = replace(costs, values=costs.falling)
     by_window = {
-        window: np.tensordot(table.domain_shares, costs.at(window), 1)
+        window: np.tensordot(table.domain_shares, falling.at(window), 1)
         for window in {window for row in layout.head_windows for window in row if window is not None}
     }
     total = 0.0

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from spkv_nas.artifacts import head_scores, result_tables, selection
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
@@ -91,16 +93,12 @@ def run(
         deadline,
         None if rivals is None else rivals.choose,
     )
-    smallest = outcome.critical.passes
     if outcome.layout is not None:
         reporter.caution(propose.price_advice(table, outcome.layout.num_global))
-    # Compute the cache of every budget, and what the smallest that passes saves
     table = propose.with_sinks(table, outcome.layouts[0].sinks)
-    cost = _cache_cost(requirements, table, outcome.layouts[0])
-    kv_bytes = dict(zip(outcome.budgets, (_kv_bytes(cost, layout, table) for layout in outcome.layouts), strict=True))
-    rows = outcome.rows.assign(kv_bytes=outcome.rows[_column(outcome)].map(kv_bytes))
+    rows = _with_bytes(outcome, requirements, table)
     # Write the layout of the smallest, unless it is from a file
-    file, memory = None if smallest is None else files.files.get(names[smallest]), None
+    file, memory = None if outcome.critical.passes is None else files.files.get(names[outcome.critical.passes]), None
     if outcome.layout is not None:
         memory = _memory(requirements, table, outcome.layout)
         if file is None:
@@ -125,6 +123,13 @@ def run(
         result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
     )
     return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=following)
+
+
+def _with_bytes(outcome: CriticalBudget, requirements: Requirements, table: head_scores.HeadScores) -> pd.DataFrame:
+    """Return the rows of an outcome with the bytes of the KV cache at every budget."""
+    cost = _cache_cost(requirements, table, outcome.layouts[0])
+    kv_bytes = dict(zip(outcome.budgets, (_kv_bytes(cost, layout, table) for layout in outcome.layouts), strict=True))
+    return outcome.rows.assign(kv_bytes=outcome.rows[_column(outcome)].map(kv_bytes))
 
 
 def _exporting(options: CriticalBudgetOptions, name: str, layout: Path | None) -> tuple[commands.Suggestion, ...]:

@@ -39,21 +39,21 @@ class TestCandidateWindows:
     @pytest.mark.parametrize("share", ["10%", "20%", "2MiB"])
     def test_each_is_the_widest_that_fits(self, share: str) -> None:
         limit = memory_bytes(share, COST, 48)
-        rows = candidate_windows(COST, 48, limit)
+        rows = candidate_windows(COST, 48, limit, 1024)
         assert len({row.num_global for row in rows}) == len(rows) > 1
         for row in rows:
             assert row.memory == replace(COST, window=row.window).total(row.num_global, 48) / COST.full(48)
             assert row.memory * COST.full(48) <= limit < replace(COST, window=row.window + 16).total(row.num_global, 48)
 
     def test_one_global_head_fewer_is_a_wider_window(self) -> None:
-        rows = candidate_windows(COST, 48, memory_bytes(0.2, COST, 48))
+        rows = candidate_windows(COST, 48, memory_bytes(0.2, COST, 48), 1024)
         pairs = [(8, 80), (7, 128), (6, 160), (5, 208), (4, 256), (3, 288), (2, 336), (1, 368)]
         assert [(row.num_global, row.window) for row in rows] == pairs
         assert candidate_windows(COST, 48, memory_bytes(0.2, COST, 48), 128)[-1].window == 128
 
     def test_too_little_memory(self) -> None:
         with pytest.raises(UserError, match="leave no global head beside windows of 32 keys"):
-            candidate_windows(COST, 48, memory_bytes("1%", COST, 48))
+            candidate_windows(COST, 48, memory_bytes("1%", COST, 48), 1024)
 
 
 @pytest.mark.parametrize("memory", ["120%", "0%", "many", "20%%", "-3"])

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import equal_up_to_rounding, sharpen_attention, tiny_model
+from transformers import PreTrainedModel
 
 import spkv_nas
 from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.loss import mean_divergence
-from spkv_nas.model.windows import full_attention
+from spkv_nas.model.windows import full_attention, layout_windows
 from spkv_nas.probing.frozen import Mixture
 from spkv_nas.probing.head_gates import unobserved
 from spkv_nas.probing.window_costs import window_costs
@@ -30,25 +31,56 @@ def text(num_blocks: int = 4, length: int = 64) -> TokenBlocks:
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(num_blocks)))
 
 
-def test_costs_are_slopes_of_the_divergence() -> None:
-    """A finite difference of the loss, in float64, of one head from the equal mixture towards one kind."""
-    model, blocks, step = sharpen_attention(tiny_model()).double(), text(1), 0.05
-    table = window_costs(model, blocks, 4, windows=WINDOWS, sinks=1)
-    assert table.window_costs is not None
+def divergence(model: PreTrainedModel, blocks: TokenBlocks, others: float, shares: tuple[float, float]) -> float:
+    """Return the divergence, in nats per token, where all heads have ``others`` of the widest window.
+
+    One head, the second of layer 1, has ``shares`` of both windows besides; the rest is global attention.
+    """
     tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
     with full_attention(model) as states, torch.no_grad():
+        for layer, state in enumerate(states):
+            mixture = torch.tensor([0.0, others, 1.0 - others], dtype=torch.float64).repeat(1, state.num_kv_heads, 1)
+            if layer == 1:
+                mixture[0, 1] += torch.tensor([*shares, -sum(shares)], dtype=torch.float64)
+            state.observer = Mixture(state, mixture, WINDOWS, sinks=1)
+        return float(mean_divergence(model, tokens, lambda: unobserved(states)))
 
-        def loss(kind: int, change: float) -> float:
-            for layer, state in enumerate(states):
-                shares = torch.full((1, state.num_kv_heads, 3), 1 / 3, dtype=torch.float64)
-                shares[0, 1, kind] += change if layer == 1 else 0.0
-                state.observer = Mixture(state, shares, WINDOWS, sinks=1)
-            return float(mean_divergence(model, tokens, lambda: unobserved(states)))
 
-        slopes = [(loss(kind, step) - loss(kind, -step)) / (2 * step) for kind in range(3)]
-    expected = [slope - slopes[2] for slope in slopes[:2]]
-    assert table.window_costs.values[0, 1, 1] == pytest.approx(expected, rel=0.02)
-    assert min(map(abs, expected)) > 1e-6
+def test_costs_are_the_second_order_of_the_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second derivative of the head alone, and half of the mixed ones with all other heads at the widest window.
+
+    Derivatives are finite differences in float64; the Fisher information is estimated from tokens that are drawn.
+    """
+    monkeypatch.setattr("spkv_nas.probing.window_costs.DRAWS", 600)
+    model, blocks, step = sharpen_attention(tiny_model()).double(), text(1), 0.02
+    table = window_costs(model, blocks, 4, windows=WINDOWS, sinks=1)
+    assert table.window_costs is not None
+    narrow, widest = table.window_costs.values[0, 1, 1]
+
+    def loss(others: float, *shares: float) -> float:
+        return divergence(model, blocks, others, (shares[0], shares[1]))
+
+    slopes = [(loss(0.5, *e) - loss(0.5, *(-x for x in e))) / (2 * step) for e in ((step, 0.0), (0.0, step))]
+    assert widest == pytest.approx(slopes[1], rel=0.01)
+    alone = loss(0.0, step, 0.0) / step**2
+    with_widest = (loss(0.0, step, step) - loss(0.0, step, 0.0) - loss(0.0, 0.0, step)) / (2 * step**2)
+    assert narrow == pytest.approx(alone + slopes[0] - with_widest, rel=0.15)
+    assert min(alone, slopes[1]) > 1e-6
+
+
+def test_the_costs_of_the_widest_window_add_up_to_its_loss() -> None:
+    model, blocks = sharpen_attention(tiny_model()).double(), text(4)
+    table = window_costs(model, blocks, 16, windows=(16,), sinks=0)
+    assert table.window_costs is not None
+    local = spkv_nas.Layout(("LL",) * 4, window=16)
+    losses = []
+    tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
+    with full_attention(model) as states, torch.no_grad():
+        for block in tokens:
+            for state, windows in zip(states, layout_windows(model, local), strict=True):
+                state.observer = Mixture(state, torch.tensor([[1.0, 0.0]] * len(windows)).double(), (16,), sinks=0)
+            losses.append(float(mean_divergence(model, block[None], lambda: unobserved(states))))
+    assert float(table.values.sum()) == pytest.approx(np.mean(losses), rel=0.3)
 
 
 def test_blocks_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ class TestProposal:
         probed, limit = table(), COST.full(48) // 5
         densest = spkv_nas.propose(probed, memory="20%")["densest"]
         loss = {}
-        for row in candidate_windows(COST, 48, limit):
+        for row in candidate_windows(COST, 48, limit, 1024):
             costs = at_window(probed, row.window).values
             loss[row.window] = costs.sum() - np.sort(costs, axis=None)[-row.num_global :].sum()
         assert densest.window == min(loss, key=loss.__getitem__)
