@@ -77,7 +77,6 @@ def run(
     table = lookup.chosen_table(replace(options, probe=probe), reporter)
     requirements = _requirements(options, files)
     layouts, memories = _layouts(options, files, table, requirements)
-    names = list(layouts)
     candidates = [contenders.Contender(name, options.model, layout, layout) for name, layout in layouts.items()]
     # Look at budgets, on documents that the heads were not scored on
     by_costs = memories is not None and not files.layouts
@@ -89,25 +88,25 @@ def run(
         criteria.parse_risk(options.risk),
         reporter,
         memories,
-        table.metadata.get("nll") if memories is not None else None,
+        None if memories is None else table.metadata.get("nll"),
         deadline,
-        None if rivals is None else rivals.choose,
+        choose=None if rivals is None else rivals.choose,
     )
-    if outcome.layout is not None:
-        reporter.caution(propose.price_advice(table, outcome.layout.num_global))
     table = propose.with_sinks(table, outcome.layouts[0].sinks)
     rows = _with_bytes(outcome, requirements, table)
-    # Write the layout of the smallest, unless it is from a file
-    file, memory = None if outcome.critical.passes is None else files.files.get(names[outcome.critical.passes]), None
-    if outcome.layout is not None:
+    # Write the layout of the smallest budget that passes, unless it is from a file
+    file = memory = None
+    if outcome.layout is not None and outcome.critical.passes is not None:
+        file = files.files.get([*layouts][outcome.critical.passes])
         memory = _memory(requirements, table, outcome.layout)
+        reporter.caution(propose.price_advice(table, outcome.layout.num_global))
         if file is None:
             file = options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
             outcome.layout.write(file)
             if rivals is not None:
                 selection.write_selection(file.parent, rivals.selected_on)
-    following = () if outcome.alarm is not None or files.layouts else _exporting(options, table.name, file)
     # Collect and write the result
+    following = () if outcome.alarm is not None or files.layouts else _exporting(options, table.name, file)
     result = BudgetResult(
         **vars(replace(outcome, rows=rows)),
         compared=compared,
