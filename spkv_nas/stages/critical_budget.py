@@ -106,7 +106,6 @@ def run(
             if rivals is not None:
                 selection.write_selection(file.parent, rivals.selected_on)
     # Collect and write the result
-    following = () if outcome.alarm is not None or files.layouts else _exporting(options, table.name, file)
     result = BudgetResult(
         **vars(replace(outcome, rows=rows)),
         compared=compared,
@@ -115,13 +114,13 @@ def run(
         memory=memory,
         file=file,
         folder=options.folders.report_dir(compared.name),
-        next=following,
+        next=() if outcome.alarm is not None or files.layouts else _exporting(options, table.name, file),
         rivals=rivals,
     )
     result_tables.CRITICAL_BUDGET.write(
         result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
     )
-    return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=following)
+    return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
 
 
 def _with_bytes(outcome: CriticalBudget, requirements: Requirements, table: head_scores.HeadScores) -> pd.DataFrame:
