@@ -149,7 +149,7 @@ def _kinds(files: Sequence[Path]) -> str:
 class Opened:
     """A file that is open, and unpacked while it is read."""
 
-    stream: io.BufferedReader  # its content, unpacked
+    stream: "io.BufferedReader[Any]"  # its content, unpacked
     file: BinaryIO  # the file itself
 
     @property
