@@ -141,6 +141,16 @@ class HeadScores(grid.OnGrid):
         return self.learned_budget if "memory" in self.metadata else None
 
     @property
+    def context(self) -> int | None:
+        """Return the tokens of a sequence whose KV cache is counted: as many as were measured at once, if known.
+
+        That is the context that the probe was measured for, or the length of its blocks; in tables of earlier versions
+        the model's context. None: none of these is recorded.
+        """
+        known = (self.metadata.get(key) for key in ("context", "block_size", "positions"))
+        return next((int(value) for value in known if value is not None), None)
+
+    @property
     def kind(self) -> str:
         """Return the kind of the scores, one of ``kinds.KINDS``."""
         return str(self.metadata.get("kind", DENSITY))

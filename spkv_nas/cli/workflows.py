@@ -216,19 +216,20 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
     requests = "" if memory.requests is None else f" (vLLM: {memory.requests:.1f} times as many requests)"
     if memory.requests is not None and memory.requests < 1.05:
         requests = " (vLLM: no more requests, because it keeps every token of so short a context)"
+    untested = "" if memory.untested is None else f"; at {memory.untested:,} not tested (--block-size)"
     files = [f"folder: {options.out}", serve, f"report: {page}"]
-    untried = "retraining, which recovers part of the loss (--retrain)"
+    not_tried = "retraining, which recovers part of the loss (--retrain)"
     if options.retrain is not None:
-        untried = "full attention retrained alike"
+        not_tried = "full attention retrained alike"
     # Windows lose recall from afar, which the NLL of a text hardly shows (reports/llama-30m)
     recall = "" if "recall" in nouns else f"recall from afar (--margin {options.margin},recall=10); "
     name = f"{hybrid.compared.against}{', retrained' if hybrid.file is None else ''}"
     return [
         f"{name}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}",
-        f"KV cache at {memory.context:,} tokens: {memory.full / memory.used:.1f} times smaller{requests}",
+        f"KV cache at {memory.context:,} tokens: {memory.full / memory.used:.1f} times smaller{requests}{untested}",
         f"{'; '.join(losses)}; passes {options.margin} at a risk of {options.risk.replace('%', ' %')}",
         "   ".join(each for each in files if each is not None),
-        f"not tried: {untried}; {recall}other tasks",
+        f"not tried: {not_tried}; {recall}other tasks",
     ]
 
 

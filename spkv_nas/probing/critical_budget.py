@@ -48,7 +48,7 @@ def critical_budget(
         blocks: text on which the heads were not scored, as token blocks or as strings.
         budgets: numbers or shares of global heads: a range such as "4..40" or "5%..50%", or a list; or for scores with
             costs of windows "memory", "memory=5%..50%" or "memory=10%,20%", shares of full attention's KV cache at the
-            model's context.
+            length of the blocks that the scores were measured on.
         window: tokens visible to local heads, the query's own included; by default the table's.
         margin: largest loss allowed by criterion, as in ``verdict``.
         risk: largest probability of a wrong pass, and of a wrong failure: 0.05 or "5%".
@@ -82,7 +82,7 @@ def _by_memory(
     progress: Progress | None,
 ) -> CriticalBudget:
     """Find the smallest memory whose layout passes, of those that lose least of several kinds; as above."""
-    cost = requirements.Requirements(context=scores.metadata.get("positions") or CONTEXT).cache_cost(scores, window)
+    cost = requirements.Requirements(context=scores.context or CONTEXT).cache_cost(scores, window)
     assert cost is not None  # there is a context
     by_memory = windows.layouts_by_memory(scores, cost, budget.parse_memories(budgets))
     trial = trial_in_memory(model, blocks, margin, with_contest=True, **text)

@@ -76,7 +76,8 @@ def probe(
         sinks: number of first tokens that a local head sees as well (sink tokens); None: ``choose_sinks``.
         memory: limit on the KV cache, as a share of full attention's ("20%" or 0.2) or in bytes ("2GiB"): the heads
             are ranked for it, and the window, unless given, is chosen with them (``measure_within``).
-        context: tokens per sequence for which ``memory`` is counted; None: the model's context.
+        context: tokens per sequence for which ``memory`` is counted; None: the length of the blocks, at which losses
+            are measured.
         tokenizer: the model's tokenizer; required if ``blocks`` are strings.
         name: name of the table; defaults to the signal's name, or to "probe" for density.
         metadata: provenance of the model and the text, stored with the table.
@@ -155,6 +156,7 @@ def _with_facts(
     facts["dtype"] = device.dtype_name(model.dtype)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     facts |= {"positions": positions} if isinstance(positions, int) else {}
+    facts["block_size"] = blocks.block_size
     metadata = {**facts, **table.metadata, **table_facts}
     return replace(table, metadata=metadata, selected_on=blocks.text_ids)
 
@@ -184,12 +186,6 @@ def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:
     return config.window
 
 
-def context_length(model: PreTrainedModel, blocks: TokenBlocks) -> int:
-    """Return the number of tokens that a model reads by its config, or that a block has if the config does not say."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else blocks.block_size
-
-
 def measure_within(
     memory: str | float,
     context: int | None,
@@ -205,9 +201,9 @@ def measure_within(
     """Measure a signal for a limit of memory, and choose the window of local heads; must be called on all ranks.
 
     ``memory`` is a limit as ``cache_cost.memory_bytes`` takes it, for a sequence of ``context`` tokens (None:
-    ``context_length``). Where the ``signal`` takes a budget, it is the number of global heads that the memory leaves.
-    ``measure`` measures a signal on a text at a window. With a ``window`` none is chosen; local heads see ``sinks``
-    tokens as well. ``progress`` is called with (blocks done, total) while windows are compared.
+    the length of the blocks). Where the ``signal`` takes a budget, it is the number of global heads that the memory
+    leaves. ``measure`` measures a signal on a text at a window. With a ``window`` none is chosen; local heads see
+    ``sinks`` tokens as well. ``progress`` is called with (blocks done, total) while windows are compared.
 
     Returns:
         The table at the window of the best layout with one window. Its metadata have ``memory``, ``context``, the
@@ -218,7 +214,7 @@ def measure_within(
     """
     if getattr(signal, "granularity", None) == kinds.LAYER:
         raise UserError("a limit of memory counts single heads: leave out --granularity layer, or the limit")
-    context = context_length(model, blocks) if context is None else context
+    context = blocks.block_size if context is None else context
     cost, num_heads = _cache_cost(model, context, window or NARROWEST, sinks)
     limit, full = memory_bytes(memory, cost, num_heads), cost.full(num_heads)
     if window is None:

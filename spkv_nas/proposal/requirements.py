@@ -70,10 +70,10 @@ class Requirements:
 
         Raises ``UserError``: a number is out of range, or the head dimension or dtype is not known.
         """
-        # Count for the context of a probe that was measured for a memory, or a limit of memory for the model's
+        # Count for the context of a probe that was measured for a memory, or a limit of memory for what was measured
         context = self.context or table.metadata.get("context")
         if context is None and self.kv_bytes is not None:
-            context = table.metadata.get("positions")
+            context = table.context
         if context is None:
             return None
         # Read the cache from the engine, the requirements, or the probe's model
@@ -138,8 +138,8 @@ class Requirements:
         """
         if table.window_costs is None or limit.weights is not None:
             return {}
-        # Count for the context of the model if no other is given
-        context = self.context or table.metadata.get("context") or table.metadata.get("positions") or CONTEXT
+        # Count for the context at which the probe measured losses if no other is given
+        context = self.context or table.context or CONTEXT
         cost = replace(self, context=context).cache_cost(table, window)
         assert cost is not None
         memory = cost.total(limit.heads(table), table.num_heads)

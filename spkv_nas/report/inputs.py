@@ -89,8 +89,8 @@ class ReportInputs:
 
     @property
     def context(self) -> int:
-        """Return the tokens of the sequence whose cache is counted: the model's context, up to 128k."""
-        return min(CONTEXT, self.table.metadata.get("positions") or CONTEXT)
+        """Return the tokens of the sequence whose cache is counted: as many as the probe measured at once."""
+        return self.table.context or CONTEXT
 
     def cache_share(self, density: float) -> float:
         """Return the cache of one sequence as a share of the unchanged model's (``cost.cache_share``)."""

@@ -25,7 +25,7 @@ from spkv_nas.proposal import constraints, propose, windows
 from spkv_nas.proposal.answers import budget_curve
 from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, sized_model
+from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, sized_model, subject
 from spkv_nas.stages.options import export, verdict
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 
@@ -37,6 +37,7 @@ class Memory:
     full: int  # bytes with full attention
     used: int  # bytes at the critical budget
     context: int  # tokens that both are counted for
+    untested: int | None  # longer context of the model, at which no loss was measured; None: there is none
     # ratio of the requests that fit in vLLM's cache to those of full attention; None if it does not serve the layout
     requests: float | None
     sentence: str  # both for people, with the sizes and the engine that they are counted for
@@ -98,7 +99,7 @@ def run(
     file = memory = None
     if outcome.layout is not None and outcome.critical.passes is not None:
         file = files.files.get([*layouts][outcome.critical.passes])
-        memory = _memory(requirements, table, outcome.layout)
+        memory = _memory(options, requirements, table, outcome.layout)
         reporter.caution(propose.price_advice(table, outcome.layout.num_global))
         if file is None:
             file = options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
@@ -197,7 +198,7 @@ def _column(outcome: CriticalBudget) -> str:
 
 def layout_memory(options: CriticalBudgetOptions, table: head_scores.HeadScores, layout: Layout) -> Memory:
     """Return the KV cache of a layout, which may have been retrained, beside full attention's."""
-    return _memory(_requirements(options, Proposal({})), propose.with_sinks(table, layout.sinks), layout)
+    return _memory(options, _requirements(options, Proposal({})), propose.with_sinks(table, layout.sinks), layout)
 
 
 def _cache_cost(requirements: Requirements, table: head_scores.HeadScores, layout: Layout) -> CacheCost:
@@ -207,8 +208,14 @@ def _cache_cost(requirements: Requirements, table: head_scores.HeadScores, layou
     return cost
 
 
-def _memory(requirements: Requirements, table: head_scores.HeadScores, layout: Layout) -> Memory:
+def _memory(
+    options: CriticalBudgetOptions, requirements: Requirements, table: head_scores.HeadScores, layout: Layout
+) -> Memory:
     """Return the KV cache of a layout beside full attention's."""
+    # Name the model's context if losses were measured on shorter blocks
+    length = options.block_size or subject.default_block_size(options.model)
+    positions = checkpoint.read_size(options.model).positions or length
+    untested = max(positions, requirements.context or 0)
     cost = _cache_cost(requirements, table, layout)
     full, used = cost.full(table.num_heads), _kv_bytes(cost, layout, table)
     sentence = f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
@@ -222,7 +229,7 @@ def _memory(requirements: Requirements, table: head_scores.HeadScores, layout: L
         if isinstance(served, EngineCost) and (plan := served.layout_plan(layout)) is not None:
             whole = served.serving.engine.plan(served.cache(layout.num_heads), layout.num_heads)
             requests = whole.request_bytes / plan.request_bytes
-    return Memory(full, used, cost.context, requests, sentence)
+    return Memory(full, used, cost.context, untested if untested > length else None, requests, sentence)
 
 
 def _kv_bytes(cost: CacheCost, layout: Layout, table: head_scores.HeadScores) -> int:
@@ -240,11 +247,18 @@ def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requiremen
     layerwise = bool(files.layouts) and all(layout.is_layerwise for layout in files.layouts.values())
     return Requirements(
         constraints.Constraints(granularity="layer" if layerwise else options.granularity),
-        context=sized_model.choose_context(options.context, size.positions),
+        context=_context(options, size.positions),
         head_dim=size.shape.head_dim,
         kv_dtype="bfloat16" if dtype is None else device.dtype_name(dtype),
         serving=engines.chosen_engine(options),
     )
+
+
+def _context(options: CriticalBudgetOptions, positions: int | None) -> int:
+    """Return the tokens whose cache is counted: by default those of a block of text, at which losses are measured."""
+    if options.context is None:
+        return options.block_size or subject.default_block_size(options.model)
+    return sized_model.choose_context(options.context, positions)
 
 
 def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, Any]:
@@ -317,6 +331,8 @@ def _sentences(result: BudgetResult) -> list[str]:
     compared, selected_by = result.compared, result.compared.selected.by
     basis = words.basis(result.risk, shared, compared.num_left_out, selected_by, result.unrecorded)
     saving = "" if result.memory is None else f"it needs {console.escape(result.memory.sentence)}"
+    if result.memory is not None and result.memory.untested is not None:
+        saving += f"; its loss was measured at {compared.context:,} tokens, not at {result.memory.untested:,}"
     return [*filter(None, (_answer(result), _order(result), saving)), console.escape(basis)]
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -264,9 +264,10 @@ def show(table: HeadScores) -> None:
     )
     if tried := read_tried(table.metadata):
         recommended = table.metadata[RECOMMENDED]
-        out.print(_layouts_tried(tried, recommended))
+        out.print(_layouts_tried(tried, recommended, table.metadata["block_size"]))
         say(f"recommended: {recommended}, of those that lose least within the errors the one with the fewest windows")
         caution(_about_predictions(tried))
+        caution(_about_context(table.metadata))
     # Print remarks and warnings
     say(_about_sinks(table))
     say(diagnosis.about_small_domains(table.rows))
@@ -274,9 +275,11 @@ def show(table: HeadScores) -> None:
         caution(line)
 
 
-def _layouts_tried(tried: Sequence[TriedLayout], recommended: str) -> Table:
+def _layouts_tried(tried: Sequence[TriedLayout], recommended: str, block_size: int) -> Table:
     """Return the layouts that were compared within a limit of memory, the recommended one in bold."""
-    title = "layouts of this memory, measured without training on documents that ranked no head"
+    title = (
+        f"layouts of this memory, measured without training at {block_size:,} tokens, on documents that ranked no head"
+    )
     columns = ("layout", "global heads", "windows", "predicted %", "measured ΔNLL %", "blocks")
     printed = Table(*columns, box=None, title=title)
     for row in tried:
@@ -285,6 +288,17 @@ def _layouts_tried(tried: Sequence[TriedLayout], recommended: str) -> Table:
         cells = (row.name, row.layout.num_global, row.layout.reach, predicted, measured, row.blocks)
         printed.add_row(*map(str, cells), style="bold" if row.name == recommended else None)
     return printed
+
+
+def _about_context(metadata: Mapping[str, Any]) -> str | None:
+    """Return a warning where memory is counted for longer sequences than were measured; None where it is not."""
+    length, context = metadata["block_size"], metadata["context"]
+    if context <= length:
+        return None
+    return (
+        f"losses were measured at {length:,} tokens, memory is counted for {context:,}, where losses are not known: "
+        f"--block-size {context} measures them"
+    )
 
 
 def _about_predictions(tried: Sequence[TriedLayout]) -> str | None:

@@ -7,7 +7,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import errors, flag
 from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import LONGEST, ONLY_PROBE, ChoosesProbe, EngineOptions, verdict
+from spkv_nas.stages.options import ONLY_PROBE, ChoosesProbe, EngineOptions, verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class CriticalBudgetOptions(EngineOptions, verdict.DecisionOptions, ChoosesProbe
     ]
     probe: flags.OptionalProbe = flag.default(None, f"{ONLY_PROBE}, or that of the layouts")
     granularity: flags.Granularity = flag.default("head", note="Applies to a range of budgets.")
-    context: flags.OptionalContext = flag.default(None, LONGEST)
+    context: flags.OptionalContext = flag.default(None, "the length of the blocks of text")
 
 
 def check(options: CriticalBudgetOptions) -> None:

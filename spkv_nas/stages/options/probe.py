@@ -35,8 +35,8 @@ class ProbeOptions(SubjectOptions, Trains):
     sinks: flags.SinksOrAuto = flag.default(None, "auto")
     memory: flags.Memory = flag.default(
         None,
-        note="Replaces --budget, and chooses the window with the heads. Counted for the model's context, or as in "
-        "20%:context=32k.",
+        note="Replaces --budget, and chooses the window with the heads. Counted for the length of the blocks of text, "
+        "or as in 20%:context=32k.",
     )
     separator: flags.Separator = flag.default(None, "measured on the model")
     documents: flags.Documents = flag.default(None, "joined, or the recipe's")
