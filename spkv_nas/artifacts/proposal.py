@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from spkv_nas.artifacts import grid, head_scores, histogram
 from spkv_nas.artifacts.layout import GLOBAL, Layout
+from spkv_nas.artifacts.tried_layouts import RECOMMENDED
 from spkv_nas.base.errors import UserError
 
 Value = TypeVar("Value", int, str)
@@ -113,7 +114,7 @@ class Proposal:
     @classmethod
     def read_folder(cls, folder: Path) -> "Proposal":
         """Read the layouts that ``propose`` wrote to ``layouts/<name>/``; ``UserError`` if there are none."""
-        files = sorted(folder.glob("*.yaml"))
+        files = sorted(file for file in folder.glob("*.yaml") if file.stem != RECOMMENDED)  # a copy of another
         if not files:
             raise UserError(f"no layouts in {folder}\nrun propose first, or give layout files")
         return cls.read(files)

@@ -216,17 +216,23 @@ def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
 def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) -> None:
     """Write ``<strategy>.yaml`` per layout, ``coverage.csv``, ``coverage-curve.csv`` and, if known, ``heads.csv``.
 
+    The recommended layout, if there is one, is also ``recommended.yaml``.
+
     The files replace those of an earlier proposal all at once, in a locked folder, with a warning, and files that the
     new proposal lacks are removed (random layouts, the solved layout, that of the recommended signal, ``heads.csv``).
     An earlier proposal for a different budget is first copied to ``<budget>-heads/``.
     """
-    names = [f"{check_name(name, 'the layout')}.yaml" for name in answer.layouts]
+    layouts = dict(answer.layouts)
+    if answer.recommended is not None:
+        layouts[RECOMMENDED] = layouts[answer.recommended]
+    names = [f"{check_name(name, 'the layout')}.yaml" for name in layouts]
     budget = answer.layouts[strategies.DENSEST.name].num_global
     with locks.locked(folder, "writes layouts", reporter.announce):
         # List the files that may be replaced or removed
         draws = [f"{strategy.name}-*.yaml" for strategy in strategies.STRATEGIES if strategy.is_random]
         random = [file.name for pattern in draws for file in folder.glob(pattern)]
-        optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, windows.WINDOW_PER_HEAD, defaults.RECOMMENDED)]
+        kinds = CONSTRAINED, ROBUST, windows.WINDOW_PER_HEAD, defaults.RECOMMENDED, RECOMMENDED
+        optional = [f"{name}.yaml" for name in kinds]
         compared = [
             file.name for kind in (windows.ONE_WINDOW, windows.WHOLE_LAYERS) for file in folder.glob(f"{kind}*.yaml")
         ]
@@ -234,12 +240,12 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
         files = {*names, *stale, _COVERAGE, _CURVE}
         # Keep or report an earlier proposal
         if not earlier.keep_other_budget(folder, files, budget, reporter) and (
-            replaced := earlier.replaced_layouts(folder, answer.layouts, files)
+            replaced := earlier.replaced_layouts(folder, layouts, files)
         ):
             reporter.caution(f"replaced earlier layouts for {budget} global heads in {folder}: {', '.join(replaced)}")
         # Write layouts and tables
         with replacing(folder, stale=stale) as new:
-            for name, layout in zip(names, answer.layouts.values(), strict=True):
+            for name, layout in zip(names, layouts.values(), strict=True):
                 layout.write(new / name)
             tables.write_csv(new / _COVERAGE, answer.rows, digits=None)
             tables.write_csv(new / _CURVE, coverage_curve(answer.table))

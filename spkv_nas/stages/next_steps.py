@@ -9,6 +9,7 @@ from typing import Any
 
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.tried_layouts import RECOMMENDED as RECOMMENDED_LAYOUT
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.probing.signals import SIGNALS
@@ -94,7 +95,10 @@ def after_propose(options: ProposeOptions, table: HeadScores, recommended_layout
     names = ("model", "data", "block_size", "dtype")
     measured: dict[str, Any] = {name: getattr(recorded, name) for name in names} | {"workspace": workspace.root}
     # Decide about the layout that lost least, whose probe left documents unseen
-    layout = workspace.layout_dir(table.name) / f"{recommended_layout or WINDOW_PER_HEAD}.yaml"
+    layout = (
+        workspace.layout_dir(table.name)
+        / f"{WINDOW_PER_HEAD if recommended_layout is None else RECOMMENDED_LAYOUT}.yaml"
+    )
     has_unseen = table.window_costs is not None and recorded.max_tokens is None
     if has_unseen and recorded.model is not None and layout.is_file():
         judged = verdict.VerdictOptions(candidates=[str(layout)], **measured)

@@ -153,7 +153,7 @@ def _recommendation(answer: answers.Answer) -> str | None:
     recommended = answer.recommended
     if recommended is not None:
         tried = f"{int(answer.rows['change'].notna().sum())} layouts of this memory"
-        return f"recommended: {recommended}, which lost least of {tried} on documents that ranked no head"
+        return f"recommended.yaml is {recommended}, which lost least of {tried} on documents that ranked no head"
     if windows.WINDOW_PER_HEAD not in answer.layouts:
         return None
     return (

@@ -16,6 +16,7 @@ import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.tried_layouts import TriedLayout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
@@ -168,12 +169,14 @@ class TestProposal:
             return " ".join(capsys.readouterr().out.split())
 
         for options in ((), ("--memory", "20%")):
-            assert f"recommended: {best}, which lost least of 4 layouts of this memory" in output(*options)
+            assert f"recommended.yaml is {best}, which lost least of 4 layouts of this memory" in output(*options)
             rows = pd.read_csv(tmp_path / "layouts" / "p" / "coverage.csv")
             assert rows["strategy"].tolist()[:4] == [row.name for row in tried]
             assert rows["change"].tolist()[:4] == pytest.approx([row.change for row in tried])
             layout = Layout.read(tmp_path / "layouts" / "p" / f"{best}.yaml")
             assert layout.content == rivals[best].content
+            assert Layout.read(tmp_path / "layouts" / "p" / "recommended.yaml") == layout
+            assert "recommended" not in Proposal.read_folder(tmp_path / "layouts" / "p").layouts
         for options in (("--memory", "30%"), ("--budget", "20"), ("--constraint", "max-per-layer=1")):
             assert "no layout is recommended" in output(*options)
 
