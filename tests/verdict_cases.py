@@ -58,7 +58,7 @@ def check_resumes(rounds: Any, monkeypatch: pytest.MonkeyPatch, *candidates: str
 
         return killed
 
-    for name in ("measure", "prepare"):
+    for name in ("measure_all", "prepare"):
         monkeypatch.setattr(rounds, name, killing(getattr(rounds, name)))
     num_killed = 0
     while True:

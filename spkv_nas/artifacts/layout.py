@@ -174,6 +174,13 @@ class Layout(OnGrid):
         return (f"windows {_listed(self.windows)}" if self.windows else f"window {self.window}") + sinks
 
     @property
+    def legend_words(self) -> str:
+        """Return what local heads see, with what the letters of several windows mean, for where they first appear."""
+        if not self.windows:
+            return self.reach
+        return f"{self.reach} (a letter for each window: heads of {LOCAL[0]} see the last {self.window} keys)"
+
+    @property
     def description(self) -> str:
         """Return the shape, the share of global heads, window, sink tokens and hash in one line."""
         share = f"{self.num_global} of {self.num_heads} global ({100 * self.num_global / self.num_heads:.1f} %)"

@@ -7,6 +7,7 @@ paths that are relative to the workspace root and use forward slashes, so that t
 """
 
 import hashlib
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -21,7 +22,14 @@ from spkv_nas.artifacts.selection import Selection, write_selection
 from spkv_nas.base import errors, files, limits, names, progress, records, replace, schema, version
 from spkv_nas.base.tables import Column, read_table, write_csv
 
-_RESULTS = ("environment", "alarm", "answers", "inputs", "num_selection")  # keys that do not describe the inputs
+_RESULTS = (
+    "environment",
+    "alarm",
+    "answers",
+    "by_position",
+    "inputs",
+    "num_selection",
+)  # keys that do not describe the inputs
 ALARM = "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
 CHECKPOINTS = "checkpoints.csv"
 RUN_RECORD = "run.json"  # in the folder of a finished branch
@@ -71,6 +79,8 @@ class ResultRecord(schema.Recorded):
     risk: float | None = None
     left_out: LeftOut | None = None
     unrecorded: list[str] = Field([])
+    # by candidate, rows of NLL by position: first and end, number of tokens, its NLL and the dense model's in nats
+    by_position: dict[str, list[list[int | float]]] = Field({})
     layouts: dict[str, JudgedLayout] = Field({})
     windows: dict[str, int | None] = Field({})
     sinks: dict[str, int] | int | None = None
@@ -81,6 +91,16 @@ def inputs_of(origin: Mapping[str, Any]) -> str:
     """Return the first 8 hexadecimal digits of the SHA-256 of a record without its results and environment."""
     content = {key: value for key, value in origin.items() if key not in _RESULTS}
     return hashlib.sha256(files.yaml_text(content).encode()).hexdigest()[:8]
+
+
+def kept_name(name: str, inputs: str) -> str:
+    """Return the name under which a file of other inputs is kept, such as ``verdict-1a2b3c4d.csv``."""
+    return f"{Path(name).stem}-{inputs}{Path(name).suffix}"
+
+
+def is_kept(file: Path) -> bool:
+    """Return whether a file has such a name, so that a result of other inputs has taken its place."""
+    return re.search(r"-[0-9a-f]{8}$", file.stem) is not None
 
 
 def keep_earlier(
@@ -106,7 +126,7 @@ def keep_earlier(
     if earlier == inputs:
         return None
     # Copy its files under names that end in the hash of these inputs
-    copies = {name: f"{Path(name).stem}-{earlier}{Path(name).suffix}" for name in (*tables, record)}
+    copies = {name: kept_name(name, earlier) for name in (*tables, record)}
     copied = [
         Path(shutil.copyfile(folder / name, new / copies[name])) for name in tables if files.is_file(folder / name)
     ]

@@ -21,9 +21,8 @@ from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice, init
 from spkv_nas.stages.options.auto import AutoOptions
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from spkv_nas.artifacts.head_scores import HeadScores
+    from spkv_nas.artifacts.measurement import Measurement
     from spkv_nas.stages import decision, verdict
     from spkv_nas.stages.critical_budget import BudgetResult, Memory
 
@@ -54,7 +53,7 @@ class _Hybrid:
     file: Path | None  # of the layout; None if the checkpoint has it
     model: str  # checkpoint
     memory: Memory
-    rows: pd.DataFrame  # loss by criterion
+    measured: list[Measurement]  # by criterion
     compared: decision.Compared
 
 
@@ -66,7 +65,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     """
     from spkv_nas.artifacts.result_tables import ALARM
     from spkv_nas.model.checkpoint import checkpoint_hash
-    from spkv_nas.stages import critical_budget, probe, report, verdict
+    from spkv_nas.stages import critical_budget, decision, probe, report, verdict
     from spkv_nas.stages.options.report import ReportOptions
 
     deadline = None if options.minutes is None else time.monotonic() + 60.0 * options.minutes
@@ -89,7 +88,8 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     if search.layout is not None and search.memory is not None:
         size = "num_global" if search.memories is None else "memory"
         rows = search.rows[search.rows[size] == search.passes]
-        hybrid = _Hybrid(search.layout, search.file, options.model, search.memory, rows, search.compared)
+        measured = decision.measured_by(search.compared, search, rows)
+        hybrid = _Hybrid(search.layout, search.file, options.model, search.memory, measured, search.compared)
     # Retrain smaller ones
     checkpoints = []
     if retrains:
@@ -135,13 +135,15 @@ def _check_same(model: str, model_hash: str, advice: str = "") -> None:
 
 def _passing(options: AutoOptions, table: HeadScores, judged: verdict.VerdictResult) -> _Hybrid | None:
     """Return the first retrained hybrid that passes; None if none does."""
+    from spkv_nas.stages import decision
     from spkv_nas.stages.critical_budget import layout_memory
 
     for each in judged.compared.candidates:
         if judged.answers[each.name] == "passes" and each.chosen is not None:
             memory = layout_memory(options.search(table.name), table, each.chosen)
             rows = judged.rows[judged.rows["candidate"] == each.name]
-            return _Hybrid(each.chosen, None, each.source, memory, rows, judged.compared)
+            measured = decision.measured_by(judged.compared, judged, rows)
+            return _Hybrid(each.chosen, None, each.source, memory, measured, judged.compared)
     return None
 
 
@@ -152,8 +154,9 @@ def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, repo
     the verdict do not. None is retrained if a layout
     that is not larger passes without. Raises ``UserError``: as ``retraining.retrain``.
     """
-    from spkv_nas.evaluation.verdict.critical_budget import first_by_costs
+    from spkv_nas.evaluation.verdict.critical_budget import first_by_costs, named_by_memory
     from spkv_nas.probing.measure import half_of
+    from spkv_nas.proposal import earlier
     from spkv_nas.stages.subject import Subject
     from spkv_nas.training import retraining
 
@@ -166,12 +169,14 @@ def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, repo
     if passes is not None and passes <= positions[0]:
         reporter.announce("nothing is retrained: no smaller layout is likely to pass")
         return []
-    # Write them under names with their sizes, so that what selected them is known
+    # Write them, so that what selected them is known
     layouts = []
     for position in positions:
-        layout = search.layouts[position] if search.rivals is None else search.rivals.choose(position)
-        layouts.append(replace(layout, strategy=f"{layout.strategy}-{search.budgets[position]:g}"))
-        layouts[-1].write(options.folders.layout_dir(table.name) / f"{layouts[-1].strategy}.yaml")
+        layout = search.layouts[position]  # its name has its size
+        if search.rivals is not None:
+            layout = named_by_memory(search.rivals.choose(position), search.budgets[position])
+        layouts.append(layout)
+        earlier.write_layout(options.folders.layout_dir(table.name) / f"{layout.strategy}.yaml", layout, reporter)
     # Retrain them on the half of the documents that selects
     measured = Subject.of(options.probe, options.model, "retrain on").load(reporter)
     checkpoints = retraining.retrain(
@@ -206,13 +211,9 @@ def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | 
 
 def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None) -> list[str]:
     """Return the lines that a user reads at the end: heads, memory, loss, files, and what was not tried."""
-    layout, memory, nouns = hybrid.layout, hybrid.memory, hybrid.compared.trial.nouns
+    layout, memory = hybrid.layout, hybrid.memory
     # The loss by each criterion, whose upper end holds for all budgets together
-    losses = [
-        f"{row.criterion} {row.loss:+.2g} {row.unit}, at most {row.high:+.2g} after {row.num_samples} "
-        f"{nouns[row.criterion]}"
-        for row in hybrid.rows.itertuples()
-    ]
+    losses = [f"{each.criterion} {each.finding}; {each.conclusion}" for each in hybrid.measured]
     requests = "" if memory.requests is None else f" (vLLM: {memory.requests:.1f} times as many requests)"
     if memory.requests is not None and memory.requests < 1.05:
         requests = " (vLLM: no more requests, because it keeps every token of so short a context)"
@@ -222,12 +223,14 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
     if options.retrain is not None:
         not_tried = "full attention retrained alike"
     # Windows lose recall from afar, which the NLL of a text hardly shows (reports/llama-30m)
-    recall = "" if "recall" in nouns else f"recall from afar (--margin {options.margin},recall=10); "
+    recall = (
+        "" if "recall" in hybrid.compared.trial.nouns else f"recall from afar (--margin {options.margin},recall=10); "
+    )
     name = f"{hybrid.compared.against}{', retrained' if hybrid.file is None else ''}"
     return [
-        f"{name}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}",
+        f"{name}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.legend_words}",
         f"KV cache at {memory.context:,} tokens: {memory.full / memory.used:.1f} times smaller{requests}{untested}",
-        f"{'; '.join(losses)}; passes {options.margin} at a risk of {options.risk.replace('%', ' %')}",
+        "; ".join(losses),
         "   ".join(each for each in files if each is not None),
         f"not tried: {not_tried}; {recall}other tasks",
     ]
@@ -235,12 +238,15 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
 
 def _remedies(options: AutoOptions, search: BudgetResult) -> list[str]:
     """Return the loss at the largest budget that was tried, and what to do if none passes."""
+    from spkv_nas.stages import decision
+
     rows = search.rows[search.rows["kv_bytes"] == search.rows["kv_bytes"].max()]
-    losses = [
-        f"{f'{row.num_global} global heads' if search.memories is None else f'{row.memory:g} % of the KV cache'}: "
-        f"{row.criterion} {row.loss:+.2g} {row.unit}"
-        for row in rows.itertuples()
-    ]
+    losses = []
+    for row, measured in zip(rows.itertuples(), decision.measured_by(search.compared, search, rows), strict=True):
+        size = f"{row.memory:g} % of the KV cache"
+        if search.memories is None:
+            size = f"{row.num_global} global heads"
+        losses.append(f"{size}: {measured.criterion} {measured.finding}; {measured.conclusion}")
     # Suggest retraining, or a recipe for a longer one
     ways = ["more text"] if search.answer == "open" else []
     ways += ["a larger --margin", "more memory (--memory)", "longer retraining" if options.retrain else "--retrain"]

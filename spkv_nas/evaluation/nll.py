@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.result_tables import EVALUATION
+from spkv_nas.base import arrays
 from spkv_nas.base.comparison import ComparedByValue
 from spkv_nas.base.distributed import is_sharded, pass_device, sum_over_processes
 from spkv_nas.base.errors import OVERFLOW, UserError
@@ -53,6 +55,56 @@ class DocumentSums:
         return paired.DocumentNLL(total, count)
 
 
+class PositionSums:
+    """Accumulator of the NLL of predicted tokens by how much of their own document a block has before them.
+
+    Positions are summed over ``position_edges``, so that a few numbers say how a loss depends on the distance to the
+    document's start, which is the context that a token can use of its own text.
+    """
+
+    def __init__(self, blocks: TokenBlocks) -> None:
+        """Start with zero for every range of positions."""
+        self._blocks = blocks
+        self._edges = position_edges(blocks.block_size)
+        self._total = np.zeros(len(self._edges) - 1)
+        self._count = np.zeros(len(self._edges) - 1, dtype=np.int64)
+
+    def add(self, start: int, losses: torch.Tensor) -> None:
+        """Add the token losses [B, T - 1], as ``DocumentSums.add`` does."""
+        blocks, rows = self._blocks, slice(start, start + len(losses))
+        scored = ~blocks.begins_text(rows)[:, 1:]
+        positions = own_positions(blocks.document[rows])[:, 1:][scored]
+        place = np.searchsorted(self._edges, positions, side="right") - 1
+        np.add.at(self._total, place, losses.cpu().numpy().astype(np.float64)[scored])
+        np.add.at(self._count, place, 1)
+
+    def result(self) -> arrays.Float:
+        """Return the sum of the NLL and the number of tokens of every range [R, 2]; call on all ranks."""
+        return np.stack([sum_over_processes(self._total), sum_over_processes(self._count)], axis=1).astype(np.float64)
+
+
+_FIRST_EDGE = 16  # positions below it are one range; each range after it is twice as long as all before it
+
+
+def position_edges(block_size: int) -> list[int]:
+    """Return the ends of the ranges of positions in a block: 0, 16, 32, 64, ..., ``block_size``."""
+    edges = [0]
+    edge = _FIRST_EDGE
+    while edge < block_size:
+        edges.append(edge)
+        edge *= 2
+    return [*edges, block_size]
+
+
+def own_positions(document: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return how many tokens of its own document are before each token of a block, from documents [B, T]."""
+    places = np.broadcast_to(np.arange(document.shape[1]), document.shape)
+    is_first = np.ones(document.shape, dtype=bool)
+    is_first[:, 1:] = document[:, 1:] != document[:, :-1]
+    starts = np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
+    return np.asarray(places - starts, dtype=np.int64)
+
+
 @torch.inference_mode()
 def document_nll(
     model: PreTrainedModel,
@@ -61,11 +113,12 @@ def document_nll(
     batch_size: int = 8,
     watch: density_tracker.DensityTracker | None = None,
     progress: Progress | None = None,
+    positions: PositionSums | None = None,
 ) -> paired.DocumentNLL:
     """Compute the NLL of ``blocks`` under a model in evaluation mode, by document; ``UserError`` if not finite.
 
     ``batch_size`` blocks make a forward pass, fewer where a GPU runs out of memory; ``watch`` is a density tracker that
-    has been started; ``progress`` receives (blocks done, in all) of this process.
+    has been started; ``progress`` receives (blocks done, in all) of this process; ``positions`` gets the same losses.
     """
     micro_batch.check_blocks(model, blocks)
     sums = DocumentSums(blocks)
@@ -74,8 +127,13 @@ def document_nll(
         with nullcontext() if watch is None else watch.whole_pass():
             return loss.token_nll(model, **blocks.boundaries.inputs(tokens))
 
+    def add(start: int, losses: torch.Tensor) -> None:
+        sums.add(start, losses)
+        if positions is not None:
+            positions.add(start, losses)
+
     with modes.evaluation_mode(model):  # all ranks join in each pass of a sharded model
-        run_own_batches(run, sums.add, blocks, batch_size, pass_device(model), progress, divides=not is_sharded(model))
+        run_own_batches(run, add, blocks, batch_size, pass_device(model), progress, divides=not is_sharded(model))
     return sums.result()
 
 

@@ -115,6 +115,9 @@ def propose_for(
     rows = _with_measured(coverage_table(table, layouts, heads, resampled, requirements.constraints), tried)
     if isinstance(cost, EngineCost):
         rows["kv_bytes"] = _engine_bytes(cost, [layouts[name] for name in rows["strategy"]])
+    elif table.window_costs is not None:
+        of_layouts = requirements.cost_of_layouts(table, window)
+        rows["kv_bytes"] = [of_layouts.layout_bytes(layouts[name], table.layers) for name in rows["strategy"]]
     # Find further layouts if they are requested
     best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
     several = find_solutions(table, requirements, limit, best, solutions, resampled=resampled) if solutions else None
@@ -184,9 +187,10 @@ def coverage_table(
                 else f"the same heads as {same_heads}",
             }
         )
-    # Sort by coverage, layouts above the budget last
+    # Sort by coverage, layouts above the budget last; several windows are of equal memory with other numbers of heads
     table_rows = pd.DataFrame(rows).sort_values("coverage", ascending=False, kind="stable")
-    is_above = (table_rows["num_global"] > heads).sort_values(kind="stable")
+    has_several = table_rows["strategy"].map(lambda name: bool(layouts[name].windows))
+    is_above = ((table_rows["num_global"] > heads) & ~has_several).sort_values(kind="stable")
     return table_rows.loc[is_above.index].reset_index(drop=True)
 
 
@@ -218,9 +222,9 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
 
     The recommended layout, if there is one, is also ``recommended.yaml``.
 
-    The files replace those of an earlier proposal all at once, in a locked folder, with a warning, and files that the
-    new proposal lacks are removed (random layouts, the solved layout, that of the recommended signal, ``heads.csv``).
-    An earlier proposal for a different budget is first copied to ``<budget>-heads/``.
+    The files replace those of an earlier proposal all at once, in a locked folder, and files that the new proposal
+    lacks are removed (random layouts, the solved layout, that of the recommended signal, ``heads.csv``). An earlier
+    proposal for a different budget is first copied to ``<budget>-heads/``, layouts of other inputs to ``earlier/``.
     """
     layouts = dict(answer.layouts)
     if answer.recommended is not None:
@@ -239,10 +243,8 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
         stale = [*random, *optional, *compared, _HEADS]
         files = {*names, *stale, _COVERAGE, _CURVE}
         # Keep or report an earlier proposal
-        if not earlier.keep_other_budget(folder, files, budget, reporter) and (
-            replaced := earlier.replaced_layouts(folder, layouts, files)
-        ):
-            reporter.caution(f"replaced earlier layouts for {budget} global heads in {folder}: {', '.join(replaced)}")
+        if not earlier.keep_other_budget(folder, files, budget, reporter):
+            earlier.keep_layouts(folder, layouts, files, reporter)
         # Write layouts and tables
         with replacing(folder, stale=stale) as new:
             for name, layout in zip(names, layouts.values(), strict=True):

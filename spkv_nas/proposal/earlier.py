@@ -1,4 +1,8 @@
-"""Keep an earlier proposal in ``layouts/<name>/`` when the budget changes, or list the layouts a new one replaces."""
+"""Keep layouts of other inputs, which new ones of their names replace in ``layouts/<name>/``.
+
+An earlier proposal of another budget has a folder of its own, ``<budget>-heads/``; single layouts are copied to
+``earlier/`` under names with a hash, as results are (``result_tables.kept_name``).
+"""
 
 import shutil
 import warnings
@@ -8,7 +12,11 @@ from pathlib import Path
 import pandas as pd
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import kept_name
 from spkv_nas.base import errors, locks, names, progress, replace, tables
+
+KEPT = "earlier"  # folder of kept layouts, in the folder of those that replaced them
+DECIDED_BY = "critical_budget"  # key of a layout's provenance: ``inputs`` of the result that chose it among budgets
 
 
 def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporter: progress.Reporter) -> bool:
@@ -35,14 +43,39 @@ def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporte
     return True
 
 
-def replaced_layouts(folder: Path, layouts: Mapping[str, Layout], files: Collection[str]) -> list[str]:
-    """List the layouts in ``folder`` that the new ones change or remove, of ``files`` written or removed."""
-    earlier = {Path(name).stem: _read(folder / name) for name in sorted(files) if name.endswith(".yaml")}
-    return [
-        name
-        for name, layout in earlier.items()
-        if layout is not None and (name not in layouts or layouts[name].content_hash != layout.content_hash)
-    ]
+def keep_layouts(
+    folder: Path, layouts: Mapping[str, Layout], files: Collection[str], reporter: progress.Reporter
+) -> list[Path]:
+    """Copy the layouts in ``folder`` that the new ones change or remove to ``<folder>/earlier/``; return the copies.
+
+    ``files`` are those that are written or removed, ``layouts`` the new ones by the name of their file. A layout is the
+    same if its heads and windows are, and if one result decided on both (``DECIDED_BY``). Copies are named by that
+    result, or by the layout's content.
+    """
+    copies = []
+    for name in sorted(files):
+        layout = _read(folder / name) if name.endswith(".yaml") else None
+        if layout is None or _identity(layout) == _identity(layouts.get(Path(name).stem)):
+            continue
+        copies.append(folder / KEPT / kept_name(name, str(layout.provenance.get(DECIDED_BY, layout.hash))))
+        copies[-1].parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, copies[-1])
+    if copies:
+        kept = ", ".join(copy.stem for copy in copies)
+        reporter.announce(f"kept earlier layouts of other inputs in {folder / KEPT}: {kept}")
+    return copies
+
+
+def _identity(layout: Layout | None) -> tuple[str, object] | None:
+    """Return what tells layouts of other inputs apart; None for none."""
+    return None if layout is None else (layout.content_hash, layout.provenance.get(DECIDED_BY))
+
+
+def write_layout(file: Path, layout: Layout, reporter: progress.Reporter) -> None:
+    """Write one layout, and keep an earlier one of other inputs under its name (``keep_layouts``)."""
+    with locks.locked(file.parent, "writes layouts", reporter.announce):
+        keep_layouts(file.parent, {file.stem: layout}, [file.name], reporter)
+        layout.write(file)
 
 
 def write_layouts(
@@ -55,8 +88,7 @@ def write_layouts(
     target = folder / kind
     with locks.locked(folder, "writes layouts", reporter.announce):
         stale = [file.name for file in target.glob("*.yaml")]
-        if replaced := replaced_layouts(target, layouts, stale):
-            reporter.caution(f"replaced earlier layouts in {target}: {', '.join(replaced)}")
+        keep_layouts(target, layouts, stale, reporter)
         with replace.replacing(target, stale=stale) as new:
             for name, layout in layouts.items():
                 layout.write(new / f"{names.check_name(name, 'the layout')}.yaml")

@@ -95,6 +95,33 @@ class Requirements:
             return CacheCost(*sizes, sinks=table.sinks, **cache_facts)
         return EngineCost(*sizes, sinks=table.sinks, serving=self.serving, **cache_facts)
 
+    def cost_of_layouts(self, table: HeadScores, window: int | None) -> CacheCost:
+        """Return the cost model of layouts: at the context at which the probe measured losses if no other is given."""
+        context = self.context or table.context or CONTEXT
+        cost = replace(self, context=context).cache_cost(table, window)
+        assert cost is not None  # there is a context
+        return cost
+
+    def remarks(self, table: HeadScores, window: int | None) -> list[str]:
+        """Return sentences on a memory that full attention fits in, and on a context beyond the model's."""
+        cost = self.cache_cost(table, window)
+        if cost is None:
+            return []
+        sentences = []
+        full = cost.full(table.num_heads)
+        if self.kv_bytes is not None and memory_bytes(self.kv_bytes, cost, table.num_heads) >= full:
+            sentences.append(
+                f"full attention takes {format_bytes(full)} at {cost.context:,} tokens x {cost.batch}, which fits in "
+                f"{self.kv_bytes}: no head has to be local"
+            )
+        positions = table.metadata.get("positions")
+        if positions is not None and cost.context > positions:
+            sentences.append(
+                f"{cost.context:,} tokens are {cost.context / positions:.3g} times the model's context of "
+                f"{positions:,}: nothing says what any layout loses there"
+            )
+        return sentences
+
     def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> "Limit":
         """Resolve the budget to a limit in heads, or in the unit of the weights.
 
@@ -138,10 +165,7 @@ class Requirements:
         """
         if table.window_costs is None or limit.weights is not None:
             return {}
-        # Count for the context at which the probe measured losses if no other is given
-        context = self.context or table.context or CONTEXT
-        cost = replace(self, context=context).cache_cost(table, window)
-        assert cost is not None
+        cost = self.cost_of_layouts(table, window)
         memory = cost.total(limit.heads(table), table.num_heads)
         if self.kv_bytes is not None or limit.budget == table.memory_budget:
             memory = memory_bytes(self.kv_bytes or str(table.metadata["memory"]), cost, table.num_heads)

@@ -59,13 +59,27 @@ def thumbnail(title: str, values: NDArray[np.float64], scale: Scale | None, numb
     return replace(drawn, x=replace(drawn.x, ticks=()), y=replace(drawn.y, ticks=()))
 
 
-def grid_chart(layout: Layout) -> Chart:
-    """Return a layout without scores: global heads light, local heads darker, the narrowest windows darkest."""
-    title = f"{formatting.short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, {layout.reach}"
-    shades = {GLOBAL: 1.0, **{letter: rank / len(layout.legend) for rank, letter in enumerate(layout.legend)}}
+def grid_chart(layout: Layout, name: str = "layout", *, small: bool = True) -> Chart:
+    """Return a layout without scores: global heads darkest, local heads the lighter the narrower their window."""
+    label = formatting.short(layout.strategy, 28)
+    title = f"{label}: {layout.num_global} of {layout.num_heads} global, {layout.reach}"
+    shades = window_shades(layout)
     values = np.full(layout.grid, np.nan)
     values[layout.is_head] = [shades[letter] for row in layout.heads for letter in row]
-    return _map("layout", title, "", values, title, small=True, letters=_letters(layout))
+    letters = _letters(layout)
+    if not small:  # cells that are large enough name global heads, too
+        rows = [row.ljust(layout.num_kv_heads) for row in layout.heads]
+        letters = tuple("".join(row) for row in zip(*rows, strict=True))
+    about = (
+        f"Columns are layers, rows are KV heads; {layout.num_global} of {layout.num_heads} are global, {layout.reach}."
+    )
+    return _map(name, title, about, values, title, small=small, letters=letters)
+
+
+def window_shades(layout: Layout) -> dict[str, float]:
+    """Return the place of each letter of a layout on the colour scale: 0 for global heads, 1 for the narrowest."""
+    number = len(layout.legend)
+    return {GLOBAL: 0.0, **{letter: (number - rank) / number for rank, letter in enumerate(layout.legend)}}
 
 
 def _letters(layout: Layout) -> tuple[str, ...]:

@@ -13,17 +13,16 @@ import pandas as pd
 from spkv_nas.artifacts import head_scores, proposal, result_tables, search_table
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, counted_from
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.measurement import Measurement
 from spkv_nas.base import arrays, statistics
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
-from spkv_nas.report.formatting import change, signed, without_folder
+from spkv_nas.report.formatting import change, with_minus, without_folder
 from spkv_nas.report.inputs import ReportInputs, ResultFile, result_files
 
 COMPARISON, SEARCH, SCORES, VERDICT = "comparison", "search", "scores", "verdict"
-PASSES = "passes"  # first word of what a verdict says of a layout that it lets replace the dense model
 _UNTRAINED = "not retrained"
 _BIASED = ", partly on documents that layouts were selected on, which may favour them"
-_VERBS = {"passes": PASSES, "fails": "fails", "open": "open at"}
 _HELD_OUT, _SELECTION = ", on held-out documents not used for selection", ", on the text that the search selected on"
 
 
@@ -37,14 +36,16 @@ class Result:
     num_global: float = math.nan  # number of global KV heads; NaN: unknown
     mask: arrays.Mask | None = None  # bool [L, Hkv], the global heads; None if only the layout's name is known
     nll: float = math.nan  # nats per token; NaN: unknown
-    verdict: str = ""  # what a verdict says of it, such as "passes 1 % (nll)"; "" without one
+    measured: tuple[Measurement, ...] = ()  # by each criterion of the one verdict that it is from; () without one
+    answer: str = ""  # of that verdict by all criteria: passes, fails or open
     share: float = math.nan  # KV cache of one sequence, as a share of full attention's; NaN: unknown
     reach: str = ""  # ``Layout.reach`` of a layout of several windows; "" for others
+    content: str = ""  # ``Layout.content_hash`` of a layout of several windows; "" for others
 
     @property
     def key(self) -> object:
         """Return what identifies the layout: its heads, so that two names of the same heads are one layout."""
-        return self.name if self.mask is None else self.mask.tobytes()
+        return (self.content or self.name) if self.mask is None else self.mask.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,7 @@ class Evidence:
     num_documents: float = math.nan  # documents measured on; NaN: not recorded
     effective: float = math.nan  # number of equally long documents with the same standard error; NaN: not recorded
     origin: str = ""  # name of the results, which tells modes of one description apart
+    is_earlier: bool = False  # whether a verdict of other inputs has taken its place since
 
     @property
     def of_one_budget(self) -> tuple[Result, ...]:
@@ -99,7 +101,7 @@ def all_evidence(inputs: ReportInputs) -> list[Evidence]:
     occurrences = Counter(evidence.description for evidence in collected)
     for index, each in enumerate(collected):
         if occurrences[each.description] > 1:
-            where = f"in the {each.source} {each.origin}".rstrip()
+            where = f"in the {each.source} {each.origin}".rstrip() + (", earlier" if each.is_earlier else "")
             collected[index] = replace(each, description=f"{each.description}, {where}")
     return sorted(collected, key=lambda evidence: -math.inf if math.isnan(evidence.steps) else -evidence.steps)
 
@@ -184,21 +186,27 @@ def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
 def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield what each verdict says of layouts that were not retrained; NLL is unknown where it was no criterion."""
     for file in inputs.verdicts:
-        results, num_documents = [], math.nan
+        results = []
         for name, recorded in file.record.get("layouts", {}).items():
-            layout, rows = file.layout(name, recorded["heads"]), file.rows[file.rows["candidate"] == name]
+            layout = file.layout(name, recorded["heads"])
+            measured = tuple(each for each in file.measured if each.candidate == name)
             # Skip candidates that were retrained, or that the page cannot show
-            if layout is None or rows.empty or recorded.get("trained") or not _is_here(inputs, layout):
+            if layout is None or not measured or recorded.get("trained") or not _is_here(inputs, layout):
                 continue
-            # Read the loss, and what the verdict says of it
-            nll = rows[rows["criterion"] == "nll"]
-            delta, num_documents = (float(nll[column].max()) for column in ("loss", "num_samples"))
-            margins = ", ".join(f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples())
-            verdict = f"{_VERBS[file.record.get('answers', {}).get(name, 'open')]} {margins}"
-            results.append(layout_result(inputs, layout, delta, verdict=verdict))
+            # Every sentence on it is made from these measurements, which have their own numbers of samples
+            delta = next((each.loss for each in measured if each.criterion == "nll"), math.nan)
+            answer = file.record.get("answers", {}).get(name, "open")
+            results.append(layout_result(inputs, layout, delta, measured=measured, answer=answer))
         if results:
-            mode = f"{_UNTRAINED}, by a verdict"
-            yield Evidence(mode, 0.0, VERDICT, DENSE, _distinct(results), "", num_documents, math.nan, file.name)
+            yield Evidence(
+                f"{_UNTRAINED}, by a verdict",
+                steps=0.0,
+                source=VERDICT,
+                baseline=DENSE,
+                results=_distinct(results),
+                origin=file.name,
+                is_earlier=file.is_earlier,
+            )
 
 
 def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
@@ -215,9 +223,11 @@ def layout_result(inputs: ReportInputs, layout: Layout, delta: float, error: flo
     if layout.hash not in names and name in inputs.layouts:  # the name stands for other heads by now
         name = f"{name}-{layout.num_global}"
     # Layouts of several windows are known by their names alone, because their heads do not tell them apart
-    windows = {"reach": layout.reach} if layout.windows else {"mask": layout.global_mask}
+    identity: dict[str, Any] = {"mask": layout.global_mask}
+    if layout.windows:
+        identity = {"reach": layout.reach, "content": layout.content_hash}
     share = inputs.layout_share(layout)
-    return Result(name, delta, error, float(layout.num_global), share=share, **windows, **others)
+    return Result(name, delta, error, float(layout.num_global), share=share, **identity, **others)
 
 
 def _distinct(results: Sequence[Result]) -> tuple[Result, ...]:
@@ -250,9 +260,6 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-_ANSWERS = {"passes": "passes", "fails": "fails", "open": "is undecided at"}
-
-
 def layout_evidence(workspace: Workspace, checkpoint: str, layout: Layout) -> list[str]:
     """Return sentences on the verdicts and scores of a layout with the weights of a checkpoint; empty without any.
 
@@ -276,16 +283,13 @@ def _of_verdict(file: ResultFile, checkpoint: str, layout: Layout) -> Iterator[s
         is_same = judged is not None and judged.content_hash == layout.content_hash
         if not is_same or not _is_same_path(record.get("candidates", {}).get(name), checkpoint):
             continue
-        for row in file.rows[file.rows["candidate"] == name].itertuples():
-            samples = f"{row.num_samples:,} {record.get('nouns', {}).get(row.criterion, 'samples')}"
-            is_known = not (math.isnan(row.low) and math.isnan(row.high))
-            interval = f"interval {signed(row.low, 2)} to {signed(row.high, 2)}" if is_known else "no interval yet"
-            yield (
-                f"{row.criterion}: a loss of {signed(row.loss, 2)} {row.unit} ({interval}) against "
-                f"`{without_folder(str(record.get('against')))}` on {samples}{_text(file)}; it "
-                f"{_ANSWERS[row.answer]} the margin of {row.margin:g} {row.unit} at a risk of "
-                f"{100 * record.get('risk', 0):g} %."
-            )
+        for measured in file.measured:
+            if measured.candidate == name:
+                memory = f"{measured.memory}; " if measured.memory else ""
+                yield (
+                    f"{measured.criterion}: {memory}a loss of {with_minus(measured.finding)}{_text(file)}, against "
+                    f"`{without_folder(measured.against)}`; it {measured.conclusion}."
+                )
 
 
 def _of_scores(file: ResultFile, checkpoint: str, layout: Layout) -> Iterator[str]:

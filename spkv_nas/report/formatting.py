@@ -1,6 +1,7 @@
 """Format numbers, changes and names for the report."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -14,6 +15,11 @@ DELTA_AXES = {DENSE: "ΔNLL from dense, %", FULL_ATTENTION: "ΔNLL from the cont
 def signed(value: float, digits: int = 3) -> str:
     """Format a number with its sign, a true minus; NaN is an em dash."""
     return "—" if math.isnan(value) else f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def with_minus(text: str) -> str:
+    """Return text in which numbers below 0 have a true minus."""
+    return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", text)
 
 
 def number(value: float, digits: int) -> str:

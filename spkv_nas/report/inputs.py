@@ -11,7 +11,8 @@ import pandas as pd
 
 from spkv_nas.artifacts import comparison, head_scores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.result_tables import ALARM, ResultTable
+from spkv_nas.artifacts.measurement import Measurement, measurements
+from spkv_nas.artifacts.result_tables import ALARM, ResultTable, is_kept
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.cache_cost import CONTEXT, cache_share, layout_share
@@ -35,6 +36,16 @@ class ResultFile:
     def name(self) -> str:
         """Return the name of the results, under ``reports/``."""
         return self.path.parent.name
+
+    @property
+    def is_earlier(self) -> bool:
+        """Return whether a result of other inputs has taken its place (``result_tables.keep_earlier``)."""
+        return is_kept(self.path)
+
+    @cached_property
+    def measured(self) -> list[Measurement]:
+        """Return the measurements of a verdict or a critical budget, row by row."""
+        return measurements(self.rows, self.record, self.path)
 
     def layout(self, name: str, heads: str) -> Layout | None:
         """Return a layout of the table, from its ``words``; None if its window was not recorded."""

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from spkv_nas.base import files, version
 from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.proposal import coverage, strategies
-from spkv_nas.report import density_charts, formatting, layout_explorer, page_svg, plot, result_charts, tables
+from spkv_nas.report import answer, density_charts, formatting, layout_explorer, page_svg, plot, result_charts, tables
 from spkv_nas.report.chart import Chart, Heatmap, Mark, Panels
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import Step, Verdict, conclude
@@ -52,11 +52,13 @@ def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
     """Return every chart that has data, by the section of the page that shows it."""
     table, compared, search = inputs.table, inputs.comparison, inputs.search
     has_cost = search is not None and bool(search["cost"].notna().all())
+    chosen = answer.answer_layout(inputs, verdict)
     groups: dict[str, list[Chart | Panels | None]] = {
+        "answer": [] if chosen is None else answer.answer_charts(inputs, verdict, chosen),
         "density": [density_charts.density_chart(table)],
         "layouts": [density_charts.layout_charts(table, inputs.layouts, inputs.covered)],
         "results": [
-            result_charts.cache_nll_chart(inputs, verdict),
+            None if chosen is not None else result_charts.cache_nll_chart(inputs, verdict),
             None if compared is None else result_charts.coverage_nll_chart(compared, table.measure.noun),
             result_charts.coverage_budget_chart(table, inputs.layouts, inputs.covered, inputs.certainty),
         ],
@@ -80,6 +82,7 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
     }
     # Charts whose numbers are embedded; maps of heads take theirs from the explorer's data
     embedded = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
+    chosen = answer.answer_layout(inputs, verdict)
     embedded += [chart for section in inputs.benchmarks for chart in section.charts]
     # Layouts, highest coverage first
     layouts = sorted(
@@ -99,7 +102,8 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
         strategy_of=strategies.strategy_of,
         caution=coverage.caution(table),
         sections=inputs.benchmarks,
-        words=tables.glossary(inputs),
+        chosen=chosen,
+        words=tables.glossary(inputs, verdict, chosen),
     )
 
 
@@ -109,6 +113,7 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
     environment.filters.update(compact=compact, csp_hash=_csp_hash, tie=_tie, cap=formatting.capitalized)
     environment.filters.update(draw=page_svg.draw_chart, draw_scale=page_svg.draw_scale)
+    environment.filters.update(draw_windows=page_svg.draw_windows)
     return environment.get_template(template).render(**values)
 
 

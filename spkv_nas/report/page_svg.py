@@ -19,14 +19,17 @@ from matplotlib.colors import to_hex
 from matplotlib.path import Path
 from matplotlib.transforms import Affine2D, Bbox, Transform
 
+from spkv_nas.artifacts.layout import GLOBAL, Layout
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.report.chart import Chart, Heatmap
+from spkv_nas.report.density_charts import window_shades
 from spkv_nas.report.plot import LETTER, SHADES, TONES, cividis, draw, drawing
 
 _LEFT = 58.0  # from the left edge of a large map to its cells
 _WIDEST = 1048  # greatest width of a map's cells on the page
 _FILLED = 0.92  # painted share of a cell's width and height
 _ON = {"#000": "on-light", "#fff": "on-dark"}  # CSS class of text on a shade
+_SWATCH = 20.0  # height of a line of the legend of windows, and width of its colour
 _SCALE, _LETTER = 220.0, 6.5  # length of a colour scale, and width of a letter below it
 _VARIABLES = {colour: f"var(--{tone})" for tone, colour in TONES.items()} | {"#ffffff": "var(--card)"}
 _COMMANDS = {Path.MOVETO: "M", Path.LINETO: "L", Path.CURVE3: "Q", Path.CURVE4: "C", Path.CLOSEPOLY: "z"}
@@ -192,6 +195,32 @@ def draw_scale(measure: Measure) -> Markup:
     add(root, "path", class_="axis", d="".join(f"M{px(x)} 16v4" for x, _ in ticks))
     along(root, ticks, class_="tick", y=32, text_anchor="middle")
     add(root, "text", quantity, class_="tick", x=_LEFT, y=49)
+    return markup(root)
+
+
+def draw_windows(layout: Layout) -> Markup:
+    """Return the legend of a map of windows: each letter with its colour and what its heads see."""
+    meanings = {letter: f"{letter}: the last {window:,} keys" for letter, window in layout.legend.items()}
+    meanings = {GLOBAL: f"{GLOBAL}: global, all earlier keys"} | dict(reversed(meanings.items()))
+    if layout.sinks:
+        tokens = "token" if layout.sinks == 1 else f"{layout.sinks} tokens"
+        meanings = {
+            letter: f"{meaning} and the first {tokens}" if letter != GLOBAL else meaning
+            for letter, meaning in meanings.items()
+        }
+    counts = {letter: sum(row.count(letter) for row in layout.heads) for letter in meanings}
+    texts = {letter: f"{meaning} ({counts[letter]} heads)" for letter, meaning in meanings.items()}
+    width = px(_SWATCH + _LETTER * max(map(len, texts.values())))
+    height = px(_SWATCH * len(texts))
+    root = Element("svg", {"class": "scale", "role": "img", "aria-labelledby": "windows-t"})
+    root.set("viewBox", f"0 0 {width} {height}")
+    root.set("width", width)
+    add(root, "title", "; ".join(texts.values()), id="windows-t")
+    shades = window_shades(layout)
+    for row, (letter, text) in enumerate(texts.items()):
+        shade = round(shades[letter] * (SHADES - 1)) / (SHADES - 1)
+        add(root, "rect", x=0, y=_SWATCH * row + 2, width=14, height=14, rx=2, fill=cividis(shade)[0])
+        add(root, "text", text, x=_SWATCH, y=_SWATCH * row + 13)
     return markup(root)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # style of what layouts are compared with
 }
 LAYOUT: dict[str, Any] = {"label": "layout"}
 NOTE = "Lower is better. Bars: one standard error."
+_NOTE_WITHOUT_BARS = "Lower is better."
 _BUDGET = "Budget, global KV heads"
 _MAX_VERTICES = 100  # of a line: more are not seen, but are most of the page of a large model
 _DELTA = ("delta_nll_percent", "delta_nll_standard_error")
@@ -52,7 +53,8 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = score_kind.DENSITY.
         chart.round_axis(f"Coverage, % of all heads' {noun}", 0, 100, padded=True),
         chart.error_axis(DELTA_AXES[baseline], *(rows[column] for column in _DELTA)),
     )
-    return Chart("coverage-nll", "Does coverage predict the NLL?", *axes, tuple(marks), note=NOTE)
+    note = _note(rows["delta_nll_standard_error"])
+    return Chart("coverage-nll", "Does coverage predict the NLL?", *axes, tuple(marks), note=note)
 
 
 def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
@@ -164,8 +166,13 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
         chart.round_axis(f"KV cache of one sequence of {inputs.context:,} tokens, {of_full}", 0.0, scale, padded=True),
         chart.spread_axis(DELTA_AXES[evidence.baseline], min(ends), max(ends)),
         tuple(marks),
-        note=f"{capitalized(evidence.description)}. {NOTE}",
+        note=f"{capitalized(evidence.description)}. {_note(each.error for each in (*known, *references))}",
     )
+
+
+def _note(errors: Iterable[float]) -> str:
+    """Return the note of a chart, which names error bars only if it has any."""
+    return NOTE if any(math.isfinite(error) for error in errors) else _NOTE_WITHOUT_BARS
 
 
 def _cache_tip(result: Result, scale: float, unit: str) -> str:

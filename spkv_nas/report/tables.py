@@ -8,6 +8,7 @@ import pandas as pd
 
 from spkv_nas.artifacts import grid, head_scores
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.evaluation.ranking import MIN_ITEMS, best_layouts, correlations
 from spkv_nas.report import chart, evidence
@@ -201,12 +202,21 @@ def search_findings(inputs: ReportInputs) -> list[str]:
     ]
 
 
-def glossary(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
-    """Return (title, meaning) of each term that the page uses, by key."""
+def _letters(inputs: ReportInputs, chosen: Layout | None) -> str:
+    """Return the windows of the letters of the chosen layout, else of the first of several windows; "" for none."""
+    several = (layout for layout in inputs.layouts.values() if layout.windows)
+    layout = next(several, None) if chosen is None else chosen
+    return "" if layout is None else ", ".join(f"{letter} {window}" for letter, window in layout.legend.items())
+
+
+def glossary(inputs: ReportInputs, verdict: Verdict, chosen: Layout | None = None) -> dict[str, tuple[str, str]]:
+    """Return (title, meaning) of each term that the page uses, by key; windows are those of the headline's layout."""
     table, measure = inputs.table, inputs.table.measure
     clipping = "" if table.is_density else " (0 where it is negative)"
     sinks = f"the first tokens of a sequence (sink tokens: {table.sinks}) and " if table.sinks else ""
     here = f"; here {table.window}" if table.window else ""
+    if chosen is not None:
+        here = f"; here {' or '.join(map(str, chosen.legend.values()))}"
     # Terms of every page
     terms = {
         "measure": (measure.title, measure.meaning),
@@ -214,6 +224,11 @@ def glossary(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
         "layout": (
             "Layout",
             f"For each KV head: global (sees all earlier keys), or local (sees {sinks}its window only).",
+        ),
+        "letters": (
+            "Letters of a layout",
+            "G is a global head; L, M, N and so on are local heads by their windows, the narrowest first"
+            + (f"; here {listed}." if (listed := _letters(inputs, chosen)) else "."),
         ),
         "budget": ("Budget", "Number of global KV heads of a layout."),
         "coverage": (

@@ -4,7 +4,7 @@ Headline, tags, the explorer's first layout and the recommended command come fro
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,8 @@ import pandas as pd
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.report.evidence import COMPARISON, PASSES, VERDICT, Evidence, Result, all_evidence, layout_result
-from spkv_nas.report.formatting import BASELINES, listed, number, signed
+from spkv_nas.report.evidence import COMPARISON, VERDICT, Evidence, Result, all_evidence, layout_result
+from spkv_nas.report.formatting import BASELINES, listed, number, signed, with_minus, without_folder
 from spkv_nas.report.inputs import ReportInputs
 
 _MAX_NAMED = 4
@@ -71,23 +71,22 @@ def conclude(inputs: ReportInputs) -> Verdict:
         for source, documents in sorted(small)
     )
     rankable = [each for each in everything if each.is_rankable or len(each.results) == 1]
-    decided = {result.key: result for each in everything if each.source == VERDICT for result in each.results}
-    passing = [result for result in decided.values() if result.verdict.startswith(PASSES)]
+    judged = _judged(everything)
+    passing = [result for result in judged if result.answer == "passes"]
     # Retrained layouts; without any, scores, unless a layout passes
-    for is_trained in (True, False)[: 1 if passing else 2]:
+    kinds = [True] if passing else [True, False]
+    for is_trained in kinds:
         group = [each for each in rankable if (each.steps != 0) == is_trained and each.source != VERDICT]
         deciding = next((each for each in group if len(each.of_one_budget) > 1), next(iter(group), None))
         if deciding is not None:
             best, *others = deciding.of_one_budget
-            return _about(inputs, best, deciding, decided, warnings, others)
-    # A layout that passes, with its score where there is one
-    if decided:
-        best = min(passing or decided.values(), key=lambda result: result.share)
-        measured = [(each, result) for each in everything for result in each.results if result.key == best.key]
-        scores = [pair for pair in measured if pair[0] in rankable and pair[0].steps == 0]
-        of_verdict = next(pair for pair in measured if pair[1] is best)
-        source, scored = min(scores, key=lambda pair: pair[0].source == VERDICT, default=of_verdict)
-        return _about(inputs, scored, source, decided, warnings)
+            verdicts = [] if deciding.steps != 0 else [result for result in judged if result.key == best.key]
+            return _about(inputs, best, deciding, (*warnings, *map(_of_verdict, verdicts)), others)
+    # The smallest layout that passes, and what else was measured of it
+    if judged:
+        best = min(passing or judged, key=lambda result: result.share)
+        source = next(each for each in everything if best in each.results)
+        return _answer(inputs, best, source, (*warnings, *_of_others(best, everything)))
     # Without layouts, the scores
     if not inputs.layouts:
         table, measure = inputs.table, inputs.table.measure
@@ -97,21 +96,60 @@ def conclude(inputs: ReportInputs) -> Verdict:
     budgets = pd.Series({name: layout.num_global for name, layout in inputs.layouts.items()})
     candidates = map(str, budgets[budgets == budgets.mode().max()].index)
     name = max(candidates, key=lambda name: np.nan_to_num(inputs.covered[name]))
-    return _about(inputs, layout_result(inputs, inputs.layouts[name], math.nan), None, decided, warnings)
+    return _about(inputs, layout_result(inputs, inputs.layouts[name], math.nan), None, warnings)
+
+
+def _judged(everything: Sequence[Evidence]) -> list[Result]:
+    """Return the layouts of the verdicts that stand, or without any of those that others have replaced since."""
+    verdicts = [each for each in everything if each.source == VERDICT]
+    standing = [each for each in verdicts if not each.is_earlier] or verdicts
+    return [result for each in standing for result in each.results]
+
+
+def _answer(inputs: ReportInputs, layout: Result, evidence: Evidence, remarks: tuple[str, ...]) -> Verdict:
+    """State in one line what one verdict measured of a layout: memory, loss, by what, on how much, and the answer."""
+    memory = layout.measured[0].memory
+    if not memory:  # an older record
+        memory = f"{100 * layout.share:.1f} % of the KV cache at {inputs.context:,} tokens"
+    losses = [f"{each.criterion} {each.finding}; {each.conclusion}" for each in layout.measured]
+    lead = "", layout.name, with_minus(f": {memory}; {'; '.join(losses)}.")
+    against = without_folder(layout.measured[0].against)
+    heads = f"{layout.num_global:.0f} of {inputs.table.num_heads} KV heads are global."
+    if layout.reach:
+        heads += f" Local heads see their last keys, by letter: {layout.reach.removeprefix('windows ')}."
+    heads += f" The loss is against {against}, without retraining."
+    return Verdict(lead, (heads, *remarks), layout, evidence)
+
+
+def _of_verdict(result: Result) -> str:
+    """Return what one verdict measured of a layout, as a sentence."""
+    memory = f"{result.measured[0].memory}, " if result.measured[0].memory else ""
+    losses = "; ".join(f"{each.criterion} {each.finding}; {each.conclusion}" for each in result.measured)
+    return with_minus(f"By a verdict, {memory}{losses}.")
+
+
+def _of_others(layout: Result, everything: Sequence[Evidence]) -> tuple[str, ...]:
+    """Return a sentence for each other measurement of a layout without retraining, each from one result."""
+    sentences = []
+    for evidence in everything:
+        for result in evidence.results:
+            if evidence.steps != 0 or result is layout or result.key != layout.key:
+                continue
+            if evidence.source == VERDICT:
+                sentences.append(_of_verdict(result))
+            else:
+                sentences.append(f"By {evidence.source}: {_loss(result, evidence)}.")
+    return tuple(sentences)
 
 
 def _about(
     inputs: ReportInputs,
     layout: Result,
     evidence: Evidence | None,
-    decided: Mapping[object, Result],
     warnings: tuple[str, ...],
     others: Sequence[Result] = (),
 ) -> Verdict:
-    """Say how much memory a layout saves, what it loses, and how ``others`` of its budget compare.
-
-    ``decided`` are the layouts of verdicts by ``Result.key``, which count before retraining.
-    """
+    """Say how much memory a layout saves, what it loses, and how ``others`` of its budget compare."""
     # Compute the saved memory and the coverage
     table, size = inputs.table, ""
     if not math.isnan(layout.num_global):
@@ -128,10 +166,7 @@ def _about(
             held = f"its global heads have {100 * covered:.1f} % of the sum over all heads"
             warnings += (f"It was proposed by {table.measure.noun}: {held}, which says nothing of the loss yet.",)
         return Verdict(("", layout.name, f": {size}{loss}."), warnings, layout, covered=covered)
-    # State the loss, and what a verdict says of the layout
     loss = _loss(layout, evidence)
-    if evidence.steps == 0 and layout.key in decided:
-        loss += f"; {decided[layout.key].verdict}"
     # Find the others that are not clearly behind, by the error of the difference where documents are shared; where it
     # is NaN, it is at most the sum of both errors
     close = {}

@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.measurement import Measurement, loss_text, measurements
 from spkv_nas.evaluation.verdict import criteria, words
 from spkv_nas.report import chart
-from spkv_nas.report.formatting import capitalized, listed, number, short, signed, without_folder
+from spkv_nas.report.formatting import capitalized, listed, short, with_minus, without_folder
 
 _MARKS: dict[str, tuple[chart.Shape, chart.Tone]]
 _MARKS = {"passes": ("circle", "accent"), "fails": ("diamond", "second"), "open": ("square", "muted")}
@@ -40,6 +41,7 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Sect
         candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]],
     )
     record = {**record, "answers": {names.get(each, without_folder(each)): answer for each, answer in answers}}
+    measured = measurements(rows, record)
     return chart.Section(
         name,
         "Verdict",
@@ -47,10 +49,10 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Sect
         f"replace if the loss is below every margin. {_INTERVALS}{memory}",
         ("Candidate", "Criterion", "Loss", "Interval", "Margin", "Samples"),
         tuple(
-            tuple(_row(row, record) for row in of_one.to_dict("records"))
-            for _, of_one in rows.groupby("candidate", sort=False)
+            tuple(_row(each) for each in measured if each.candidate == candidate)
+            for candidate in dict.fromkeys(each.candidate for each in measured)
         ),
-        findings=tuple(_sentences(rows, record)),
+        findings=tuple(_sentences(measured, record)),
         charts=tuple(
             _card(f"{name}-{criterion}", str(criterion), group, record)
             for criterion, group in rows[rows["margin"] > 0.0].groupby("criterion", sort=False)
@@ -95,7 +97,7 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> cha
         card_title(criterion),
         axis,
         chart.name_axis("", names, down=True),
-        tuple(_marks(group, axis, margin, record.get("nouns", {}).get(criterion, "samples"))),
+        tuple(_marks(group, axis, margin, record)),
         note=f"Criterion {criterion}, margin {margin:g} {unit}: {summary}.",
         height=_HEIGHT + _ROW * len(group),
     )
@@ -106,7 +108,7 @@ def card_title(criterion: str) -> str:
     return criteria.CRITERIA[criterion].title if criterion in criteria.CRITERIA.names else criterion
 
 
-def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, noun: str) -> Iterable[chart.Mark]:
+def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, record: Record) -> Iterable[chart.Mark]:
     """Yield the marks of a card: losses that are allowed, the margin, intervals, and losses."""
     rows = group.reset_index(drop=True)
     # Crop losses and intervals at the axis; an end that is not known yet lies beyond
@@ -126,11 +128,12 @@ def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, noun: str) -> I
         measured = [position for position in positions if np.isfinite(rows["loss"][position])]
         if measured:
             losses = rows["loss"][measured]
+            of_points = measurements(rows.loc[measured], record)
             yield chart.Points(
                 chart.numbers(shown["loss"][measured]),
                 chart.numbers(measured),
-                tips=tuple(_tip(row, noun) for row in rows.loc[measured].to_dict("records")),
-                names=tuple("" if axis.low <= loss <= axis.high else _loss(loss) for loss in losses),
+                tips=tuple(with_minus(f"{each.candidate} {each.answer}: {each.finding}") for each in of_points),
+                names=tuple("" if axis.low <= loss <= axis.high else with_minus(loss_text(loss)) for loss in losses),
                 label=answer,
                 shape=shape,
                 tone=tone,
@@ -138,39 +141,25 @@ def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, noun: str) -> I
             )
 
 
-def _row(row: Mapping[Any, Any], record: Record) -> chart.Row:
-    is_known = not (math.isnan(row["low"]) and math.isnan(row["high"]))
+def _row(measured: Measurement) -> chart.Row:
+    """Return the row of one measurement."""
     cells = (
-        str(row["criterion"]),
-        _loss(row["loss"]),
-        f"{_loss(row['low'])} to {_loss(row['high'])}" if is_known else "not known yet",
-        f"{row['margin']:g} {row['unit']}",
-        f"{number(row['num_samples'], 0)} {record.get('nouns', {}).get(row['criterion'], 'samples')}",
+        measured.criterion,
+        with_minus(loss_text(measured.loss)),
+        with_minus(measured.interval),
+        f"{measured.margin:g} {measured.unit}",
+        measured.samples,
     )
-    return chart.Row(str(row["candidate"]), cells, str(row["answer"]))
+    return chart.Row(measured.candidate, cells, measured.answer)
 
 
-def _tip(row: Mapping[Any, Any], noun: str) -> str:
-    return (
-        f"{row['candidate']} {row['answer']}: {_loss(row['loss'])} {row['unit']}, interval {_loss(row['low'])} to "
-        f"{_loss(row['high'])}, after {number(row['num_samples'], 0)} {noun}"
-    )
-
-
-def _sentences(rows: pd.DataFrame, record: Record) -> Iterable[str]:
+def _sentences(measured: list[Measurement], record: Record) -> Iterable[str]:
     """Yield the answer about each candidate, and what the error rate rests on."""
     answers = record.get("answers", {})
     for candidate, answer in answers.items():
-        nouns, samples = record.get("nouns", {}), record.get("num_samples", {})
-        verb, reason = words.conclusion(rows[rows["candidate"] == candidate], answer, nouns, samples)
-        yield f"{candidate} {verb}: {reason}."
+        verb, reason = words.conclusion([each for each in measured if each.candidate == candidate], answer)
+        yield with_minus(f"{candidate} {verb}: {reason}.")
     risk, left_out, unknown = record.get("risk"), record.get("left_out"), record.get("unrecorded", ())
     if risk is not None and left_out is not None:
         documents, selected_by = left_out.get("documents", 0), left_out.get("selected_by", ())
         yield f"{capitalized(words.basis(risk, words.shared_by(len(answers)), documents, selected_by, unknown))}."
-
-
-def _loss(loss: float) -> str:
-    """Format a loss with its sign and three digits; NaN is an em dash."""
-    digits = 2 if math.isnan(loss) or loss == 0 else min(max(2 - math.floor(math.log10(abs(loss))), 0), 4)
-    return signed(loss, digits)

@@ -17,11 +17,11 @@ from spkv_nas.engines.registry import read_serving
 from spkv_nas.evaluation import zero_shot
 from spkv_nas.evaluation.selected import probe_of
 from spkv_nas.evaluation.verdict import contenders, criteria, words
-from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
+from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget, named_by_memory
 from spkv_nas.evaluation.verdict.trial import Trial
 from spkv_nas.model import checkpoint
 from spkv_nas.probing.rivals import Rivals
-from spkv_nas.proposal import constraints, propose, windows
+from spkv_nas.proposal import constraints, earlier, propose, windows
 from spkv_nas.proposal.answers import budget_curve
 from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.proposal.requirements import Requirements
@@ -93,19 +93,16 @@ def run(
         deadline,
         choose=None if rivals is None else rivals.choose,
     )
+    compared = _with_chosen(compared, outcome)
     table = propose.with_sinks(table, outcome.layouts[0].sinks)
     rows = _with_bytes(outcome, requirements, table)
-    # Write the layout of the smallest budget that passes, unless it is from a file
-    file = memory = None
+    # Name the file of the smallest budget that passes, which is written below unless it was given
+    given = file = memory = None
     if outcome.layout is not None and outcome.critical.passes is not None:
-        file = files.files.get([*layouts][outcome.critical.passes])
+        given = files.files.get([*layouts][outcome.critical.passes])
+        file = given or options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
         memory = _memory(options, requirements, table, outcome.layout)
         reporter.caution(propose.price_advice(table, outcome.layout.num_global))
-        if file is None:
-            file = options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
-            outcome.layout.write(file)
-            if rivals is not None:
-                selection.write_selection(file.parent, rivals.selected_on)
     # Collect and write the result
     result = BudgetResult(
         **vars(replace(outcome, rows=rows)),
@@ -118,10 +115,19 @@ def run(
         next=() if outcome.alarm is not None or files.layouts else _exporting(options, table.name, file),
         rivals=rivals,
     )
-    result_tables.CRITICAL_BUDGET.write(
-        result.folder, rows, {**decision.origin(options, compared), **_record(result, table)}, reporter
-    )
+    origin = {**decision.origin(options, compared), **_record(result, table)}
+    result_tables.CRITICAL_BUDGET.write(result.folder, rows, origin, reporter)
+    if outcome.layout is not None and file is not None and given is None:
+        _write_layout(file, outcome.layout, result_tables.inputs_of(origin), rivals, reporter)
     return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
+
+
+def _write_layout(file: Path, layout: Layout, inputs: str, rivals: Rivals | None, reporter: progress.Reporter) -> None:
+    """Write a layout that refers to its result by its inputs, as a result of other inputs may take its name."""
+    origin = {**layout.provenance, earlier.DECIDED_BY: inputs}
+    earlier.write_layout(file, replace(layout, provenance=origin), reporter)
+    if rivals is not None:
+        selection.write_selection(file.parent, rivals.selected_on)
 
 
 def _with_bytes(outcome: CriticalBudget, requirements: Requirements, table: head_scores.HeadScores) -> pd.DataFrame:
@@ -179,16 +185,35 @@ def _layouts(
     # A layout for each memory
     if not files.layouts and text.startswith(MEMORY):
         by_percent = windows.layouts_by_memory(table, cost, parse_memories(text), requirements.constraints)
-        return {f"{percent:g}%": layout for percent, layout in by_percent.items()}, list(by_percent)
+        layouts = [named_by_memory(layout, percent) for percent, layout in by_percent.items()]
+        return {layout.strategy: layout for layout in layouts}, list(by_percent)
     # One for each number of heads, as constraints may not use a budget up; or, as several windows are not ordered by
     # numbers of heads, one for each memory
-    layouts = files.layouts or budget_curve(table, requirements, parse_budgets(text, table.num_candidates)).layouts
-    has_several, full = any(layout.windows for layout in layouts.values()), cost.full(table.num_heads)
+    by_name = files.layouts or budget_curve(table, requirements, parse_budgets(text, table.num_candidates)).layouts
+    has_several, full = any(layout.windows for layout in by_name.values()), cost.full(table.num_heads)
     names: dict[float, str] = {}
-    for name, layout in layouts.items():
+    for name, layout in by_name.items():
         size = round(100.0 * _kv_bytes(cost, layout, table) / full, 2) if has_several else layout.num_global
         names.setdefault(size, name)
-    return {names[size]: layouts[names[size]] for size in sorted(names)}, sorted(names) if has_several else None
+    return {names[size]: by_name[names[size]] for size in sorted(names)}, sorted(names) if has_several else None
+
+
+def _with_chosen(compared: decision.Compared, outcome: CriticalBudget) -> decision.Compared:
+    """Return what was compared with the layouts that were chosen when a budget was looked at, for the record."""
+    pairs = zip(compared.candidates, outcome.layouts, strict=True)
+    changed = [
+        candidate
+        if candidate.chosen is layout
+        else replace(candidate, name=layout.strategy, layout=layout, chosen=layout)
+        for candidate, layout in pairs
+    ]
+    others = {
+        each.name: each.chosen for each in changed if each.chosen is not None and each.name not in compared.memory
+    }
+    if not others:
+        return replace(compared, candidates=changed)
+    memory = zero_shot.cache_shares(compared.trial.store.dense, others, compared.context)
+    return replace(compared, candidates=changed, memory={**compared.memory, **memory})
 
 
 def _column(outcome: CriticalBudget) -> str:
@@ -219,7 +244,7 @@ def _memory(
     cost = _cache_cost(requirements, table, layout)
     full, used = cost.full(table.num_heads), _kv_bytes(cost, layout, table)
     sentence = f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
-    sentence += f"{units.format_bytes(full)} with all heads global; {layout.reach}"
+    sentence += f"{units.format_bytes(full)} with all heads global; {layout.legend_words}"
     if not layout.windows:
         sentence = str(requirements.memory(table, layout.num_global, layout.window))
     # Plan the cache in vLLM
@@ -275,6 +300,7 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
         "answers": {result.compared.candidates[look.position].name: look.answer for look in result.critical.looks},
         "unrecorded": result.unrecorded,
         **({} if result.rivals is None else {"contests": result.rivals.record()}),
+        "by_position": decision.rounded_positions(result),
         **({} if result.alarm is None else {result_tables.ALARM: result.alarm}),
     }
 
@@ -285,9 +311,10 @@ def show(result: BudgetResult) -> None:
     title = f"{console.escape(result.probe)}: loss against {console.escape(result.compared.against)}"
     sizes = ["global heads"] if result.memories is None else ["KV cache %", "global heads"]
     grid = console.Table(*sizes, "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
-    for row in result.rows.sort_values(_column(result), kind="stable").itertuples():
+    rows = result.rows.sort_values(_column(result), kind="stable")
+    for row, measured in zip(rows.itertuples(), decision.measured_by(result.compared, result, rows), strict=True):
         cells = [str(row.num_global)] if result.memories is None else [f"{row.memory:g}", str(row.num_global)]
-        grid.add_row(*cells, str(row.look), *decision.loss_cells(row, result.nouns), row.result)
+        grid.add_row(*cells, str(row.look), *decision.loss_cells(measured), row.result)
     console.out.print(grid)
     for line in _sentences(result):
         console.out.print(line)

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.measurement import Measurement, loss_text, measurements
 from spkv_nas.base import console, device, progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, zero_shot
@@ -176,9 +178,32 @@ def shared_document(compared: Compared, outcome: Outcome, sentences: Sequence[st
     }
 
 
-def loss_cells(row: Any, nouns: Mapping[str, str]) -> list[str]:
+def measured_by(compared: Compared, outcome: Outcome, rows: pd.DataFrame | None = None) -> list[Measurement]:
+    """Return the measurements of an outcome, or of some of its rows."""
+    record = {
+        "risk": outcome.risk,
+        "nouns": outcome.nouns,
+        "num_samples": outcome.num_samples,
+        "against": compared.against,
+    }
+    return measurements(outcome.rows if rows is None else rows, record)
+
+
+def rounded_positions(outcome: Outcome) -> dict[str, list[list[float]]]:
+    """Return the NLL by position of every candidate that has any, as the record holds it."""
+    return {
+        name: [[*row[:3], *(round(nll, 5) for nll in row[3:])] for row in rows]
+        for name, rows in outcome.by_position.items()
+        if rows
+    }
+
+
+def loss_cells(measured: Measurement) -> list[str]:
     """Return the cells of a row from its criterion on: loss, interval, margin and samples."""
-    loss, low, high = ("-" if number != number else f"{number:+.3g}" for number in (row.loss, row.low, row.high))
-    interval = "not known yet" if (low, high) == ("-", "-") else f"{low} to {high}"
-    samples = f"{row.num_samples} {nouns[row.criterion]}"
-    return [console.escape(row.criterion), loss, interval, f"{row.margin:g} {row.unit}", samples]
+    return [
+        console.escape(measured.criterion),
+        loss_text(measured.loss),
+        measured.interval,
+        f"{measured.margin:g} {measured.unit}",
+        measured.samples,
+    ]

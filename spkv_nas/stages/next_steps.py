@@ -5,6 +5,7 @@ Head gates choose the heads: at a quarter of them no other score is better by mo
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, RECOMMENDED
@@ -13,6 +14,8 @@ from spkv_nas.artifacts.tried_layouts import RECOMMENDED as RECOMMENDED_LAYOUT
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.probing.signals import SIGNALS
+from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST
+from spkv_nas.proposal.strategies import DENSEST
 from spkv_nas.proposal.windows import WINDOW_PER_HEAD
 from spkv_nas.stages import lookup, record, subject
 from spkv_nas.stages.commands import Suggestion
@@ -94,11 +97,8 @@ def after_propose(options: ProposeOptions, table: HeadScores, recommended_layout
         return [Suggestion.of(retrain)]
     names = ("model", "data", "block_size", "dtype")
     measured: dict[str, Any] = {name: getattr(recorded, name) for name in names} | {"workspace": workspace.root}
-    # Decide about the layout that lost least, whose probe left documents unseen
-    layout = (
-        workspace.layout_dir(table.name)
-        / f"{WINDOW_PER_HEAD if recommended_layout is None else RECOMMENDED_LAYOUT}.yaml"
-    )
+    # Decide about a layout by costs of windows, whose probe left documents unseen
+    layout = _proposed(options, table, recommended_layout)
     has_unseen = table.window_costs is not None and recorded.max_tokens is None
     if has_unseen and recorded.model is not None and layout.is_file():
         judged = verdict.VerdictOptions(candidates=[str(layout)], **measured)
@@ -106,6 +106,15 @@ def after_propose(options: ProposeOptions, table: HeadScores, recommended_layout
     scored = score.ScoreOptions(max_tokens=recorded.max_tokens, probe=table.name, **measured)
     fairer = "other text is fairer, as this one selected the heads"
     return [Suggestion.of(scored, f"compare the NLL of the layouts before any training; {fairer}")]
+
+
+def _proposed(options: ProposeOptions, table: HeadScores, recommended_layout: str | None) -> Path:
+    """Return the file of the layout that was asked for: of a number of heads or a window, else the recommended one."""
+    folder = options.folders.layout_dir(table.name)
+    if options.budget is None and options.window is None:
+        return folder / f"{WINDOW_PER_HEAD if recommended_layout is None else RECOMMENDED_LAYOUT}.yaml"
+    solved = (folder / f"{name}.yaml" for name in (CONSTRAINED, ROBUST))
+    return next((file for file in solved if file.is_file()), folder / f"{DENSEST.name}.yaml")
 
 
 def after_score(options: score.ScoreOptions, result: subject.NLLTable) -> list[Suggestion]:

@@ -124,6 +124,7 @@ def _sentences(answer: answers.Answer, requirements: Requirements, options: Prop
     """Return remarks on a proposal: the default budget, memory, the worst domain, ties, and uncertainty."""
     num_global = answer.layouts["densest"].num_global
     sentences = [requirements.memory(answer.table, num_global, options.window)]
+    sentences += requirements.remarks(answer.table, options.window)
     if options.budget is None and options.memory is None:
         origin = "the paper's 2 of 7; --budget sets another"
         if answer.table.memory_budget is not None:
@@ -213,7 +214,7 @@ def _layouts(result: ProposalResult) -> None:
         {
             "strategy": row.strategy,
             "global heads": str(row.num_global),
-            "density %": f"{row.density_percent:.1f}",
+            "density %" if table.is_density else "global %": f"{row.density_percent:.1f}",
             "coverage %": _percent(row.coverage),
             "predicted %": _signed(getattr(row, "predicted", math.nan)),
             "measured ΔNLL %": _measured(row),

@@ -35,6 +35,7 @@ def run(options: VerdictOptions, reporter: progress.Reporter = progress.SILENT) 
     outcome = trial.decide_all(compared.trial, candidates, criteria.parse_risk(options.risk), reporter)
     # Write the table
     record = {"answers": dict(outcome.answers), **decision.origin(options, compared)}
+    record["by_position"] = decision.rounded_positions(outcome)
     record |= {} if outcome.alarm is None else {ALARM: outcome.alarm}
     folder = options.folders.report_dir(compared.name)
     VERDICT.write(folder, outcome.rows, record, reporter)
@@ -73,14 +74,14 @@ def show(result: VerdictResult) -> None:
     title = f"{console.escape(result.compared.name)}: loss against {console.escape(result.compared.against)}"
     grid = console.Table("candidate", "global heads", "KV cache %", *columns, title=title)
     layouts = {each.name: each.chosen for each in result.compared.candidates}
-    for row in result.rows.itertuples():
-        layout = layouts[row.candidate]
+    for measured in decision.measured_by(result.compared, result):
+        layout = layouts[measured.candidate]
         heads = "-" if layout is None else f"{layout.num_global} of {layout.num_heads}"
         if layout is not None and layout.windows:
             heads += f", {layout.reach}"
-        memory = decision.percent(result.compared, row.candidate)
+        memory = decision.percent(result.compared, measured.candidate)
         sizes = (heads, "-" if memory is None else f"{memory:.1f}")
-        grid.add_row(console.escape(row.candidate), *sizes, *decision.loss_cells(row, result.nouns), row.answer)
+        grid.add_row(console.escape(measured.candidate), *sizes, *decision.loss_cells(measured), measured.answer)
     console.out.print(grid)
     # Print the conclusions
     for line in _sentences(result):
@@ -104,9 +105,9 @@ def _sentences(result: VerdictResult) -> list[str]:
     """Return the verdict on each candidate, and what it rests on."""
     compared, selected = result.compared, result.compared.selected
     sentences = []
+    measured = decision.measured_by(compared, result)
     for name, answer in result.answers.items():
-        rows = result.rows[result.rows["candidate"] == name]
-        verb, reason = words.conclusion(rows, answer, result.nouns, result.num_samples)
+        verb, reason = words.conclusion([each for each in measured if each.candidate == name], answer)
         sentences.append(f"[bold]{console.escape(name)} {verb}[/bold]: {console.escape(reason)}")
     shared = words.shared_by(len(result.answers))
     basis = words.basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown)

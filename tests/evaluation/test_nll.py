@@ -14,7 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.nll import document_nll, evaluate, tau_sweep
+from spkv_nas.evaluation.nll import (
+    PositionSums,
+    document_nll,
+    evaluate,
+    own_positions,
+    position_edges,
+    tau_sweep,
+)
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.gates import predictors
@@ -117,3 +124,19 @@ def test_a_prompt_and_an_answer_longer_than_the_table_of_positions(tiny_tokenize
     assert generate(model, tiny_tokenizer, "the fox", max_new_tokens=most).num_new_tokens <= most
     with pytest.raises(UserError, match="sequences of 33 tokens are longer than the model's table of 32 positions"):
         generate(model, tiny_tokenizer, "the fox", max_new_tokens=most + 1)
+
+
+def test_positions_count_tokens_of_the_same_document_in_the_block() -> None:
+    document = np.array([[3, 3, 3, 5, 5, 3], [7, 7, 7, 7, 7, 7]])
+    assert own_positions(document).tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+    assert position_edges(16) == [0, 16]
+    assert position_edges(100) == [0, 16, 32, 64, 100]
+
+
+def test_sums_by_position_are_those_by_document(blocks: TokenBlocks) -> None:
+    """They are other groups of the same losses, from the same pass."""
+    positions = PositionSums(blocks)
+    by_document = document_nll(tiny_model(), blocks, positions=positions)
+    sums = positions.result()
+    assert sums[:, 0].sum() == pytest.approx(by_document.total.sum())
+    assert sums[:, 1].sum() == by_document.num_tokens.sum()

@@ -74,9 +74,7 @@ class TestIdentity:
             other.rename(folder)
         else:
             shutil.copytree(other, folder, dirs_exist_ok=True)
-        with pytest.raises(
-            UserError, match="changed since it was loaded, so results would mix two models\nrun"
-        ):
+        with pytest.raises(UserError, match="changed since it was loaded, so results would mix two models\nrun"):
             weights_identity(folder)
         del model
         gc.collect()

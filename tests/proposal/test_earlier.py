@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,17 +47,21 @@ class TestProposals:
         assert {name for name in now if name.startswith("random")} == {"random-0"}
         assert now["densest"].num_global == 5
 
-    def test_replaced_layouts_are_named(self, workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-        """They have the same budget and another window or seed; an identical proposal replaces nothing."""
+    def test_layouts_of_other_inputs_are_kept(self, workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+        """They have the same budget and another window or seed; an identical proposal keeps nothing."""
+        folder = workspace.root / "layouts" / "mine"
         propose(workspace, 3)
+        first = Proposal.read_folder(workspace.layout_dir("mine")).layouts
         propose(workspace, 3)
-        assert "replaced" not in capsys.readouterr().err
+        assert "kept" not in capsys.readouterr().err
         propose(workspace, 3, "--seed", "7")
-        assert "replaced earlier layouts for 3 global heads" in (output := capsys.readouterr().err)
-        assert "random-0" in output
-        assert "densest" not in output
+        kept = folder / "earlier" / f"random-0-{first['random-0'].hash}.yaml"
+        said = f"kept earlier layouts of other inputs in {kept.parent}: {kept.stem}"
+        assert said in capsys.readouterr().err
+        assert Layout.read(kept) == first["random-0"]
         propose(workspace, 3, "--window", "4")
-        assert "densest, interleaved-first" in capsys.readouterr().err
+        assert Layout.read(folder / "earlier" / f"densest-{first['densest'].hash}.yaml") == first["densest"]
+        assert "random-0" in find_proposal(workspace, "mine").layouts
 
     def test_handmade_layouts_are_kept(self, workspace: Workspace) -> None:
         propose(workspace, 3)
@@ -83,9 +88,9 @@ class TestProposals:
     def test_a_range_names_what_it_replaces(self, workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
         propose(workspace, "2..4")
         propose(workspace, "2..4")
-        assert "replaced" not in capsys.readouterr().err
+        assert "kept" not in capsys.readouterr().err
         propose(workspace, "4..6")
-        assert "densest-2, densest-3" in capsys.readouterr().err
+        assert re.search(r"budgets/earlier: densest-2-\w{8}, densest-3-\w{8}\n", capsys.readouterr().err)
 
 
 def _quietly(workspace: Workspace, budget: int) -> None:

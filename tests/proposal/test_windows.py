@@ -103,6 +103,15 @@ def table(**metadata: Any) -> HeadScores:
     )
 
 
+def written(folder: Path, **metadata: Any) -> None:
+    """Write the table as the probe "p", with costs in the range of a file."""
+    scores = table(**metadata)
+    assert scores.window_costs is not None
+    costs = replace(scores.window_costs, values=scores.window_costs.values / 1e4)
+    rows = scores.rows.assign(score=scores.rows["score"] / 1e4)
+    replace(scores, rows=rows, window_costs=costs).write(folder / "probes" / "p")
+
+
 class TestProposal:
     @pytest.mark.parametrize("memory", ["10%", "20%", "3MiB"])
     def test_takes_at_most_the_memory(self, memory: str) -> None:
@@ -141,6 +150,43 @@ class TestProposal:
         probed = table(memory=0.2, context=2048, budget=7)
         layout = propose_for(probed).layouts["window-per-head"]
         assert layout.provenance["memory"] == int(0.2 * COST.full(48))
+
+    def test_memory_of_every_layout_is_shown(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The table was one of densities, without memory."""
+        written(tmp_path, positions=4096)
+        main(["propose", "--probe", "p", "--memory", "20%", "--workspace", str(tmp_path)])
+        lines = capsys.readouterr().out.splitlines()
+        heading = next(line for line in lines if "strategy" in line)
+        assert "density" not in heading
+        assert "global %" in heading
+        assert "memory" in heading
+        rows = pd.read_csv(tmp_path / "layouts/p/coverage.csv")
+        memory = rows.set_index("strategy")["kv_bytes"]
+        assert memory.notna().all()
+        assert 0 < memory["window-per-head"] <= int(0.2 * replace(COST, context=4096).full(48))
+
+    def test_a_memory_that_full_attention_fits_in_is_said(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """So is a context that the model does not have."""
+        written(tmp_path, positions=512)
+        main(["propose", "--probe", "p", "--memory", "6GB", "--context", "32k", "--workspace", str(tmp_path)])
+        said = " ".join(capsys.readouterr().out.split())
+        assert "at 32,768 tokens x 1, which fits in 6GB: no head has to be local" in said
+        assert "32,768 tokens are 64 times the model's context of 512" in said
+
+    @pytest.mark.parametrize(
+        ("asked", "layout"), [([], "window-per-head"), (["--budget", "7"], "densest"), (["--window", "64"], "densest")]
+    )
+    def test_the_next_command_judges_the_layout_that_was_asked_for(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str], layout: str
+    ) -> None:
+        """After ``--budget 7 --window 64`` it led to a layout of other windows and heads."""
+        options = {"model": "org/model", "data": ["text"], "signal": "window-costs"}
+        written(tmp_path, options=options, model="org/model")
+        main(["propose", "--probe", "p", "--workspace", str(tmp_path), *asked])
+        said = capsys.readouterr()
+        assert f"{layout}.yaml" in (said.out + said.err).partition("spkv-nas verdict")[2]
 
     def test_only_a_layout_that_was_measured_is_recommended(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

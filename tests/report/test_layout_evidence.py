@@ -40,13 +40,13 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
 
 def test_results_of_the_layout_on_these_weights_are_said(workspace: Workspace, tmp_path: Path) -> None:
     assert layout_evidence(workspace, str(tmp_path / "dense"), LAYOUT) == [
-        "nll: a loss of +0.50 % (interval \N{MINUS SIGN}0.25 to +0.50) against `dense` on 83 documents; it passes the "
-        "margin of 1 % at a risk of 5 %.",
+        "nll: a loss of +0.500 % (interval \N{MINUS SIGN}0.250 to +0.500 %), on 83 documents, against `dense`; it "
+        "passes 1 % (nll) at a risk of 5 %.",
         f"{NLL}44 documents of `text` in blocks of 512 tokens, some of which the layout was selected on.",
     ]
     assert layout_evidence(workspace, "trained", LAYOUT) == [
-        "nll: a loss of +0.50 % (interval — to +0.50) against `dense` on 83 documents; it is undecided at the "
-        "margin of 1 % at a risk of 5 %.",
+        "nll: a loss of +0.500 %, at most +0.500 %, on 83 documents, against `dense`; it is open at 1 % (nll) at a "
+        "risk of 5 %.",
     ]
 
 

@@ -280,7 +280,8 @@ def judged(answer: str, name: str, layout: Layout, **recorded: Any) -> ResultFil
     row = (name, "nll", answer, 1.0, "%", 0.7, 0.2, 0.95, 80, None, 0.01, 1.0)
     layouts = {name: {"heads": " ".join(layout.heads), "window": layout.window, **recorded}}
     rows = pd.DataFrame([row], columns=VERDICT_TABLE.header)
-    return ResultFile(Path("reports/model/verdict.csv"), rows, {"answers": {name: answer}, "layouts": layouts})
+    record = {"answers": {name: answer}, "layouts": layouts, "nouns": {"nll": "documents"}, "risk": 0.05}
+    return ResultFile(Path("reports/model/verdict.csv"), rows, record)
 
 
 def test_a_page_answers_what_is_saved_and_what_is_lost() -> None:
@@ -296,7 +297,13 @@ def test_a_page_answers_what_is_saved_and_what_is_lost() -> None:
     )
     assert "".join(conclude(inputs).lead) == f"{lead}."
     passed = replace(inputs, verdicts=(judged("passes", "any-name", layouts["densest"]),))
-    assert "".join(conclude(passed).lead) == f"{lead}; passes 1 % (nll)."
+    # A verdict is quoted from its own record alone, and the score of the layout in a sentence of its own
+    answer = (
+        "densest: 26.2 % of the KV cache at 512 tokens; nll +0.700 % (interval +0.200 to +0.950 %), on 80 documents; "
+        "passes 1 % (nll) at a risk of 5 %."
+    )
+    assert "".join(conclude(passed).lead) == answer
+    assert conclude(passed).sentences[1:] == (f"By scores: {lead.partition('; ')[2]}.",)
     for other in (
         judged("passes", "any-name", replace(layouts["densest"], window=4)),  # another layout
         judged("passes", "any-name", layouts["densest"], trained=True),  # other weights
@@ -304,11 +311,25 @@ def test_a_page_answers_what_is_saved_and_what_is_lost() -> None:
         assert "".join(conclude(replace(inputs, verdicts=(other,))).lead) == f"{lead}."
     # The layout that passes comes before the one of the lowest NLL
     assert conclude(replace(inputs, verdicts=(judged("passes", "x", layouts["last"]),))).lead[1] == "last"
-    alone = "".join(conclude(replace(passed, scores=())).lead)
-    assert alone.endswith(
-        "; NLL +0.700 % against the dense model as it is, not retrained, by a verdict, on 80 "
-        "documents; passes 1 % (nll)."
+    assert "".join(conclude(replace(passed, scores=())).lead) == answer
+    # One that does not pass leaves the lead to the scores
+    failed = conclude(replace(inputs, verdicts=(judged("fails", "x", layouts["densest"]),)))
+    assert "".join(failed.lead) == f"{lead}."
+    assert "By a verdict, nll +0.700 % (interval +0.200 to +0.950 %), on 80 documents; fails 1 % (nll)" in "".join(
+        failed.sentences
     )
+
+
+def test_an_answer_that_stands_comes_before_earlier_ones() -> None:
+    """The page of a second run with a smaller margin quoted the first, whose layout was smaller."""
+    layouts = make_layouts("densest", "last")
+    now = judged("passes", "densest", layouts["densest"])
+    smaller = Layout(("GL", "LL", "LL", "LL"), 8, "small")
+    earlier = replace(judged("passes", "small", smaller), path=Path("reports/model/verdict-0a1b2c3d.csv"))
+    for verdicts in ((now, earlier), (earlier, now)):
+        inputs = ReportInputs(make_domain_table(), layouts, verdicts=verdicts)
+        assert conclude(inputs).lead[1] == "densest"
+    assert conclude(ReportInputs(make_domain_table(), layouts, verdicts=(earlier,))).lead[1] == "small"
 
 
 def test_scores_on_documents_that_selected_come_last_and_say_so() -> None:

@@ -56,7 +56,7 @@ def test_a_card_per_criterion(section: Section) -> None:
     points = {mark.label: mark for mark in nll.marks if isinstance(mark, Points)}
     assert (points["passes"].x, points["passes"].y) == ((0.123,), (0.0,))
     assert (points["fails"].x, points["fails"].names) == ((nll.x.high,), ("+40.0",))
-    assert points["fails"].tips == ("<other> fails: +40.0 %, interval +12.0 to —, after 24 documents",)
+    assert points["fails"].tips == ("<other> fails: +40.0 %, at least +12.0 %, on 24 documents",)
     assert 4.0 <= nll.x.high < 6.0
     (only,) = [mark for mark in ruler.marks if isinstance(mark, Line)]
     assert only.x == (ruler.x.low, 3.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Recorder, fails, make_table
+from helpers import Page, Recorder, fails, make_table
 from sampled_cases import write_model
 
 import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.measurement import loss_text, measurements
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET, VERDICT
 from spkv_nas.artifacts.selection import read_selection
 from spkv_nas.artifacts.tried_layouts import TriedLayout
@@ -24,6 +26,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cli import main
 from spkv_nas.evaluation.verdict.criteria import DocumentRounds
 from spkv_nas.model.checkpoint import load
+from spkv_nas.report.formatting import with_minus
 from spkv_nas.stages import critical_budget, verdict
 from spkv_nas.stages.critical_budget import BudgetResult, document
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
@@ -159,7 +162,7 @@ class TestResuming:
     ) -> None:
         whole = run(workspace=folder, name="whole")
         shutil.rmtree("runs/dense/verdict")
-        measure, calls = DocumentRounds.measure, []
+        measure, calls = DocumentRounds.measure_all, []
 
         def killed(self: DocumentRounds, index: int, model: Any, prepared: Any) -> Any:
             calls.append(index)
@@ -167,7 +170,7 @@ class TestResuming:
                 raise KeyboardInterrupt
             return measure(self, index, model, prepared)
 
-        monkeypatch.setattr(DocumentRounds, "measure", killed)
+        monkeypatch.setattr(DocumentRounds, "measure_all", killed)
         with pytest.raises(KeyboardInterrupt):
             run(workspace=folder, name="killed")
         resumed = run(workspace=folder, name="killed")
@@ -269,7 +272,7 @@ class TestAuto:
         layout = Layout.read("layouts/dense-window-costs/critical-budget.yaml")
         assert Layout.read("hybrid/layout.yaml") == layout
         assert lines[-5].startswith(f"dense: {layout.num_global} of 8 KV heads global, {layout.reach}")
-        assert "passes nll=30% at a risk of 5 %" in lines[-3]
+        assert lines[-3].endswith("; passes 30 % (nll) at a risk of 5 %")
         assert Path(lines[-2].rpartition("report: ")[2]).is_file()
         # Documents that chose the layout did not judge it
         assert 0 < record["left_out"]["documents"] < 100
@@ -306,6 +309,54 @@ class TestAuto:
             patch.setattr("spkv_nas.probing.measure.measure_signal", interrupt)  # it was measured
             main([*self.COMMAND])
         assert contents() == whole
+
+    def test_two_runs_in_one_workspace_are_kept_apart(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """After a run of another margin, one sentence of the page had numbers of three candidates of two runs."""
+        printed = {}
+        for margin in ("30", "60"):
+            main([*self.COMMAND[:3], "--out", f"hybrid-{margin}", "--block-size", "96", "--margin", f"nll={margin}%"])
+            printed[margin] = capsys.readouterr().out
+        # The first result and its layout are there under the hash of its inputs
+        reports, layouts = Path("reports/dense-window-costs"), Path("layouts/dense-window-costs")
+        (kept,) = reports.glob("critical-budget-*.csv")
+        (kept_layout,) = (layouts / "earlier").iterdir()
+        assert kept_layout.stem == kept.stem
+        # Every sentence on the chosen layout is one row of its own table
+        page = Page((reports / "index.html").read_text(encoding="utf-8"))
+        shown = " ".join(text for texts in page.texts.values() for text in texts).replace("\N{NO-BREAK SPACE}", " ")
+        files = {"30": (kept, kept_layout), "60": (reports / "critical-budget.csv", layouts / "critical-budget.yaml")}
+        chosen = {}
+        for margin, (file, layout_file) in files.items():
+            rows, record = replace(CRITICAL_BUDGET, name=file.stem).read(reports) or pytest.fail("no table")
+            (chosen[margin],) = measurements(rows[rows["memory"] == record["critical_budget"]], record)
+            sentence = f"nll {chosen[margin].finding}; {chosen[margin].conclusion}"
+            assert sentence in printed[margin]
+            assert f"passes {margin} % (nll)" in chosen[margin].conclusion
+            layout = Layout.read(layout_file)
+            assert layout == Layout.read(f"hybrid-{margin}/layout.yaml")
+            assert layout.provenance["critical_budget"] == record["inputs"]
+            assert layout.strategy == chosen[margin].candidate == f"window-per-head-{record['critical_budget']:g}"
+            card = Path(f"hybrid-{margin}/README.md").read_text()
+            assert f"a loss of {with_minus(chosen[margin].finding)}" in card
+            assert chosen[margin].conclusion in card
+        lead = page.texts["p"][0].replace("\N{NO-BREAK SPACE}", " ")
+        assert lead.endswith(with_minus(f"nll {chosen['60'].finding}; {chosen['60'].conclusion}."))
+        # No loss stands beside a number of documents that it was not measured on
+        every = [
+            each
+            for file, _ in files.values()
+            for each in measurements(*(replace(CRITICAL_BUDGET, name=file.stem).read(reports) or pytest.fail("none")))
+        ]
+        pairs = {(with_minus(loss_text(each.loss)), str(each.num_samples)) for each in every}
+        found = re.findall(r"nll ([+\N{MINUS SIGN}][\d.]+) %[^;]*?, on (\d+) documents", shown)
+        assert found
+        assert set(found) <= pairs
+
+    def test_the_same_run_again_replaces_itself(self, folder: Path) -> None:
+        for out in ("first", "second"):
+            main([*self.COMMAND[:3], "--out", out, "--block-size", "96", "--margin", "nll=60%"])
+        assert not list(Path("reports/dense-window-costs").glob("critical-budget-*"))
+        assert not Path("layouts/dense-window-costs/earlier").exists()
 
     def test_no_memory_passes(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as failed:

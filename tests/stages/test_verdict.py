@@ -92,10 +92,10 @@ class TestAnswers:
 
     def test_another_batch_size_changes_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = run("mixed.yaml", name="eight")
-        measure = DocumentRounds.measure
+        measure = DocumentRounds.measure_all
         monkeypatch.setattr(
             DocumentRounds,
-            "measure",
+            "measure_all",
             lambda self, *arguments: measure(DocumentRounds(self.blocks, self.identity, 3), *arguments),
         )
         second = run("mixed.yaml", name="three")
@@ -173,7 +173,7 @@ class TestCommand:
 class TestResuming:
     def test_a_killed_verdict_gives_the_same_bytes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         whole = run("mixed.yaml", margin="nll=0.5%", workspace=Path("whole"))
-        measure, calls = DocumentRounds.measure, []
+        measure, calls = DocumentRounds.measure_all, []
 
         def killed(self: DocumentRounds, index: int, *arguments: Any) -> Any:
             calls.append(index)
@@ -181,7 +181,7 @@ class TestResuming:
                 raise KeyboardInterrupt
             return measure(self, index, *arguments)
 
-        monkeypatch.setattr(DocumentRounds, "measure", killed)
+        monkeypatch.setattr(DocumentRounds, "measure_all", killed)
         with pytest.raises(KeyboardInterrupt):
             run("mixed.yaml", margin="nll=0.5%", workspace=Path("killed"))
         resumed = run("mixed.yaml", margin="nll=0.5%", workspace=Path("killed"))

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.files import write_npz
-from spkv_nas.evaluation.verdict.criterion import Rounds
+from spkv_nas.evaluation.verdict.criterion import SCORE, Rounds
 from spkv_nas.model import config_section, modes, windows
 from spkv_nas.model.checkpoint import checkpoint_hash
 
 Arrays = dict[str, NDArray[Any]]
-_SCORE = Array("score", "number", "samples", low=-1.0)
 _REMEDY = "remove it and run the command again"
 
 
@@ -69,9 +68,14 @@ class ScoreStore:
     def score(self, contender: Contender, rounds: Rounds, number: int) -> NDArray[np.float64]:
         """Return the scores of the samples that rounds 0 to ``number`` - 1 complete, from files where they exist."""
         key = self._key(contender, rounds)
-        return rounds.scores([self._round(contender, rounds, index, key) for index in range(number)])
+        return rounds.scores([self._round(contender, rounds, index, key)[SCORE.name] for index in range(number)])
 
-    def _round(self, contender: Contender, rounds: Rounds, index: int, key: str) -> NDArray[np.float64]:
+    def detail(self, contender: Contender, rounds: Rounds, number: int, name: str) -> NDArray[np.float64]:
+        """Return the sum over rounds 0 to ``number`` - 1 of a detail that is measured with the scores."""
+        key = self._key(contender, rounds)
+        return np.sum([self._round(contender, rounds, index, key)[name] for index in range(number)], axis=0)
+
+    def _round(self, contender: Contender, rounds: Rounds, index: int, key: str) -> Arrays:
         """Return what a round measured."""
 
         def measure() -> Arrays:
@@ -79,9 +83,9 @@ class ScoreStore:
             prepared = self._prepared(rounds, index)
             model = self._model(contender.source)
             with contender.applied(model):
-                return {_SCORE.name: rounds.measure(index, model, prepared)}
+                return rounds.measure_all(index, model, prepared)
 
-        return self._get(key, f"round-{index:05d}", (_SCORE,), measure)[_SCORE.name]
+        return self._get(key, f"round-{index:05d}", (SCORE, *rounds.details), measure)
 
     def _prepared(self, rounds: Rounds, index: int) -> Arrays:
         """Return what the dense model prepared for a round."""
@@ -109,7 +113,8 @@ class ScoreStore:
         """Return the name of a folder for a contender and a criterion's samples, on this device and dtype."""
         source, content = contender.content
         checkpoint = checkpoint_hash(source) if source else ""
-        words = (checkpoint, content, *self.setting, rounds.identity)
+        details = [array.name for array in rounds.details]
+        words = (checkpoint, content, *self.setting, rounds.identity, *details)
         return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
     def _model(self, source: str) -> PreTrainedModel:

@@ -13,6 +13,8 @@ from spkv_nas.base import arrays, limits, registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.evaluation.verdict.criterion import (
+    POSITIONS,
+    SCORE,
     Criterion,
     MeanDrop,
     MeanShortfall,
@@ -57,6 +59,8 @@ class DocumentNLLs(Criterion):
 class DocumentRounds(Rounds):
     """NLL sums of documents, in rounds of blocks; a document is a sample once its last block is measured."""
 
+    details = (POSITIONS,)
+
     def __init__(self, blocks: "TokenBlocks", identity: str, batch_size: int) -> None:
         """Find the last block of each document of a text, whose documents are in random order (``in_random_order``)."""
         self.blocks, self.identity, self.batch_size = blocks, identity, batch_size
@@ -79,10 +83,20 @@ class DocumentRounds(Rounds):
 
     def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> arrays.Float:
         """Return the NLL sums of the documents of a round's blocks."""
-        from spkv_nas.evaluation.nll import document_nll
+        return self.measure_all(index, model, prepared)[SCORE.name]
+
+    def measure_all(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> dict[str, NDArray[Any]]:
+        """Return the NLL sums of the documents of a round's blocks, and those by position."""
+        from spkv_nas.evaluation.nll import PositionSums, document_nll
 
         blocks = self.blocks.part(self.part(index))
-        return document_nll(model, blocks, batch_size=self.batch_size).total[self._documents(index)]
+        positions = PositionSums(blocks)
+        by_document = document_nll(model, blocks, batch_size=self.batch_size, positions=positions)
+        return {SCORE.name: by_document.total[self._documents(index)], POSITIONS.name: positions.result()}
+
+    def num_complete(self, number: int) -> int:
+        """Return how many documents the first ``number`` rounds complete."""
+        return int((self._last < number * self.size).sum())
 
     def scores(self, measured: Sequence[arrays.Float]) -> arrays.Float:
         """Return the NLL of every document whose last block has been measured."""

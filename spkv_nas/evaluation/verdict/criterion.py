@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Float = arrays.Float
 Prepared = Mapping[str, NDArray[Any]]  # arrays of a round that the dense model prepared, by name
 NO_SCORE = -1.0  # of a sample that turns out to have none
+SCORE = arrays.Array("score", "number", "samples", low=-1.0)  # of a round, in its file
+POSITIONS = arrays.Array("positions", "number", "ranges columns")  # sum of the NLL and number of tokens, by position
 _BISECTIONS = 40
 _REPEATS = (4, 20, 100)  # times the samples, tried one after another; extrapolation beyond that means nothing
 
@@ -198,6 +200,7 @@ class Rounds(ABC):
     identity: str
     num_samples: int
     prepared: tuple[arrays.Array, ...] = ()
+    details: tuple[arrays.Array, ...] = ()  # what ``measure_all`` returns beside the scores
 
     @property
     def num_rounds(self) -> int:
@@ -215,6 +218,10 @@ class Rounds(ABC):
     @abstractmethod
     def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> Float:
         """Measure a round: finite numbers, at least one; ``NO_SCORE`` for samples to leave out."""
+
+    def measure_all(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> dict[str, NDArray[Any]]:
+        """Measure a round as ``measure`` does, with ``details`` of it, which no answer depends on."""
+        return {SCORE.name: self.measure(index, model, prepared)}
 
     def scores(self, measured: Sequence[Float]) -> Float:
         """Return one score per sample that the first rounds, measured in order, complete."""

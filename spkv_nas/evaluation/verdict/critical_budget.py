@@ -205,8 +205,11 @@ def find_critical_budget(
                 measured.setdefault(position, {})
                 return "open"
             if choose is not None and position not in measured:
-                layouts[position] = choose(position)
-                candidates[position] = replace(candidates[position], layout=layouts[position], chosen=layouts[position])
+                layout = choose(position)
+                if memories is not None:
+                    layout = named_by_memory(layout, memories[position])
+                layouts[position] = layout
+                candidates[position] = replace(candidates[position], name=layout.strategy, layout=layout, chosen=layout)
             levels = Levels(level, level / len(trial.margins))
             title = f"{layouts[position].num_global} heads" if memories is None else f"{memories[position]:g} % memory"
             progress = part_of(bar, min(len(measured), looks - 1), looks, title)
@@ -228,8 +231,27 @@ def find_critical_budget(
     # Check that the numbers make sense
     pairs = {candidates[position].name: scores for position, scores in measured.items()}
     alarm = nll_alarm(trial, [each for each in candidates if each.name in pairs], pairs)
-    counts = trial.nouns, trial.num_samples
-    return CriticalBudget(risk, table, *counts, margins, layouts, bisection, memories, alarm)
+    by_position = {
+        candidates[position].name: trial.by_position(candidates[position], scores)
+        for position, scores in measured.items()
+    }
+    return CriticalBudget(
+        risk=risk,
+        rows=table,
+        nouns=trial.nouns,
+        num_samples=trial.num_samples,
+        by_position=by_position,
+        margins=margins,
+        layouts=layouts,
+        critical=bisection,
+        memories=memories,
+        alarm=alarm,
+    )
+
+
+def named_by_memory(layout: Layout, percent: float) -> Layout:
+    """Return a layout under the name of its strategy and its memory in percent, such as "window-per-head-12"."""
+    return replace(layout, strategy=f"{layout.strategy}-{percent:g}")
 
 
 def first_by_costs(margins: Margins, layouts: Sequence[Layout], nll: float | None, factor: float = 1.0) -> int | None:

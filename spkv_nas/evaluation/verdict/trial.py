@@ -24,8 +24,8 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.held_out import hold_out
 from spkv_nas.evaluation import alarms, micro_batch, paired, separators, zero_shot
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
-from spkv_nas.evaluation.verdict.criteria import Margins, parse_margins, parse_risk
-from spkv_nas.evaluation.verdict.criterion import Evidence, Rounds, Setting, loss_interval, more_samples
+from spkv_nas.evaluation.verdict.criteria import DocumentRounds, Margins, parse_margins, parse_risk
+from spkv_nas.evaluation.verdict.criterion import POSITIONS, Evidence, Rounds, Setting, loss_interval, more_samples
 
 # Text to compare on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
@@ -90,6 +90,7 @@ class Outcome(ComparedByValue):
     rows: pd.DataFrame
     nouns: Mapping[str, str]
     num_samples: Mapping[str, int]
+    by_position: Mapping[str, list[list[float]]]  # rows of ``Trial.by_position``, by name of the candidate
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +209,29 @@ class Trial:
                 return pairs, answer
         return pairs, "open" if "open" in answers else "passes"
 
+    def by_position(self, candidate: Contender, pairs: Pairs) -> list[list[float]]:
+        """Return the NLL of a candidate and of the dense model by position, on the rounds that were measured.
+
+        A row has the first position, the end, the number of tokens, and both NLLs in nats per token, as far as a
+        position has tokens. Empty for criteria that do not measure NLL by position.
+        """
+        from spkv_nas.evaluation.nll import position_edges
+
+        rounds = self.samples.get("nll")
+        measured = pairs.get("nll")
+        if not isinstance(rounds, DocumentRounds) or measured is None or not len(measured):
+            return []
+        # The first rounds that complete as many documents
+        number = next(each for each in range(1, rounds.num_rounds + 1) if rounds.num_complete(each) >= len(measured))
+        sums = self.store.detail(candidate, rounds, number, POSITIONS.name)
+        of_dense = self.store.detail(self.store.contender, rounds, number, POSITIONS.name)
+        edges = position_edges(rounds.blocks.block_size)
+        return [
+            [start, end, int(count), float(total / count), float(dense / count)]
+            for start, end, (total, count), (dense, _) in zip(edges, edges[1:], sums, of_dense, strict=False)
+            if count
+        ]
+
     def rows(self, pairs: Pairs, levels: Levels, risks: tuple[float, float]) -> Iterator[dict[str, Any]]:
         """Yield a candidate's columns of ``VERDICT`` from "criterion" on, for each criterion that was measured.
 
@@ -266,7 +290,9 @@ def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, repor
         levels = Levels.of(risk, others, num_candidates=len(candidates), num_criteria=len(trial.margins))
         rows += [{"candidate": name, **row} for row in trial.rows(scores, levels, (share, share))]
     table = pd.DataFrame(rows, columns=result_tables.VERDICT.header).astype({"more_samples": "Int64"})
-    return Verdict(risk, table, trial.nouns, trial.num_samples, decided, nll_alarm(trial, candidates, pairs))
+    by_position = {each.name: trial.by_position(each, pairs[each.name]) for each in candidates}
+    alarm = nll_alarm(trial, candidates, pairs)
+    return Verdict(risk, table, trial.nouns, trial.num_samples, by_position, decided, alarm)
 
 
 def nll_alarm(trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pairs]) -> str | None:

@@ -1,47 +1,44 @@
-"""Say in words what the rows of a verdict mean, for the terminal and for the page."""
+"""Say in words what the measurements of a verdict mean, for the terminal and for the page."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import pandas as pd
+from spkv_nas.artifacts.measurement import Measurement, loss_text
 
 
-def conclusion(
-    rows: pd.DataFrame, answer: str, nouns: Mapping[str, str], samples: Mapping[str, int]
-) -> tuple[str, str]:
+def conclusion(measured: Sequence[Measurement], answer: str) -> tuple[str, str]:
     """Return the answer about a candidate and its reason, such as ("passes", "its loss is below 1 % (nll)").
 
-    ``rows`` has the columns of ``VERDICT``; ``nouns`` and ``samples`` say what a sample is, and how many there are.
+    ``measured`` has the candidate's measurement by each criterion that was tested.
     """
     if answer == "passes":
-        return "passes", f"its loss is below {_margins(rows)}"
+        return "passes", f"its loss is below {_limits(measured)}"
     if answer == "fails":
-        return "fails", f"its loss is above {_margins(rows[rows['answer'] == 'fails'])}"
-    # Say which criteria are open, and how many more samples would decide
-    parts = []
-    for row in rows[rows["answer"] == "open"].to_dict("records"):
-        more = row["more_samples"]
-        if not row["num_samples"]:
-            about = "this text has none"
-        elif not pd.isna(more):
-            about = f"about {int(more):,} more would tell"
-        elif row.get("fails_level") == 0 and row["loss"] > row["margin"]:
-            about = (
-                f"its loss of {row['loss']:+.3g} {row['unit']} is above the margin of {row['margin']:g} {row['unit']}, "
-                "but the search tested only whether it passes"
-            )
-        elif row.get("passes_level") == 0 and row["loss"] < row["margin"]:
-            about = (
-                f"its loss of {row['loss']:+.3g} {row['unit']} is below the margin of {row['margin']:g} {row['unit']}, "
-                "but the search tested only whether it fails"
-            )
-        else:
-            about = "its loss is too near the margin to say how many more would tell"
-        counted = f"{row['num_samples']} {nouns.get(row['criterion'], 'samples')}"
-        if row["num_samples"] >= samples.get(row["criterion"], math.inf):
-            counted += ", all that this text gives"
-        parts.append(f"{row['criterion']} after {counted}; {about}")
-    return "is open", ", and ".join(parts) or "its samples are not measured yet"
+        return "fails", f"its loss is above {_limits([each for each in measured if each.answer == 'fails'])}"
+    # Say which criteria are open, and why
+    reasons = []
+    for each in measured:
+        if each.answer == "open":
+            counted = each.samples
+            if each.num_samples >= each.num_available:
+                counted += ", all that this text gives"
+            reasons.append(f"{each.criterion} after {counted}; {_reason(each)}")
+    return "is open", ", and ".join(reasons) or "its samples are not measured yet"
+
+
+def _reason(open_one: Measurement) -> str:
+    """Return why a measurement did not decide: which tests were made, and how many more samples would tell."""
+    if not open_one.num_samples:
+        return "this text has none"
+    if open_one.more_samples is not None:
+        return f"about {open_one.more_samples:,} more would tell"
+    # A search tests whether a budget passes, fails, or both
+    loss = f"its loss of {loss_text(open_one.loss)} {open_one.unit}"
+    margin = f"the margin of {open_one.margin:g} {open_one.unit}"
+    if open_one.fails_level == 0.0 and open_one.loss > open_one.margin:
+        return f"{loss} is above {margin}, but the search tested only whether it passes"
+    if open_one.passes_level == 0.0 and open_one.loss < open_one.margin:
+        return f"{loss} is below {margin}, but the search tested only whether it fails"
+    return f"{loss} is too near {margin} to say how many more would tell"
 
 
 def basis(
@@ -74,9 +71,9 @@ def shared_by(num_candidates: int) -> str:
     return f" for all {num_candidates} candidates together (Holm)" if num_candidates > 1 else ""
 
 
-def _margins(rows: pd.DataFrame) -> str:
-    """List the margins of some rows."""
-    margins = [f"{row.margin:g} {row.unit} ({row.criterion})" for row in rows.itertuples()]
-    if len(margins) < 2:
-        return margins[0] if margins else "a margin"
-    return f"{', '.join(margins[:-1])} and {margins[-1]}"
+def _limits(measured: Sequence[Measurement]) -> str:
+    """List the margins of some measurements."""
+    limits = [each.limit for each in measured]
+    if len(limits) < 2:
+        return limits[0] if limits else "a margin"
+    return f"{', '.join(limits[:-1])} and {limits[-1]}"

@@ -43,7 +43,7 @@ _CARD = """\
 # {title}
 
 {name} with hybrid attention: {layout.num_global} of {layout.num_heads} KV heads attend to the whole sequence, the \
-others to recent tokens ({layout.reach}). Made with spkv-nas {version}.
+others to recent tokens ({layout.legend_words}). Made with spkv-nas {version}.
 
 ## Layout
 
