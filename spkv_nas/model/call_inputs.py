@@ -42,9 +42,8 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any], num_cached: int
     if is_token is not None and is_token.shape[1] != num_cached + length:
         return kwargs  # ``padding_mask`` says so
     positions = kwargs.get("position_ids")
-    is_plain = isinstance(positions, Tensor) and not positions.is_meta and positions.ndim == 2  # others have images
-    if not is_plain or positions.shape[1] != length:
-        positions = None
+    if not isinstance(positions, Tensor) or positions.is_meta or positions.ndim != 2 or positions.shape[1] != length:
+        positions = None  # more dimensions have images
     if positions is not None:
         positions = positions.to(tokens.device).expand(batch, -1)
         _check_positions(positions, is_token, num_cached, stores)

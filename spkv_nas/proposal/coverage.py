@@ -82,8 +82,13 @@ def _covered(table: head_scores.HeadScores, mask: NDArray[np.bool_]) -> float:
 
 
 def _total(table: head_scores.HeadScores) -> float:
-    """Return the sum of densities. Raises ``UserError`` if it is 0."""
+    """Return the sum of densities, or of scores above 0. Raises ``UserError`` if it is 0."""
     total = float(table.density.sum())
+    if total == 0.0 and not table.is_density:
+        raise errors.UserError(
+            f"no score of table '{table.name}' is above 0, and coverage is a share of those that are\nto rank heads by "
+            "lower scores, subtract the lowest one from all"
+        )
     if total == 0.0:
         raise errors.UserError(
             f"every head density of table '{table.name}' is 0 at tau = {table.tau:g}, so coverage is undefined\n"

@@ -397,3 +397,15 @@ def test_options_out_of_range(table: HeadScores, options: dict[str, int]) -> Non
 def test_curve_of_a_table_without_density() -> None:
     with pytest.raises(UserError, match="every head density"):
         coverage_curve(make_table(np.zeros((3, 2))))
+
+
+@pytest.mark.parametrize("offset", [-3.0, -1.0])
+def test_scores_that_are_all_negative_are_no_densities(offset: float) -> None:
+    """The message told of densities, and to choose another tau."""
+    values = np.array([[1.0, 0.0], [0.2, 0.6], [0.1, 0.3], [0.7, 0.5]])
+    with pytest.raises(
+        UserError, match=r"no score of table 'custom' is above 0.*\nto rank heads by lower scores, subtract"
+    ):
+        propose(HeadScores.from_array(values + offset), budget=3)
+    table = HeadScores.from_array(values + offset - (values + offset).min())
+    assert propose(table, budget=3)["densest"].heads[0] == "GL"
