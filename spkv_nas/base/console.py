@@ -4,8 +4,10 @@ import io
 import os
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -136,3 +138,18 @@ def fail(text: str) -> None:
 def warn(text: str) -> None:
     """Print a warning of this package to standard error."""
     err.tell(text, head="warning: ", head_style="yellow")
+
+
+def show_warnings() -> None:
+    """Print this package's warnings as their text only, and others in Python's format, until filters are restored."""
+    warnings.showwarning = partial(_show_warning, warnings.showwarning)
+
+
+def _show_warning(
+    python_showwarning: Callable[..., None], message: Warning | str, kind: type[Warning], file: str, *details: Any
+) -> None:
+    """Print a warning, by ``python_showwarning`` unless it is this package's."""
+    if kind is UserWarning and Path(file).is_relative_to(PACKAGE):
+        warn(str(message))
+    else:
+        python_showwarning(message, kind, file, *details)

@@ -18,6 +18,7 @@ an entry point of the registry's group, such as::
 Imports nothing heavy, for ``--help``.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -117,19 +118,19 @@ class Registry(Generic[Item]):
     def entries(self) -> dict[str, Item]:
         """Return all entries by name: built-in ones, then this project's others, then those of other packages.
 
-        What entry points name is imported on first use. Raises ``UserError`` if a package cannot be imported, or its
-        entry is of another kind or has the name of another entry.
+        What entry points name is imported on first use. What another package adds and cannot be used is left out with a
+        warning. Raises ``UserError`` if that is an entry of this project.
         """
         entries = {entry.name: entry for entry in self.built_in}
         # Add the entry points, this project's own first
         for point in sorted(entry_points(group=self.group), key=lambda point: (not _is_own(point), point.name)):
-            entry = self._load(point)
-            if entry.name in entries:
-                raise errors.UserError(
-                    f"{self.noun} '{entry.name}' is defined twice; {point.value} is the second\n"
-                    "rename it, or remove its package"
-                )
-            entries[entry.name] = entry
+            try:
+                entry = self._load(point)
+                if entry.name in entries:
+                    raise _UnusableError(f"its name '{entry.name}' is that of another one")
+                entries[entry.name] = entry
+            except _UnusableError as error:
+                self._leave_out(point, error)
         return entries
 
     @property
@@ -176,18 +177,33 @@ class Registry(Generic[Item]):
                 )
 
     def _load(self, point: EntryPoint) -> Item:
-        """Import the entry of an entry point, and instantiate one that is a class."""
+        """Import the entry of an entry point, and instantiate one that is a class. Raises ``_UnusableError``."""
         try:
             entry = point.load()
-        except Exception as error:
-            reason = f"{type(error).__name__}: {errors.first_line(error)}"
-            package = point.dist.name if point.dist else "its package"
-            remedy = REINSTALL if _is_own(point) else f"repair or uninstall {package}"
-            raise errors.UserError(f"cannot load the {self.noun} {point.value}: {reason}\n{remedy}") from error
-        entry = entry() if isinstance(entry, type) and issubclass(entry, self.kind) else entry
-        if not isinstance(entry, self.kind):
-            raise errors.UserError(f"{point.value} is no {self.kind.__name__}, which a {self.noun} must be")
-        return entry
+            entry = entry() if isinstance(entry, type) and issubclass(entry, self.kind) else entry
+            if not isinstance(entry, self.kind):
+                raise _UnusableError(f"it is no {self.kind.__name__}")
+            if not isinstance(entry.name, str):
+                raise _UnusableError("its name is no text")
+            return entry
+        except (_UnusableError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # SystemExit, too: code of a package must not end a command
+            kind = type(error).__name__
+            reason = errors.first_line(error).removeprefix(f"{kind}: ")
+            raise _UnusableError(f"{kind}: {reason}") from error
+
+    def _leave_out(self, point: EntryPoint, error: "_UnusableError") -> None:
+        """Warn of an entry that cannot be used, in one line. Raises ``UserError`` if it is this project's own."""
+        message = f"cannot load the {self.noun} {point.value}: {error}"
+        if _is_own(point):
+            raise errors.UserError(f"{message}\n{REINSTALL}") from error
+        package = point.dist.name if point.dist else "its package"
+        warnings.warn(errors.printable(f"{message}; it is left out: repair or uninstall {package}"), stacklevel=2)
+
+
+class _UnusableError(Exception):  # handled by Registry.entries
+    """Entry point that names no usable entry; the message is a clause that says why."""
 
 
 def reinstall_hint() -> str:

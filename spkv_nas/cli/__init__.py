@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 
 from spkv_nas.base import console, errors
@@ -48,9 +49,11 @@ class _End:
 
 def _run(arguments: list[str] | None) -> None:
     """Import the app and run it."""
-    try:
-        from spkv_nas.cli import app
-    except errors.UserError as error:  # an entry point of another package cannot be loaded
-        console.fail(str(error))
-        sys.exit(2)
-    app.main(arguments)
+    with warnings.catch_warnings():
+        console.show_warnings()
+        try:
+            from spkv_nas.cli import app  # which loads the entries that packages add
+        except errors.UserError as error:  # an entry point of this project cannot be loaded
+            console.fail(str(error))
+            sys.exit(2)
+        app.main(arguments)

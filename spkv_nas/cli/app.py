@@ -5,11 +5,9 @@ Heavy imports wait until a command runs, so that ``--help`` is quick.
 
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -194,8 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     console.escape_unencodable()
     try:
         # Run the command, and exit with its code
-        with interrupt.raising(), warnings.catch_warnings():
-            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+        with interrupt.raising():
             code = app(name_each(arguments), standalone_mode=False)
         if code:
             sys.exit(code)
@@ -253,16 +250,6 @@ def explained(error: Exception) -> tuple[str, int]:
         "put --debug before the command for a traceback",
         1,
     )
-
-
-def _show_warning(
-    python_showwarning: Callable[..., None], message: Warning | str, kind: type[Warning], file: str, *details: Any
-) -> None:
-    """Print this package's warnings as their text only, and all others in Python's format."""
-    if kind is UserWarning and Path(file).is_relative_to(console.PACKAGE):
-        console.warn(str(message))
-    else:
-        python_showwarning(message, kind, file, *details)
 
 
 def name_each(arguments: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from spkv_nas.base import distributed, errors, memory
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import generation, model_shape, modes
+from spkv_nas.model.placement import input_device
 
 Line = dict[str, Any]
 
@@ -143,7 +144,7 @@ def _last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], number
     model_shape.check_tokens(model, int(inputs["input_ids"].max()))  # a dense model of a larger vocabulary wrote them
     is_possible = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     only = {"logits_to_keep": number + 1} if is_possible else {}
-    inputs = {name: values.to(model.device) for name, values in inputs.items()}
+    inputs = {name: values.to(input_device(model)) for name, values in inputs.items()}
     logits: torch.Tensor = model(**inputs, use_cache=False, **only).logits[:, -number - 1 : -1]
     if not bool(torch.isfinite(logits.amax(-1)).all()):
         raise errors.UserError(generation.NOT_FINITE)

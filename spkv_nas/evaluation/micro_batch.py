@@ -9,6 +9,7 @@ from spkv_nas.base.distributed import gathered
 from spkv_nas.base.memory import require
 from spkv_nas.cost.formulas import ROOM, PassMemory, largest_fit, logit_bytes
 from spkv_nas.data.tokenizer import SeparateDocuments
+from spkv_nas.model.placement import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,4 +63,4 @@ def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> 
     hidden = tokens * int(model.config.get_text_config().hidden_size) * item
     description = f"hidden states and logits of {num_blocks} x {block_size} tokens"
     size = 2 * hidden + logit_bytes(vocabulary_size(model), tokens, item=item)
-    require(size, description, "give a smaller --block-size", device=model.device.type)
+    require(size, description, "give a smaller --block-size", device=input_device(model).type)

@@ -24,6 +24,7 @@ from spkv_nas.data import config, sources
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator
 from spkv_nas.model import loss, model_shape, modes
+from spkv_nas.model.placement import input_device
 
 SEPARATORS = "separators.json"  # in the folder of a model's runs
 SEPARATOR_TOKENS = 3072  # of text; each is read five times
@@ -233,5 +234,7 @@ def _sums(model: PreTrainedModel, groups: Sequence[Sequence[Tokens]], limits: Bo
     length = max(map(len, sequences))
     padded = torch.from_numpy(np.stack([np.pad(each, (0, length - len(each))) for each in sequences]))
     chunks = torch.split(padded, max(1, _CHUNK_TOKENS // length))
-    losses = torch.cat([loss.token_nll(model, chunk.to(model.device)).cpu() for chunk in chunks]).double().numpy()
+    losses = (
+        torch.cat([loss.token_nll(model, chunk.to(input_device(model))).cpu() for chunk in chunks]).double().numpy()
+    )
     return np.array([losses[row, first : first + number - 1].sum() for row, first, number in starts])

@@ -33,6 +33,7 @@ from spkv_nas.evaluation import micro_batch, paired
 from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.model import checkpoint, config_section, loss
 from spkv_nas.model.attention import LayerState, attention_layers
+from spkv_nas.model.placement import input_device
 from spkv_nas.model.windows import full_attention, layout_windows
 
 _GROUP = 64  # layouts scored per group; a killed run loses at most one group
@@ -251,7 +252,7 @@ def score_windows(
     where they have to be run again. ``sinks`` are the first tokens that local heads see. Must be called on all ranks.
     """
     sums = [DocumentSums(blocks) for _ in ordered]
-    with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device), blocks.boundaries) as decoder:
+    with _Resumable.of(model, block_tokens(blocks, 0, 1, input_device(model)), blocks.boundaries) as decoder:
         starts = [0, *(decoder.shared(*pair) for pair in pairwise(ordered))]
 
         def run(_first: int, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -275,7 +276,7 @@ def score_windows(
                 document_sums.add(first, block_losses)
 
         # Run every batch, and add up the shares of the layers that were run
-        run_own_batches(run, add, blocks, batch_size, model.device)
+        run_own_batches(run, add, blocks, batch_size, input_device(model))
         passes = sum(decoder.share(start) for start in starts)
     return [document_sums.result() for document_sums in sums], passes
 

@@ -17,12 +17,25 @@ from transformers.generation import GenerationMode
 
 from spkv_nas.artifacts import grid, local_layers
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
-from spkv_nas.base.errors import UserError
-from spkv_nas.model import attention, attention_calls, call_inputs, config_section, gates, layer_cache, modes
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.memory import is_short_of_memory
+from spkv_nas.model import (
+    attention,
+    attention_calls,
+    call_inputs,
+    config_section,
+    gates,
+    layer_cache,
+    layer_places,
+    modes,
+    placement,
+)
 from spkv_nas.model.cache_layers import attention_indices, cache_layers
 from spkv_nas.model.generation_cache import SPKVCache, check_states
+from spkv_nas.model.snapshot import Snapshot, unchanged_on_failure
 
 
+@unchanged_on_failure
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
     """Add a utility predictor to every attention layer that sees all tokens, and gate its attention, in place.
 
@@ -48,18 +61,14 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
     hook_layers(model)
     # Check the heads against the model
     layers = list(attention.attention_layers(model).values())
-    try:
-        rows = gate_rows(model, config)
-    except UserError:
-        detach(model)
-        raise
+    rows = gate_rows(model, config)
     # Attach a predictor to each gated layer
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
         for layer, row in zip(layers, rows, strict=True):
             if row is not None:
-                device = next(layer.parameters()).device  # layers may be on different devices
+                device = placement.layer_device(layer)  # layers may be on different devices
                 install_gates(layer, row, config, model.config.get_text_config().hidden_size, device)
     config_section.write_section(model, config)
     dry_run(model)
@@ -85,6 +94,7 @@ def detach(model: PreTrainedModel) -> None:
 def restored(model: PreTrainedModel) -> Iterator[None]:
     """Restore gates, layout and hooks after the ``with`` block, whatever the block does to them."""
     # Remember hooks, gates, learned sinks and settings
+    before = Snapshot(model)
     layers = []
     for layer in attention.hooked_layers(model).values():
         state, source = attention.layer_state(layer), attention.layer_source(layer)
@@ -94,17 +104,21 @@ def restored(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        detach(model)
-        # Restore them
-        for layer, state, values, added, source in layers:
-            vars(state).update(values)
-            attention.install(layer, state, source)
-            layer._modules.update(added)
-        if layers:
-            model.set_attn_implementation("spkv")
-            prepare(model, attn_implementation, use_cache)
-        if section is not None:
-            config_section.restore_section(model, section)
+        try:
+            detach(model)
+            # Restore them
+            for layer, state, values, added, source in layers:
+                vars(state).update(values)
+                attention.install(layer, state, source)
+                layer._modules.update(added)
+            if layers:
+                model.set_attn_implementation("spkv")
+                prepare(model, attn_implementation, use_cache)
+            if section is not None:
+                config_section.restore_section(model, section)
+        except BaseException:
+            before.restore()
+            raise
 
 
 @contextmanager
@@ -160,17 +174,24 @@ def install_gates(
 
 def hook_layers(model: PreTrainedModel) -> None:
     """Switch ``model`` to ``spkv`` and hook its layers, once. Raises ``UserError``: it cannot (``attention.py``)."""
-    if attention.attention_layers(model):
-        return
+    if not attention.attention_layers(model):
+        _hook_layers(model)
+
+
+@unchanged_on_failure
+def _hook_layers(model: PreTrainedModel) -> None:
+    """Hook the layers of a dense model, as ``hook_layers``."""
     # Find the attention layers by a dry run
     before = model.config._attn_implementation
+    model.set_attn_implementation("spkv")
     try:
-        model.set_attn_implementation("spkv")
         calls = dry_run(model)
-        sources = [next(other for other in calls if other.keys is call.keys) for call in calls]
-    except Exception:
-        model.set_attn_implementation(before)
+    except UserError as error:
+        if error.__cause__ is not None:  # raised by the model, perhaps without SP-KV attention, too
+            _check_runs(model, before)
         raise
+    sources = [next(other for other in calls if other.keys is call.keys) for call in calls]
+    _check_layers(model, [call for call, source in zip(calls, sources, strict=True) if call is source])
     # Install state and hooks
     settings = attention.GateSettings()
     for call, source in zip(calls, sources, strict=True):
@@ -247,6 +268,7 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if chosen != "spkv":
         raise UserError(f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first")
     attention_calls.CALL.has_positions = kwargs.get("position_ids") is not None
+    attention_calls.forget_documents()  # of a call that was interrupted
     # Check the cache, for which the config asks where the call does not say
     uses_cache = kwargs.get("use_cache")
     if uses_cache is None and getattr(model.config.get_text_config(), "use_cache", False):
@@ -302,7 +324,39 @@ def _with_all_queries(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
     return {**kwargs, "logits_to_keep": torch.arange(tokens.shape[1], device=tokens.device)[-num_kept:]}
 
 
+def _check_runs(model: PreTrainedModel, attn_implementation: str | None) -> None:
+    """Raise ``UserError`` if a model cannot run with its own attention either, so that nothing else is blamed."""
+    model.set_attn_implementation(attn_implementation or "sdpa")
+    try:
+        _run(model)
+    except Exception as error:
+        raise UserError(
+            f"{type(model).__name__} cannot run on two tokens, before any gates or layout: {first_line(error)}\n"
+            "make model(input_ids=torch.tensor([[0, 0]])) work first"
+        ) from error
+
+
+def _check_layers(model: PreTrainedModel, calls: Sequence[attention_calls.AttentionCall]) -> None:
+    """Raise ``UserError`` unless the layers that made ``calls`` are placed and numbered as the config says."""
+    layers = [call.module for call in calls]
+    reason = layer_places.miscounted(model, layers)
+    if reason is not None:
+        raise UserError(f"{type(model).__name__}: {reason}")
+    layer_places.check_order(model, layers)
+    indices = attention_indices(cache_layers(model.config))
+    layer_places.check_numbers(model, layers, indices)
+    layer_places.check_kinds(model, [call.native_window for call in calls], indices)
+
+
 @torch.no_grad()
+def _run(model: PreTrainedModel) -> attention_calls.Recording:
+    """Run one forward pass over 2 tokens, and return the recorded attention calls."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=placement.input_device(model))
+    with modes.evaluation_mode(model), attention_calls.watch_calls() as recording:
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    return recording
+
+
 def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
     """Run one forward pass over 2 tokens through ``spkv``, and return the attention calls in order.
 
@@ -315,21 +369,26 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
     except UserError as error:
         raise UserError(f"{type(model).__name__}: {error}") from error
     # Run the model
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
-        with modes.evaluation_mode(model), attention_calls.watch_calls() as recording:
-            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+        recording = _run(model)
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{type(model).__name__} cannot run with SP-KV attention: {error}") from error
+        if is_short_of_memory(error):
+            raise UserError(
+                f"{type(model).__name__}: too little memory for a pass over two tokens: {first_line(error)}\n"
+                "free memory on its device, or load the model in a smaller dtype"
+            ) from error
+        raise UserError(f"{type(model).__name__} cannot run with SP-KV attention: {first_line(error)}") from error
     # Compare with the layers that compute attention
     text, calls = model.config.get_text_config(), recording.calls
     reached = len({id(call.module) for call in calls})
     num_sources = len({id(call.keys) for call in calls})
     if not calls or num_sources != expected or len(calls) != reached:
         reason = "its class does not use the attention interface of transformers, so gates would have no effect"
-        if len(calls) > expected:
+        if calls:
+            reason = layer_places.miscounted(model, [call.module for call in calls]) or reason
+        if len(calls) > min(expected, reached):
             reason = "a layer that is repeated, or has several attentions, has no single choice for each of its heads"
         raise UserError(
             f"{type(model).__name__}: its {expected} attention layers called the attention function {len(calls)} times "

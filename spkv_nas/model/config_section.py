@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import errors, limits, schema
-from spkv_nas.model import attention, custom_model_type, learned_sinks
+from spkv_nas.model import attention, custom_model_type, learned_sinks, model_name
 
 _Window = Annotated[int, Field(ge=1, le=attention.GLOBAL_WINDOW)]
 
@@ -81,15 +81,19 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
 
 def restore_section(model: PreTrainedModel, section: dict[str, Any]) -> None:
     """Set the section of a model's config, which gives it our model type."""
+    model_name.before_change(model)
     model.config.spkv = section
     custom_model_type.set_custom_model_type(model.config, True)
+    model_name.after_change(model)
 
 
 def remove_section(model: PreTrainedModel) -> None:
     """Remove the section of a model without gates or a layout, which restores the original model type."""
     if hasattr(model.config, "spkv"):
+        model_name.before_change(model)
         del model.config.spkv
         custom_model_type.set_custom_model_type(model.config, False)
+        model_name.after_change(model)
 
 
 def write_tau(model: nn.Module, tau: float) -> None:

@@ -9,8 +9,9 @@ type, so that even loading with a native class instead of an Auto class fails::
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -34,6 +35,9 @@ def set_custom_model_type(config: PreTrainedConfig, custom: bool) -> None:
     """Choose the type under which the config of a model with a section is saved: ours (``custom``) or the original."""
     native = native_class(config)
     config.__class__ = _custom_class(native) if custom else native  # type: ignore[arg-type]  # a class is hashable
+    names = [str(name).removeprefix(_PREFIX) for name in config.architectures or []]
+    if names:
+        config.architectures = _custom_names(names) if custom else names
 
 
 def native_class(config: PreTrainedConfig) -> type[PreTrainedConfig]:
@@ -74,7 +78,7 @@ class SPKVConfig(PreTrainedConfig):
         """Return a config of the original class from the content of a file of our type."""
         content, native = _stock_form(config_dict)
         if _prepare_for_engine is None:
-            return _custom_class(native).from_dict(content, **kwargs)  # type: ignore[arg-type]  # as above
+            return _custom_class(native).from_dict(config_dict, **kwargs)  # type: ignore[arg-type]  # as above
         result = native.from_dict(content, **kwargs)
         _prepare_for_engine(result[0] if isinstance(result, tuple) else result)  # with return_unused_kwargs
         return result
@@ -90,7 +94,21 @@ def _custom_class(native: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     from transformers import AutoModelForCausalLM
 
     class CustomConfig(native, _Custom):
-        """Subclass of ``native`` that converts the content of ``config.json``."""
+        """Subclass of ``native`` that converts the content of ``config.json``.
+
+        Libraries look the names in its ``architectures`` up in transformers and in ``auto_map``, such as TRL, and take
+        an Auto class where they find none; the class of the dense model could not read the file.
+        """
+
+        auto_map = MappingProxyType({})  # type: ignore[var-annotated]  # with an annotation it would be a key
+
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+            """Return a config from the content of a file of our type, or of the original one."""
+            if config_dict.get("model_type") != CUSTOM_MODEL_TYPE:
+                return super().from_dict(config_dict, **kwargs)
+            content, _ = _stock_form(config_dict)
+            return super().from_dict({**content, "architectures": _custom_names(content["architectures"])}, **kwargs)
 
         def to_json_string(self, use_diff: bool = True) -> str:
             """Return the content under our type."""
@@ -120,9 +138,14 @@ def _custom_content(content: dict[str, Any]) -> dict[str, Any]:
     text = content.get(_TEXT) or content
     key = _layers_key(text)
     section = {**content[CUSTOM_MODEL_TYPE], "stock_type": content["model_type"], _LAYERS: text[key]}
-    architectures = [f"{_PREFIX}{name}" for name in content.get("architectures") or []]
+    architectures = _custom_names(content.get("architectures") or [])
     custom_fields = {"model_type": CUSTOM_MODEL_TYPE, "architectures": architectures, CUSTOM_MODEL_TYPE: section}
     return {**_with_layers(content, key, _HINT), **custom_fields}
+
+
+def _custom_names(architectures: Iterable[Any]) -> list[str]:
+    """Return names of model classes with our prefix."""
+    return [f"{_PREFIX}{str(name).removeprefix(_PREFIX)}" for name in architectures]
 
 
 def _layers_key(text: Mapping[str, Any]) -> str:

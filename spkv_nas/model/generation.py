@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from spkv_nas.base import arrays, errors, progress, special_tokens
 from spkv_nas.model import attention, config_section, generation_cache, model_shape, modes
+from spkv_nas.model.placement import input_device
 
 NOT_FINITE = (  # error for logits that are not finite
     "the model's logits are not finite, so no token can be chosen\nits weights are damaged or diverged, or its "
@@ -111,7 +112,7 @@ def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: 
     if not ids:
         raise errors.UserError("the prompt is empty: give text to continue")
     model_shape.check_tokens(model, max(ids))
-    return torch.tensor([ids], device=model.device)
+    return torch.tensor([ids], device=input_device(model))
 
 
 @contextmanager
@@ -246,8 +247,8 @@ def _generate(
     model_shape.check_length(model, inputs.shape[1] + config.max_new_tokens - 1, "give shorter prompts", warns=False)
     with decoding_by(model, config):
         generated: torch.Tensor = model.generate(
-            input_ids=inputs.to(model.device),
-            attention_mask=mask.to(model.device),
+            input_ids=inputs.to(input_device(model)),
+            attention_mask=mask.to(input_device(model)),
             past_key_values=fitting_cache(model),
             logits_processor=transformers.LogitsProcessorList([OnlyFinite(), *processors]),
         )

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from spkv_nas.base import arguments
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attention, call_inputs, modes, wrappers
+from spkv_nas.model import attention, call_inputs, layer_places, modes, placement, wrappers
 from spkv_nas.model.cache_layers import attention_indices, cache_layers, own_cache_class
 from spkv_nas.model.layer_cache import SPKVCacheLayer, SPKVHybridCacheLayer, SPKVLatentCacheLayer, local_window
 
@@ -196,6 +196,7 @@ def _empty_layers(model: PreTrainedModel, page_size: int, max_pages: int | None)
             f"{len(states)} layers of this model compute attention, but {len(indices)} layers of transformers' "
             "cache store keys: generate with use_cache=False"
         )
+    layer_places.check_numbers(model, list(attending), indices)
     for index, state in zip(indices, states, strict=True):
         kind, options = SPKVLatentCacheLayer if state.expanded_dim else SPKVCacheLayer, {}
         if isinstance(other := layers[index], LinearAttentionCacheLayerMixin):
@@ -250,7 +251,7 @@ def _reads_states(model: PreTrainedModel) -> bool:
     if not cache.states and not getattr(model, "_is_stateful", False):
         return True
     # Fill a cache, with two ids, because the embedding of padding is zero
-    tokens = torch.arange(2, device=model.device)[None]
+    tokens = torch.arange(2, device=placement.input_device(model))[None]
     with modes.evaluation_mode(model):
         model(input_ids=tokens, past_key_values=cache)
         if not cache.states or not all(any(layer.has_previous_state.values()) for layer in cache.states):

@@ -83,8 +83,8 @@ def gate_mode(model: torch.nn.Module, mode: str, tau: float | None = None) -> It
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode inside the ``with`` block, and restore each module's mode after it."""
     before = {module: module.training for module in model.modules()}
-    model.eval()
     try:
+        model.eval()
         yield
     finally:
         for module, was_training in before.items():

@@ -1,9 +1,11 @@
 """Model classes that restore gates, windows and hooks from the config section before weights are loaded."""
 
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from spkv_nas.artifacts.layout import FILE, Layout
 from spkv_nas.artifacts.local_layers import mark_local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import attach, attention, config_section, weights
@@ -31,6 +33,7 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def from_pretrained(cls, source: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
             """Load the weights, and check them and the section."""
             what = f"model {source}"
+            _check_layout_file(Path(source), kwargs.get("config"), what)
             options = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
             with weights.quiet_report():
                 model, info = super().from_pretrained(source, *args, **options)
@@ -47,6 +50,21 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     Restored.__qualname__ = base.__qualname__
     Restored.__module__ = base.__module__
     return Restored
+
+
+def _check_layout_file(folder: Path, config: Any, what: str) -> None:
+    """Raise ``UserError`` if the ``layout.yaml`` of a model folder has another layout than the section of its config.
+
+    An export has both, and nothing but a manifest, which transformers does not read, keeps one from being exchanged.
+    """
+    layout = config_section.saved_layout(config) if isinstance(config, PreTrainedConfig) else None
+    if layout is None or not (folder / FILE).is_file():
+        return
+    if Layout.read(folder / FILE).content_hash != layout.content_hash:
+        raise UserError(
+            f"{what}: its {FILE} has another layout than section 'spkv' of its config.json, which would be loaded\n"
+            "one of them was exchanged: export the model again, or copy both files from the same export"
+        )
 
 
 def _put_section(model: PreTrainedModel) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.manifest import file_hashes, named_hash
+from spkv_nas.model.model_name import folder_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -165,7 +166,7 @@ def saving(folder: Path, model: "PreTrainedModel | None" = None) -> Iterator[Non
         with nullcontext() if model is None else default_generation(model):
             yield
         if model is not None:
-            _carry_over(model.name_or_path, folder, _COMPANION)
+            _carry_over(folder_name(model), folder, _COMPANION)
             if model.can_generate():
                 _write_generation(model, folder / _GENERATION)
     except UserError:
@@ -194,8 +195,9 @@ def default_generation(model: "PreTrainedModel") -> Iterator[None]:
 
 def _write_generation(model: "PreTrainedModel", file: Path) -> None:
     """Write a model's generation settings, and those of the file it was loaded from that transformers ignores."""
-    original = Path(model.name_or_path, _GENERATION)
-    stored = read_json(original, "generation config") if model.name_or_path and original.is_file() else {}
+    source = folder_name(model)
+    original = Path(source, _GENERATION)
+    stored = read_json(original, "generation config") if source and original.is_file() else {}
     known = vars(type(model.generation_config)()).keys()
     others = {name: value for name, value in stored.items() if name not in known and not name.startswith("_")}
     write_json(file, others | json.loads(model.generation_config.to_json_string(keys_to_pop=["compile_config"])))

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from spkv_nas.base import errors, memory, units
+from spkv_nas.model import placement
 
 _SHOWN = 3  # number of names in an error message
 _MAX_WEIGHT = 1e16  # norms add up squares, which are infinite in float32 from 1e19 on
@@ -181,12 +182,13 @@ def check_placed(model: torch.nn.Module) -> None:
     """Raise ``UserError`` if weights are offloaded to main memory, because no gradients can pass through them."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise errors.UserError(
-            "cannot backpropagate through weights that are offloaded to CPU memory because the GPUs are full\n"
-            "use more or larger GPUs, or --dtype bfloat16"
+            "cannot backpropagate through weights that accelerate offloads to main memory or disk\n"
+            "load the model without offloading: use more or larger GPUs, or --dtype bfloat16"
         )
 
 
 def memory_for_passes(model: PreTrainedModel) -> int:
     """Return the bytes that this process may still allocate on each of the devices of a model."""
     devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    devices = devices or {placement.input_device(model)}  # all weights are offloaded
     return min(memory.available_bytes_per_process(str(device)) for device in devices)

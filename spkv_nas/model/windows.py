@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts import gate_config, local_layers
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attach, attention, config_section, modes
+from spkv_nas.model import attach, attention, config_section, modes, placement
 from spkv_nas.model.learned_sinks import LearnedSinks, layer_learned_sinks
+from spkv_nas.model.snapshot import unchanged_on_failure
 
 
+@unchanged_on_failure
 def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None, sinks: int | None = None) -> None:
     """Apply ``layout`` to ``model`` in place: local heads see sink tokens and a window, global heads all keys.
 
@@ -42,11 +44,7 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     attach.hook_layers(model)
     layout = _with_reach(layout, window, sinks)
     # Check the layout against the model
-    try:
-        windows = layout_windows(model, layout)
-    except UserError:
-        attach.detach(model)
-        raise
+    windows = layout_windows(model, layout)
     # Set the windows; learned sinks stay only with the layout that they were trained for
     before = config_section.checkpoint_layout(model)
     keeps_learned = before is not None and before.content_hash == layout.content_hash
@@ -59,6 +57,7 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     config_section.write_section(model, layout)
 
 
+@unchanged_on_failure
 def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = None) -> None:
     """Add learned sinks to the local heads of a hybrid, in place: trainable float32 parameters (``learned_sinks.py``).
 
@@ -70,15 +69,8 @@ def add_learned_sinks(model: PreTrainedModel, logits: Sequence[Tensor] | None = 
     if layout is None:
         raise UserError("learned sinks are for local heads: this model has no layout")
     attach_learned_sinks(model)
-    # Check that the model runs with learned sinks, or else remove them
-    try:
-        attach.dry_run(model)
-    except UserError:
-        for layer in attention.attention_layers(model).values():
-            attention.layer_state(layer).learned_sinks = False
-            if layer_learned_sinks(layer) is not None:
-                del layer.learned_sinks
-        raise
+    # Check that the model runs with learned sinks
+    attach.dry_run(model)
     # Set their logits
     for index, layer in enumerate(attention.attention_layers(model).values()):
         learned = layer_learned_sinks(layer)
@@ -94,7 +86,7 @@ def attach_learned_sinks(model: PreTrainedModel) -> None:
         state = attention.layer_state(layer)
         is_local = [local_layers.takes_sinks(state, window) for window in state.head_windows(gated=False)]
         if any(is_local):
-            device = next(layer.parameters()).device  # layers may be on different devices
+            device = placement.layer_device(layer)  # layers may be on different devices
             layer.learned_sinks = LearnedSinks(is_local, num_heads // state.num_kv_heads, device)
             state.learned_sinks = True
 

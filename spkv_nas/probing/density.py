@@ -19,6 +19,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import attention, config_section, modes
+from spkv_nas.model.placement import input_device
 from spkv_nas.probing.counting import GateCounter
 from spkv_nas.probing.heads import HeadMeans, score_rows
 
@@ -51,7 +52,7 @@ def probe(
     states = attention.layer_states(model)
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     with modes.gate_mode(model, "hard", tau), modes.evaluation_mode(model):
-        counter = GateCounter(blocks, attention.heads_per_layer(states), tau, model.device)
+        counter = GateCounter(blocks, attention.heads_per_layer(states), tau, input_device(model))
 
         def run(_start: int, tokens: torch.Tensor) -> int:
             counter.begin()
@@ -59,7 +60,7 @@ def probe(
             return len(tokens)
 
         with attention.watch_logits(model, counter.see):
-            run_own_batches(run, counter.end, blocks, batch_size, model.device, progress)
+            run_own_batches(run, counter.end, blocks, batch_size, input_device(model), progress)
 
     counter.finish()
     table = _table(counter, blocks, config, tau, name, {**_price(config), **(metadata or {})})

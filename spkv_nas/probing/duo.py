@@ -38,6 +38,7 @@ from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.tokenizer import PLAIN, Boundaries
 from spkv_nas.model import attention, modes, windows
+from spkv_nas.model.placement import input_device
 from spkv_nas.probing.frozen import Mixture, check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
 
 
@@ -92,7 +93,7 @@ def duo(
     compiling = modes.compiled_if_faster(model, tokens_seen // distributed.num_processes())
     with windows.full_attention(model) as states, frozen(model), compiling:
         # Attach an alpha per head, and its optimizer
-        mixtures = [AlphaMixture(state, window, sinks, model.device) for state in states]
+        mixtures = [AlphaMixture(state, window, sinks, input_device(model)) for state in states]
         for state, mixture in zip(states, mixtures, strict=True):
             state.observer = mixture
         alphas = [mixture.share for mixture in mixtures]
@@ -101,7 +102,7 @@ def duo(
         micro_batch, loss = memory.AdaptiveBatchSize(batch_size), 0.0
         for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
             # Gradients on this rank's blocks
-            tokens = rank_tokens(blocks, block_indices, model.device)
+            tokens = rank_tokens(blocks, block_indices, input_device(model))
             loss = _add_gradients(model, mixtures, tokens, blocks.boundaries, regularisation, micro_batch)
             # Update and clamp alpha
             optimizer.step()

@@ -27,6 +27,7 @@ from spkv_nas.cost.formulas import FROZEN_ROOM, PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import model_shape, modes, weights
 from spkv_nas.model.attention import LayerState
+from spkv_nas.model.placement import input_device
 from spkv_nas.probing.heads import HeadMeans, signal_table
 
 
@@ -77,7 +78,7 @@ def passes(
 
     The arguments are those of ``frozen_within_memory``; ``gates`` and ``attentions`` as in ``PassMemory``.
     """
-    item, device = int(model.dtype.itemsize), str(model.device)
+    item, device = int(model.dtype.itemsize), str(input_device(model))
     options: Any = {"on_cpu": device == "cpu", "chunk": chunk_bytes(device)}
     memory = PassMemory(model_shape.model_size(model), item, gates, attentions, **options)
     return fitting_pass(memory, length, step_blocks, FROZEN_ROOM * weights.memory_for_passes(model))

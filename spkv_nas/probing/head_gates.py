@@ -36,6 +36,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.model import attention, windows
 from spkv_nas.model.loss import mean_divergence, replaced
+from spkv_nas.model.placement import input_device
 from spkv_nas.probing import frozen, heads
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
@@ -87,7 +88,7 @@ def head_gates(
         # One projected gradient step per batch
         learning, divergence = _Learning(states, budget, steps), math.nan
         for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
-            gates = learning.of_all_layers(learning.gates).to(model.device).requires_grad_()
+            gates = learning.of_all_layers(learning.gates).to(input_device(model)).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
                 of_heads = gate[: state.num_kv_heads].to(model.dtype)
                 state.observer = frozen.Mixture.of_global(state, of_heads, window, sinks)
@@ -123,7 +124,7 @@ def _slope(
     num_targets, _ = boundaries.num_measured(blocks.marked(block_indices))
 
     def gradients(parts: Iterator[torch.Tensor]) -> torch.Tensor:
-        sums = torch.zeros(1 + gates.numel(), device=model.device)
+        sums = torch.zeros(1 + gates.numel(), device=input_device(model))
         for tokens in parts:
             share = boundaries.num_measured(tokens.cpu().numpy())[0] / num_targets
             divergence = mean_divergence(model, reference=partial(unobserved, states), **boundaries.inputs(tokens))
@@ -134,7 +135,7 @@ def _slope(
 
     # Sum over micro-batches and ranks
     rank_sums = frozen.run_micro_batches(
-        gradients, frozen.rank_tokens(blocks, block_indices, model.device), micro_batch
+        gradients, frozen.rank_tokens(blocks, block_indices, input_device(model)), micro_batch
     )
     sums = distributed.sum_over_processes(rank_sums).double().cpu()
     return float(sums[0]), sums[1:].view(gates.shape)

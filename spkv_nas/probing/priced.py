@@ -36,6 +36,7 @@ from spkv_nas.evaluation.micro_batch import check_blocks
 from spkv_nas.model import attach, density_tracker, gates, model_shape, modes, weights
 from spkv_nas.model.density_tracker import KeyBenefitEstimator, Price
 from spkv_nas.model.loss import mean_nll
+from spkv_nas.model.placement import input_device
 from spkv_nas.probing import frozen
 
 _WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01
@@ -111,7 +112,7 @@ def learn_gates(
         for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed + 1)):
             if step < first:
                 continue
-            tokens = frozen.rank_tokens(blocks, np.sort(block_indices), model.device)
+            tokens = frozen.rank_tokens(blocks, np.sort(block_indices), input_device(model))
             sizes = blocks.boundaries.num_measured(blocks.marked(block_indices))
             learning.step(step, tokens, sizes, micro_batch)
             progress(step + 1, steps, f"density {learning.density:.2f}")
@@ -180,7 +181,7 @@ class _Learning:
         benefits = KeyBenefitEstimator(self._model) if measures else None
         self._optimizer.zero_grad()
         self._tracker.start()
-        total = torch.zeros((), device=self._model.device)
+        total = torch.zeros((), device=input_device(self._model))
         try:
             for tokens in parts:
                 # Weight loss and price by the shares of this micro-batch

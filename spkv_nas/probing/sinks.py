@@ -25,6 +25,7 @@ from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import attention, config_section, windows
+from spkv_nas.model.placement import input_device
 from spkv_nas.probing.heads import attention_weights
 
 NUM_SINKS = (1, 2, 4)  # numbers of sink tokens to choose from
@@ -159,7 +160,7 @@ def measure_sinks(
         for layer in candidates:
             states[layer].observer = _observer(sums, layer, states[layer], slice(start, stop), num_positions)
         for block in range(blocks.num_blocks):  # one by one, to bound memory
-            inputs = blocks.boundaries.inputs(block_tokens(blocks, block, 1, model.device))
+            inputs = blocks.boundaries.inputs(block_tokens(blocks, block, 1, input_device(model)))
             model.get_decoder()(**inputs, use_cache=False)
         num_kv_heads = max(states[layer].num_kv_heads for layer in candidates)
     # Average the mass over queries and blocks

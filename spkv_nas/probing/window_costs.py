@@ -38,6 +38,7 @@ from spkv_nas.evaluation import nll
 from spkv_nas.model import loss
 from spkv_nas.model import windows as model_windows
 from spkv_nas.model.attention import LayerState, heads_per_layer
+from spkv_nas.model.placement import input_device
 from spkv_nas.probing import frozen, head_gates, heads
 
 NARROWEST = 32  # keys, of the narrowest window; the others are its doubles up to half a block
@@ -148,7 +149,7 @@ def _costs(
     def costs(part: range) -> list[Float]:
         """Compute those of some blocks in one pass of each kind."""
         indices = order[part.start : part.stop]
-        inputs = blocks.boundaries.inputs(block_tokens(blocks.part(indices), 0, len(part), model.device))
+        inputs = blocks.boundaries.inputs(block_tokens(blocks.part(indices), 0, len(part), input_device(model)))
         # What a window costs the head alone, and its product with the widest one
         alone = np.zeros((grid[0], len(part), *grid[1:]))
         with_widest = np.zeros_like(alone)
@@ -175,7 +176,7 @@ def _costs(
     # Each rank computes its share of the blocks
     rank_share = distributed.own_share(len(order))
     by_block = np.zeros((len(order), *grid))
-    on_cpu = model.device.type == "cpu"  # where larger passes are no faster
+    on_cpu = input_device(model).type == "cpu"  # where larger passes are no faster
     per_pass = max(1, defaults.LEARNING_TOKENS // blocks.block_size if on_cpu else len(rank_share))
     with frozen.frozen_within_memory(model, blocks.block_size, per_pass, attentions=grid[2] + 1) as micro_batch:
         for index, block_costs in zip(rank_share, micro_batch.run_all(costs, rank_share, progress), strict=True):
@@ -195,7 +196,7 @@ def _observed(
 ) -> torch.Tensor:
     """Observe attention in ``layers`` by ``frozen.Differences``, and return their shares [layers, B, Hkv, W]."""
     grid = len(layers), num_blocks, max(heads_per_layer(states)), len(windows)
-    shares = torch.zeros(grid, device=model.device).requires_grad_()
+    shares = torch.zeros(grid, device=input_device(model)).requires_grad_()
     for layer, share in zip(layers, shares, strict=True):
         of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
         states[layer].observer = frozen.Differences(states[layer], of_heads, windows, sinks, is_halfway=is_halfway)

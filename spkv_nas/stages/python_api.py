@@ -53,6 +53,7 @@ def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]
         """Convert the arguments, and call the function outside inference mode."""
         bound = signature.bind(*args, **kwargs)
         torch = sys.modules.get("torch")
+        before = None
         try:
             # Convert the arguments
             kinds = _kinds(function)
@@ -65,16 +66,30 @@ def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]
                 bound.arguments["progress"] = progress.log_lines(name)
             start = time.monotonic()
             # Signals that learn need gradients, and weights that are made in inference mode never have any
+            before = _snapshot(bound.arguments.get("model"))
             with nullcontext() if torch is None else torch.inference_mode(False):
                 result = function(*bound.args, **bound.kwargs)
             progress.LOGGER.log(level, f"{name}: done in {time.monotonic() - start:.1f} s")
             return result
-        except errors.UserError as error:
+        except BaseException as error:
+            # Leave the model as it was, whether the call failed or was interrupted
+            if before is not None:
+                before.restore()
             # Name arguments where the message names options of the command line
-            error.args = (_OPTION.sub(lambda match: match[1].replace("-", "_"), str(error)),)
+            if isinstance(error, errors.UserError):
+                error.args = (_OPTION.sub(lambda match: match[1].replace("-", "_"), str(error)),)
             raise
 
     return call
+
+
+def _snapshot(model: Any) -> Any:
+    """Return what puts a model back as it is now (``model/snapshot.py``); None for a function without one."""
+    if model is None:
+        return None
+    from spkv_nas.model.snapshot import Snapshot
+
+    return Snapshot(model)
 
 
 @cache

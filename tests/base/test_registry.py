@@ -76,17 +76,42 @@ def test_names_the_entries_for_an_unknown_one(monkeypatch: pytest.MonkeyPatch) -
         registry_with(monkeypatch)["plum"]
 
 
+@dataclass(frozen=True)
+class Unfinished(Fruit):
+    """Fruit without a name by default, so that it cannot be instantiated without arguments."""
+
+
+class Leaving(Fruit):
+    """Fruit whose construction ends the process."""
+
+    def __init__(self) -> None:
+        raise SystemExit(3)
+
+
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
-        ("OTHER", Fruit("apple"), r"fruit 'apple' is defined twice; orchard:OTHER is the second"),
-        ("OTHER", "pear", "orchard:OTHER is no Fruit"),
-        ("MISSING", None, "cannot load the fruit orchard:OTHER: AttributeError"),
+        ("OTHER", Fruit("apple"), "its name 'apple' is that of another one"),
+        ("OTHER", Fruit(None), "its name is no text"),  # type: ignore[arg-type]
+        ("OTHER", "pear", "it is no Fruit"),
+        ("OTHER", Unfinished, "TypeError: Unfinished.__init__\\(\\) missing 1 required positional argument: 'name'"),
+        ("OTHER", Leaving, "SystemExit: 3"),
+        ("MISSING", None, "AttributeError: module 'orchard' has no attribute 'OTHER'"),
     ],
 )
-def test_names_the_package_that_cannot_be_used(
+def test_leaves_out_what_cannot_be_used(
     plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, message: str
 ) -> None:
+    """With one line that names the package; the other entries stay."""
     setattr(plugin, attribute, value)
-    with pytest.raises(UserError, match=message):
-        assert registry_with(monkeypatch, "orchard:OTHER").entries
+    plugin.PEAR = PEAR  # type: ignore[attr-defined]
+    fruit = registry_with(monkeypatch, "orchard:OTHER", "orchard:PEAR")
+    with pytest.warns(UserWarning, match=rf"^cannot load the fruit orchard:OTHER: {message}; it is left out") as seen:
+        assert fruit.names == ("apple", "pear")
+    assert len(seen) == 1
+    assert "\n" not in str(seen[0].message)
+
+
+def test_an_own_entry_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"cannot load the fruit spkv_nas\.orchard:PLUM: ModuleNotFoundError"):
+        assert registry_with(monkeypatch, "spkv_nas.orchard:PLUM").entries

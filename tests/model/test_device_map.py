@@ -9,7 +9,7 @@ import accelerate
 import pandas as pd
 import pytest
 import torch
-from helpers import equal_up_to_rounding, fails, gated, make_layouts, tiny_model
+from helpers import equal_up_to_rounding, fails, gated, logits, make_layouts, tiny_model
 from marks import slow_after
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,7 +21,9 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import evaluate
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model import weights
+from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import save
+from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
@@ -111,3 +113,47 @@ def test_without_a_gpu_it_is_the_cpu(
         main(["evaluate", *where, "--workspace", str(tmp_path), "--json", "-q"])
         result.append(capsys.readouterr().out)
     assert result[0] == result[1] != ""
+
+
+@pytest.mark.parametrize("way", ["cpu", "disk", "device map"])
+class TestOffloadedWeights:
+    """A model whose weights accelerate holds elsewhere is that of the weights in memory."""
+
+    @staticmethod
+    def offload(model: PreTrainedModel, way: str, folder: Path) -> PreTrainedModel:
+        if way == "device map":
+            return parted(model, folder)
+        if way == "disk":
+            accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+        else:
+            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert model.device.type == "meta"
+        return model
+
+    def test_layouts_and_scores(self, way: str, blocks: TokenBlocks, tmp_path: Path) -> None:
+        layouts = make_layouts("one", "two")
+        model, expected = self.offload(tiny_model(), way, tmp_path), tiny_model()
+        scores = zero_shot(model, [*layouts.values()], blocks)
+        for one, same in zip(scores, zero_shot(expected, [*layouts.values()], blocks), strict=True):
+            assert np.array_equal(one.total, same.total)
+        apply_layout(model, layouts["one"])
+        apply_layout(expected, layouts["one"])
+        tokens = torch.arange(3, 30)[None]
+        assert torch.equal(logits(model, tokens), logits(expected, tokens))
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(tokens, **options), expected.generate(tokens, **options))
+
+    def test_gates(self, way: str, blocks: TokenBlocks, tmp_path: Path) -> None:
+        """Predictors that are added to offloaded layers stay where these compute."""
+        model, expected = self.offload(tiny_model(), way, tmp_path), tiny_model()
+        for one in (model, expected):
+            attach_gates(one, GateConfig(window=6, hidden_size=16, tau=0.99), seed=0)
+        pd.testing.assert_frame_equal(probe(model, blocks).rows, probe(expected, blocks).rows)
+
+
+def test_errors_of_the_model_itself_are_named() -> None:
+    """They are the same without SP-KV attention, which is not blamed."""
+    model = tiny_model()
+    model.model.layers[0].mlp.up_proj = torch.nn.Linear(31, 48)
+    with pytest.raises(UserError, match="cannot run on two tokens, before any gates or layout: mat1 and mat2 shapes"):
+        apply_layout(model, make_layouts("one")["one"])

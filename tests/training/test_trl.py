@@ -10,9 +10,10 @@ import torch
 from datasets import Dataset
 from helpers import sharpen_attention, tiny_model
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 
 SENTENCE = "fox jumps over two of the dogs that sleep in a house by the sea"
@@ -65,3 +66,26 @@ def _parts(dataset: Dataset) -> list[list[int]]:
         for row in dataset
         for part in torch.split(torch.tensor(row["input_ids"]), list(row["seq_lengths"]))
     ]
+
+
+@pytest.mark.slow
+def test_folders_of_hybrids(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Trainers load them, also as the reference of a policy; a hybrid in memory has no reference without a word."""
+    trl = pytest.importorskip("trl")
+    tiny_tokenizer.pad_token = tiny_tokenizer.eos_token
+    save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    apply_layout(model, Layout(("GL", "LG") * 2, 6, sinks=2))
+    save(model, tiny_tokenizer, folder := tmp_path / "hybrid")
+    options = {"max_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no"}
+    texts = Dataset.from_dict({"text": [SENTENCE] * 4})
+    trainer = trl.SFTTrainer(str(folder), trl.SFTConfig(tmp_path / "sft", **options), train_dataset=texts)
+    assert trainer.model.config.spkv == model.config.spkv
+    pairs = Dataset.from_dict({"prompt": ["fox"] * 4, "chosen": [" jumps"] * 4, "rejected": [" sleeps"] * 4})
+    preferences = {"train_dataset": pairs, "processing_class": tiny_tokenizer}
+    config = trl.DPOConfig(tmp_path / "dpo", **options)
+    trainer = trl.DPOTrainer(str(folder), args=config, **preferences)
+    trainer.train()
+    assert trainer.ref_model.config.spkv == trainer.model.config.spkv == model.config.spkv
+    with pytest.raises(OSError, match=r"changed by spkv_nas in memory: save it with spkv_nas\.save"):
+        trl.DPOTrainer(model, args=config, **preferences)

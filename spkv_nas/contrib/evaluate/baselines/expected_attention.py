@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, ranking, reading
+from spkv_nas.model.placement import input_device
 
 FUTURE = 512  # positions over which the rotation is averaged
 _CHECKED, _LARGEST_ERROR = 16, 0.1  # tokens; relative error of queries, which a wrong rotation exceeds by far
@@ -37,11 +38,11 @@ class Rotation:
             "layer; this model encodes positions differently: leave expected-attention out of --methods"
         )
         rotary = getattr(model.get_decoder(), "rotary_emb", None)
-        positions = torch.arange(block_size + FUTURE, device=model.device)[None]
+        positions = torch.arange(block_size + FUTURE, device=input_device(model))[None]
         # Compute cos and sin, also for the block alone, to detect frequencies that depend on the length
         try:
-            shorter, _ = rotary(torch.zeros(1, device=model.device), positions[:, :block_size])  # type: ignore[misc]
-            cos, sin = rotary(torch.zeros(1, device=model.device), positions)  # type: ignore[misc]
+            shorter, _ = rotary(torch.zeros(1, device=input_device(model)), positions[:, :block_size])  # type: ignore[misc]
+            cos, sin = rotary(torch.zeros(1, device=input_device(model)), positions)  # type: ignore[misc]
         except (TypeError, ValueError) as error:  # no rotary module, one with other arguments, or complex rotations
             raise refusal from error
         rotation = cls(cos[0].double(), sin[0].double())
@@ -65,7 +66,7 @@ class Rotation:
         # Read a constant sequence, whose queries are equal once RoPE is undone
         with reading(model) as reader:
             reader.rule = check_layer
-            model.get_decoder()(input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=model.device))
+            model.get_decoder()(input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=input_device(model)))
         return all(layer_fits)
 
     def undo(self, q: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.contrib.evaluate.baselines import rules
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.placement import input_device
 
 PROMPT = "\n\nRepeat the previous context exactly.\n"
 _QUERIES = 64  # queries per chunk
@@ -148,7 +149,9 @@ def fit_kvzap(
     if chosen.num_blocks < 2:
         raise errors.UserError("kvzap needs at least two blocks of training text: use more text, or smaller blocks")
     starts = range(0, chosen.num_blocks, batch_size)
-    tokens = (chosen.boundaries.inputs(block_tokens(chosen, start, batch_size, model.device)) for start in starts)
+    tokens = (
+        chosen.boundaries.inputs(block_tokens(chosen, start, batch_size, input_device(model))) for start in starts
+    )
     batches = (inputs["input_ids"][:, :context] for inputs in tokens)
     texts = (torch.cat([batch, prompt.to(batch.device).expand(len(batch), -1), batch], 1) for batch in batches)
     num_layers = int(model.config.get_text_config().num_hidden_layers)
@@ -164,7 +167,7 @@ def fit_kvzap(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         while hidden:  # frees the training data of a layer once it is fitted
-            fits.append(_fit(torch.cat(hidden.pop(0)), torch.cat(target.pop(0)), model.device))
+            fits.append(_fit(torch.cat(hidden.pop(0)), torch.cat(target.pop(0)), input_device(model)))
             step(len(starts) + len(fits))
     # Compute the explained variance on held-out contexts
     networks, errors_of_layers, variances = zip(*fits, strict=True)

@@ -37,6 +37,7 @@ from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.model import learned_sinks, loss, windows
 from spkv_nas.model.attention import LayerState, attention_layers, layer_state
+from spkv_nas.model.placement import input_device
 
 
 class Chunk(NamedTuple):
@@ -271,7 +272,7 @@ def pruned_nll(
             sums.add(start, result[0])
             num_pairs.add_(result[1])
 
-        run_own_batches(run, add, blocks, batch_size, model.device, progress)
+        run_own_batches(run, add, blocks, batch_size, input_device(model), progress)
     return sums.result(), float(num_pairs[0] / num_pairs[1])
 
 

@@ -28,6 +28,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.sources import Document
 from spkv_nas.evaluation.verdict import criterion
 from spkv_nas.model import config_section, density_tracker, loss, model_shape, modes
+from spkv_nas.model.placement import input_device
 
 LONGPPL_ALPHA, LONGPPL_BETA = 2.0, -2.0  # nats, as of the LongPPL authors
 _TOGETHER = 1 << 12  # tokens of short contexts per batch
@@ -228,7 +229,9 @@ def sequence_nll(model: PreTrainedModel, ids: Int, opening: tuple[int, ...]) -> 
     """Compute the finite NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``."""
     begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
     model_shape.check_length(model, begun.shape[1], "give a smaller --block-size", warns=False)
-    losses = loss.token_nll(model, torch.from_numpy(begun).to(model.device)).cpu().double().numpy()[:, len(opening) :]
+    losses = (
+        loss.token_nll(model, torch.from_numpy(begun).to(input_device(model))).cpu().double().numpy()[:, len(opening) :]
+    )
     if not np.isfinite(losses).all():
         raise errors.UserError(
             "the NLL of a token is not a finite number\n"

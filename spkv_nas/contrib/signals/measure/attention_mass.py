@@ -18,6 +18,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import attention, windows
+from spkv_nas.model.placement import input_device
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
 
@@ -40,7 +41,7 @@ def attention_mass(
     """
     with windows.full_attention(model) as states:
         heads = attention.heads_per_layer(states)
-        collected = HeadSums(blocks, len(states), max(heads), model.device)
+        collected = HeadSums(blocks, len(states), max(heads), input_device(model))
 
         # Observe the attention of each layer during a forward pass
         def run(_start: int, tokens: Tensor) -> list[Tensor]:
@@ -48,14 +49,14 @@ def attention_mass(
             for state, layer_masses in zip(states, masses, strict=True):
                 state.observer = _observer(layer_masses, state, window, sinks)
             model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
-            return [torch.stack([mass.to(model.device) for mass in parts]).mean(0) for parts in masses]
+            return [torch.stack([mass.to(input_device(model)) for mass in parts]).mean(0) for parts in masses]
 
         # Add the masses to the sums of their documents
         def add(start: int, masses: list[Tensor]) -> None:
             position = blocks.boundaries.positions(blocks.marked(slice(start, start + len(masses[0]))))
             collected.add(start, masses, slice(window, None), position[:, window:] >= window)
 
-        run_own_batches(run, add, blocks, batch_size, model.device, progress)
+        run_own_batches(run, add, blocks, batch_size, input_device(model), progress)
     collected.add_up()
     facts: Any = {"passes": 1.0, "tokens": blocks.tokens.size, "heads_per_layer": heads, "name": name}
     facts["metadata"] = {**(metadata or {}), "sinks": sinks}

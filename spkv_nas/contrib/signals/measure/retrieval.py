@@ -29,6 +29,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data import batches, tokenizer
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import attention, model_shape, windows
+from spkv_nas.model.placement import input_device
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
 _MIN_ACCURACY = 0.1  # share of needle tokens predicted below which to warn
@@ -63,24 +64,24 @@ def retrieval(
     # Measure attention on the needles
     with windows.full_attention(model) as states:
         num_heads = model_shape.config_shape(model.config).num_heads * (1 + max(state.num_readers for state in states))
-        collected = HeadSums(blocks, len(states), num_heads, model.device)
+        collected = HeadSums(blocks, len(states), num_heads, input_device(model))
 
         def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
             """Return (scores [B, G Hkv, m - 1] by layer, number of needle tokens predicted) of blocks."""
-            tokens, depth = (torch.from_numpy(x).to(model.device) for x in hidden.rows(start, len(text)))
+            tokens, depth = (torch.from_numpy(x).to(input_device(model)) for x in hidden.rows(start, len(text)))
             scores: list[list[Tensor]] = [[] for _ in states]  # of each layer and its readers
             for state, layer_scores in zip(states, scores, strict=True):
                 state.observer = _observer(layer_scores, state, depth, queries)
             decoded = model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
             predicted = model.get_output_embeddings()(decoded.last_hidden_state[:, queries]).argmax(-1)
             num_predicted = int((predicted.to(tokens.device) == tokens[:, queries.start + 1 :]).sum())
-            return [torch.cat([part.to(model.device) for part in parts], 1) for parts in scores], num_predicted
+            return [torch.cat([part.to(input_device(model)) for part in parts], 1) for parts in scores], num_predicted
 
         def add(start: int, result: tuple[list[Tensor], int]) -> None:
             collected.add(start, result[0], queries)
             num_correct[0] += result[1]
 
-        batches.run_own_batches(run, add, blocks, batch_size, model.device, progress)
+        batches.run_own_batches(run, add, blocks, batch_size, input_device(model), progress)
     collected.add_up()
     # Build the table
     heads = attention.heads_per_layer(states)
