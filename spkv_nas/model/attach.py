@@ -387,7 +387,8 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
     if not calls or num_sources != expected or len(calls) != reached:
         reason = "its class does not use the attention interface of transformers, so gates would have no effect"
         if calls:
-            reason = layer_places.miscounted(model, [call.module for call in calls]) or reason
+            miscounted = layer_places.miscounted(model, [call.module for call in calls])
+            reason = miscounted or layer_places.own_config(model) or reason
         if len(calls) > min(expected, reached):
             reason = "a layer that is repeated, or has several attentions, has no single choice for each of its heads"
         raise UserError(

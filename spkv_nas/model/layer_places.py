@@ -60,6 +60,18 @@ def check_kinds(model: PreTrainedModel, windows: Sequence[int | None], indices: 
             )
 
 
+def own_config(model: PreTrainedModel) -> str | None:
+    """Return which attention layer has a config of its own with another attention function; None if none has."""
+    for name, module in model.named_modules():
+        config = vars(module).get("config")
+        if hasattr(module, "layer_idx") and getattr(config, "_attn_implementation", "spkv") != "spkv":
+            return (
+                f"{name} has a config of its own, as a copy of a layer has (copy.deepcopy), so that it does not follow "
+                f"the model's\ngive it the model's: model.get_submodule({name!r}).config = model.config"
+            )
+    return None
+
+
 def miscounted(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str | None:
     """Return how many layers the list that holds attention ``layers`` has, if the config says another number.
 

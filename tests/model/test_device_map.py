@@ -135,11 +135,11 @@ class TestOffloadedWeights:
         model, expected = self.offload(tiny_model(), way, tmp_path), tiny_model()
         scores = zero_shot(model, [*layouts.values()], blocks)
         for one, same in zip(scores, zero_shot(expected, [*layouts.values()], blocks), strict=True):
-            assert np.array_equal(one.total, same.total)
+            assert equal_up_to_rounding(one.total, same.total)
         apply_layout(model, layouts["one"])
         apply_layout(expected, layouts["one"])
         tokens = torch.arange(3, 30)[None]
-        assert torch.equal(logits(model, tokens), logits(expected, tokens))
+        assert equal_up_to_rounding(logits(model, tokens), logits(expected, tokens))
         options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(model.generate(tokens, **options), expected.generate(tokens, **options))
 

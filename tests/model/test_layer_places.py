@@ -25,7 +25,10 @@ def with_layers(places: Sequence[int], *, renumber: bool = False, family: str = 
     layers: list[torch.nn.Module] = []
     for place in places:
         layer = model.model.layers[place]
-        layers.append(copy.deepcopy(layer) if layer in layers else layer)
+        if layer in layers:
+            layer = copy.deepcopy(layer)
+            layer.self_attn.config = model.config
+        layers.append(layer)
     model.model.layers = torch.nn.ModuleList(layers)
     model.config.num_hidden_layers = len(layers)
     if renumber:
@@ -76,6 +79,14 @@ def test_one_layer_at_two_places_is_refused() -> None:
     model = tiny_model()
     model.model.layers[2] = model.model.layers[1]
     with pytest.raises(UserError, match="a layer that is repeated"):
+        apply(model)
+
+
+def test_a_copied_layer_with_a_config_of_its_own_is_refused() -> None:
+    """Its attention function would stay the one before."""
+    model = with_layers((0, 1, 2, 3))
+    model.model.layers[2] = copy.deepcopy(model.model.layers[2])
+    with pytest.raises(UserError, match=r"model\.layers\.2\.self_attn has a config of its own"):
         apply(model)
 
 

@@ -76,5 +76,6 @@ def test_config_classes_read_the_folder_themselves(hybrid: Path) -> None:
     """PEFT reads the config of an adapter's base model by the class of the config in memory."""
     config = AutoConfig.from_pretrained(hybrid)
     again = type(config).from_pretrained(hybrid)
-    assert again.to_dict() == config.to_dict()
+    assert again.spkv == config.spkv
+    assert again.architectures == config.architectures
     assert again.num_hidden_layers == 4
