@@ -263,7 +263,7 @@ def _show(result: AutoResult) -> None:
 
 DEMO_ABLATION_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
-DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last", "random-0")
+DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last")
 DEMO_TOKENS = 65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
 
 
@@ -300,7 +300,7 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     yield probe.run(default, reporter)
     yield probe.run(ProbeOptions(signal=RECOMMENDED, steps=DEMO_STEPS, **device_options), reporter)
     # Propose layouts by the default signal
-    yield propose.run(ProposeOptions(probe=DEFAULT_PROBE, num_random=1, **workspace), reporter)
+    yield propose.run(ProposeOptions(probe=DEFAULT_PROBE, **workspace), reporter)
     # Retrain some of them, and write the report
     folder = options.folders.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]
