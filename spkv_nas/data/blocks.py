@@ -236,7 +236,7 @@ class TokenBlocks(ComparedByValue):
     def save(self, path: Path) -> None:
         """Write the blocks and their documents as ``.npz``, atomically."""
         infos = json.dumps([asdict(info) for info in self.documents])
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "tokens": self.tokens,
             "document": self.document,
             "begins": self._known_begins().astype(np.uint8),

@@ -41,6 +41,8 @@ class SPKVCache(Cache):
         cache.num_bytes, cache.full_attention_bytes
     """
 
+    layers: list[Any]  # one per attention layer: ``SPKVCacheLayer``, or a layer of transformers for other states
+
     def __init__(self, model: PreTrainedModel, *, page_size: int = 16, max_pages: int | None = None) -> None:
         """Create an empty cache.
 
@@ -79,7 +81,8 @@ class SPKVCache(Cache):
         """Return a copy, which belongs to the same model."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        for name, value in vars(self).items():
+            setattr(copied, name, copy.deepcopy(value, memo))
         return copied
 
     def prepare_call(self, model: PreTrainedModel, batch_size: int | None) -> None:

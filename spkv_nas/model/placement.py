@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 def input_device(model: PreTrainedModel) -> torch.device:
     """Return the device on which to create a model's tokens; "meta" for a model without values."""
     if model.device.type != "meta":
-        return model.device
+        device: torch.device = model.device
+        return device
     return execution_device(model)
 
 

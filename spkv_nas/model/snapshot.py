@@ -7,7 +7,7 @@ undo for each, a call remembers everything that it may change, and puts it back 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -32,7 +32,7 @@ def unchanged_on_failure(
             before.restore()
             raise
 
-    return call
+    return cast("Callable[Concatenate[PreTrainedModel, Parameters], Value]", call)  # models may be given by name
 
 
 class Snapshot:

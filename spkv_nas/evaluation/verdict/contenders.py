@@ -73,7 +73,8 @@ class ScoreStore:
     def detail(self, contender: Contender, rounds: Rounds, number: int, name: str) -> NDArray[np.float64]:
         """Return the sum over rounds 0 to ``number`` - 1 of a detail that is measured with the scores."""
         key = self._key(contender, rounds)
-        return np.sum([self._round(contender, rounds, index, key)[name] for index in range(number)], axis=0)
+        details = [self._round(contender, rounds, index, key)[name] for index in range(number)]
+        return np.asarray(np.sum(details, axis=0))
 
     def _round(self, contender: Contender, rounds: Rounds, index: int, key: str) -> Arrays:
         """Return what a round measured."""
