@@ -14,21 +14,14 @@ from transformers import PreTrainedModel
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Return the device on which to create a model's tokens; "meta" for a model without values."""
-    if model.device.type != "meta":
-        device: torch.device = model.device
-        return device
-    return execution_device(model)
+    device: torch.device = model.device
+    return device if device.type != "meta" else execution_device(model)
 
 
 def layer_device(layer: nn.Module) -> torch.device:
     """Return the device on which an attention layer computes."""
     device = next(layer.parameters()).device
     return device if device.type != "meta" else execution_device(layer)
-
-
-def is_offloaded(model: nn.Module) -> bool:
-    """Return whether hooks of accelerate hold weights of a model."""
-    return any(getattr(hook, "offload", False) for hook in _hooks(model))
 
 
 def execution_device(module: nn.Module) -> torch.device:
