@@ -24,7 +24,7 @@ def unchanged_on_failure(
     """Wrap a function of a model, so that the model is as before the call if it raises or is interrupted."""
 
     @wraps(function)
-    def call(model: PreTrainedModel, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
+    def call(model: PreTrainedModel, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
         before = Snapshot(model)
         try:
             return function(model, *args, **kwargs)
