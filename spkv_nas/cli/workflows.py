@@ -65,7 +65,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     """
     from spkv_nas.artifacts.result_tables import ALARM
     from spkv_nas.model.checkpoint import checkpoint_hash
-    from spkv_nas.stages import critical_budget, decision, probe, report, verdict
+    from spkv_nas.stages import critical_budget, probe, report, verdict
     from spkv_nas.stages.options.report import ReportOptions
 
     deadline = None if options.minutes is None else time.monotonic() + 60.0 * options.minutes
@@ -83,13 +83,7 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     yield replace(result, exit_code=0) if retrains else result
     search: BudgetResult = result.value
     _check(search.alarm)
-    # Take the smallest hybrid that passes as the model is
-    hybrid: _Hybrid | None = None
-    if search.layout is not None and search.memory is not None:
-        size = "num_global" if search.memories is None else "memory"
-        rows = search.rows[search.rows[size] == search.passes]
-        measured = decision.measured_by(search.compared, search, rows)
-        hybrid = _Hybrid(search.layout, search.file, options.model, search.memory, measured, search.compared)
+    hybrid = _untrained(options, search)
     # Retrain smaller ones
     checkpoints = []
     if retrains:
@@ -117,6 +111,18 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
 
 
 auto.__doc__ = AutoOptions.__doc__  # the help
+
+
+def _untrained(options: AutoOptions, search: BudgetResult) -> _Hybrid | None:
+    """Return the smallest hybrid that passes with the model's own weights; None if none does."""
+    from spkv_nas.stages import decision
+
+    if search.layout is None or search.memory is None:
+        return None
+    size = "num_global" if search.memories is None else "memory"
+    rows = search.rows[search.rows[size] == search.passes]
+    measured = decision.measured_by(search.compared, search, rows)
+    return _Hybrid(search.layout, search.file, options.model, search.memory, measured, search.compared)
 
 
 def _check(alarm: str | None) -> None:

@@ -51,7 +51,7 @@ LIMITS = (  # options that keep a command short, by what it contains; the last o
     ("probe --signal density --model", "--steps 2 --block-size 64 --ablation-tokens 0"),
     ("probe --signal add-one-head --model", "--max-tokens 256 --block-size 64"),
     ("probe --signal head-gates --model", "--steps 2 --block-size 64"),
-    ("probe --model path/to/model --data corpus/ --memory", "--block-size 128"),
+    ("probe --model path/to/model --data corpus/ --memory", "--block-size 256"),
     ("probe --model", "--steps 2 --block-size 64"),
     ("probe recipe.yaml --signal head-gates", "--steps 2"),
     ("probe --signal attention-mass", "--max-tokens 2048"),

@@ -16,7 +16,7 @@ may leave candidates out that were not measured, as if they were open: its tests
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -218,15 +218,7 @@ def find_critical_budget(
             return answer
 
         bisection = critical(len(layouts), risk, test, first_by_costs(trial.margins, layouts, nll))
-    # Fill the table; an end of an interval holds at the level of its bisection
-    rows = []
-    for number, look in enumerate(bisection.looks, 1):
-        levels, risks = Levels(look.passes, look.fails / len(trial.margins)), (look.fails, look.passes)
-        size, memory = layouts[look.position].num_global, None if memories is None else memories[look.position]
-        head = {"candidate": candidates[look.position].name, "num_global": size, "memory": memory, "look": number}
-        head |= {"passes_level": look.passes, "fails_level": look.fails, "result": look.answer}
-        rows += [{**head, **row} for row in trial.rows(measured[look.position], levels, risks)]
-    table = pd.DataFrame(rows, columns=CRITICAL_BUDGET.header[:-1]).astype({"more_samples": "Int64"})
+    table = _table(trial, candidates, bisection, measured, memories)
     margins = [f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins]
     # Check that the numbers make sense
     pairs = {candidates[position].name: scores for position, scores in measured.items()}
@@ -252,6 +244,33 @@ def find_critical_budget(
 def named_by_memory(layout: Layout, percent: float) -> Layout:
     """Return a layout under the name of its strategy and its memory in percent, such as "window-per-head-12"."""
     return replace(layout, strategy=f"{layout.strategy}-{percent:g}")
+
+
+def _table(
+    trial: Trial,
+    candidates: Sequence[Contender],
+    bisection: Critical,
+    measured: Mapping[int, Pairs],
+    memories: Sequence[float] | None,
+) -> pd.DataFrame:
+    """Tabulate what was measured of each budget; an end of an interval holds at the level of its bisection."""
+    rows = []
+    for number, look in enumerate(bisection.looks, 1):
+        candidate = candidates[look.position]
+        assert candidate.layout is not None
+        head = {
+            "candidate": candidate.name,
+            "num_global": candidate.layout.num_global,
+            "memory": None if memories is None else memories[look.position],
+            "look": number,
+            "passes_level": look.passes,
+            "fails_level": look.fails,
+            "result": look.answer,
+        }
+        levels = Levels(look.passes, look.fails / len(trial.margins))
+        risks = look.fails, look.passes
+        rows += [{**head, **row} for row in trial.rows(measured[look.position], levels, risks)]
+    return pd.DataFrame(rows, columns=CRITICAL_BUDGET.header[:-1]).astype({"more_samples": "Int64"})
 
 
 def first_by_costs(margins: Margins, layouts: Sequence[Layout], nll: float | None, factor: float = 1.0) -> int | None:
