@@ -51,7 +51,11 @@ LIMITS = (  # options that keep a command short, by what it contains; the last o
     ("probe --signal density --model", "--steps 2 --block-size 64 --ablation-tokens 0"),
     ("probe --signal add-one-head --model", "--max-tokens 256 --block-size 64"),
     ("probe --signal head-gates --model", "--steps 2 --block-size 64"),
-    ("probe --model path/to/model --data corpus/ --memory", "--block-size 256"),
+    # Of so short blocks a fifth holds no global head beside windows of 32 keys
+    ("probe --model path/to/model --data corpus/ --memory", "--block-size 128 --memory 60%"),
+    ("propose --memory 15%", "--memory 55%"),
+    ("propose --memory 20% --constraint windows", "--context 2k"),
+    ("propose --memory 20%", "--memory 60%"),
     ("probe --model", "--steps 2 --block-size 64"),
     ("probe recipe.yaml --signal head-gates", "--steps 2"),
     ("probe --signal attention-mass", "--max-tokens 2048"),
