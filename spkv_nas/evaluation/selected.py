@@ -66,19 +66,26 @@ class Selected:
 
 
 def find_selected(
-    workspace: Workspace, layouts: Mapping[str, Layout], *, near: Iterable[Path] = (), with_scores: bool = True
+    workspace: Workspace,
+    layouts: Mapping[str, Layout],
+    *,
+    near: Iterable[Path] = (),
+    with_scores: bool = True,
+    with_equal: bool = True,
 ) -> Selected:
     """Find the documents that ``layouts``, by name, were selected on.
 
     There may be files of documents near the layout files ``near``, too; a file in a checkpoint's own folder lists those
-    that it was trained on. ``with_scores`` counts the documents of ``score``, whose table shows which layout is best.
+    that it was trained on. ``with_equal`` counts what selected equal layouts of the workspace, too; layouts that are
+    about to be chosen by rule do not depend on it. ``with_scores`` counts the documents of ``score``, whose table shows
+    which layout is best.
     """
     near = list(near)
     # Find the folders that may have files of documents
     patterns = (f"{kind}/{PATTERN}" for kind in ("probes/*", "layouts/*", "layouts/*/*", "reports/*"))
     in_workspace = dict.fromkeys(file.parent for pattern in patterns for file in workspace.root.glob(pattern))
     folders = [*(folder for file in near for folder in (file.parent, file.parent.parent)), *in_workspace]
-    equal = _provenances(workspace)
+    equal = _provenances(workspace) if with_equal else {}
     by_record: dict[str, Selection] = {}
     unknown = []
     # Add what checkpoints were trained on

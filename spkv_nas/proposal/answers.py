@@ -15,7 +15,7 @@ from spkv_nas.base import locks, tables
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import replacing
-from spkv_nas.cost.cache_cost import EngineCost
+from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.proposal import earlier, strategies, windows
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST, Constraints
@@ -113,21 +113,27 @@ def propose_for(
         certain = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
         certainty = Certainty.of(resampled, layouts, heads, certain)
     rows = _with_measured(coverage_table(table, layouts, heads, resampled, requirements.constraints), tried)
-    if isinstance(cost, EngineCost):
-        rows["kv_bytes"] = _engine_bytes(cost, [layouts[name] for name in rows["strategy"]])
-    elif table.window_costs is not None:
-        of_layouts = requirements.cost_of_layouts(table, window)
-        rows["kv_bytes"] = [of_layouts.layout_bytes(layouts[name], table.layers) for name in rows["strategy"]]
+    if isinstance(cost, EngineCost) or table.window_costs is not None:
+        rows["kv_bytes"] = _kv_bytes(requirements, table, window, cost, [layouts[name] for name in rows["strategy"]])
     # Find further layouts if they are requested
     best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
     several = find_solutions(table, requirements, limit, best, solutions, resampled=resampled) if solutions else None
     return Answer(table, layouts, rows, certainty, several, table.metadata[RECOMMENDED] if tried else None)
 
 
-def _engine_bytes(cost: EngineCost, layouts: Sequence[Layout]) -> "pd.api.extensions.ExtensionArray":
-    """Return the bytes that an engine plans for each layout, missing where it does not run one."""
-    plans = [cost.layout_plan(layout) for layout in layouts]
-    return pd.array([None if plan is None else plan.memory(cost.batch) for plan in plans], dtype="Int64")
+def _kv_bytes(
+    requirements: Requirements,
+    table: head_scores.HeadScores,
+    window: int | None,
+    cost: CacheCost | None,
+    layouts: Sequence[Layout],
+) -> "pd.api.extensions.ExtensionArray":
+    """Return the bytes of each layout, in an engine those that it plans, missing where it does not run one."""
+    if isinstance(cost, EngineCost):
+        plans = [cost.layout_plan(layout) for layout in layouts]
+        return pd.array([None if plan is None else plan.memory(cost.batch) for plan in plans], dtype="Int64")
+    of_layouts = requirements.cost_of_layouts(table, window)
+    return pd.array([of_layouts.layout_bytes(layout, table.layers) for layout in layouts], dtype="Int64")
 
 
 def _of_probe(table: head_scores.HeadScores, tried: Sequence[TriedLayout]) -> dict[str, Layout]:

@@ -71,7 +71,7 @@ def prepare(
     text = num_left_out = circumstances = contest = None
     selected = Selected()
     if reads_text(margins):
-        selected = find_selected(options.folders, chosen, near=files)
+        selected = find_selected(options.folders, chosen, near=files, with_equal=not with_contest)
         whole, report = _whole(options, subject, (model, tokenizer), reporter)
         if with_contest and (contest := contest_text(whole, selected.documents)) is not None:
             selected = selected.with_contest(contest.text_ids)

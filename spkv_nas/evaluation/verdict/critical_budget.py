@@ -218,26 +218,21 @@ def find_critical_budget(
             return answer
 
         bisection = critical(len(layouts), risk, test, first_by_costs(trial.margins, layouts, nll))
-    table = _table(trial, candidates, bisection, measured, memories)
-    margins = [f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins]
-    # Check that the numbers make sense
     pairs = {candidates[position].name: scores for position, scores in measured.items()}
-    alarm = nll_alarm(trial, [each for each in candidates if each.name in pairs], pairs)
-    by_position = {
-        candidates[position].name: trial.by_position(candidates[position], scores)
-        for position, scores in measured.items()
-    }
     return CriticalBudget(
         risk=risk,
-        rows=table,
+        rows=_table(trial, candidates, bisection, measured, memories),
         nouns=trial.nouns,
         num_samples=trial.num_samples,
-        by_position=by_position,
-        margins=margins,
+        by_position={
+            candidates[position].name: trial.by_position(candidates[position], scores)
+            for position, scores in measured.items()
+        },
+        margins=[f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins],
         layouts=layouts,
         critical=bisection,
         memories=memories,
-        alarm=alarm,
+        alarm=nll_alarm(trial, [each for each in candidates if each.name in pairs], pairs),
     )
 
 
