@@ -9,7 +9,6 @@ from spkv_nas.base.distributed import gathered
 from spkv_nas.base.memory import require
 from spkv_nas.cost.formulas import ROOM, PassMemory, largest_fit, logit_bytes
 from spkv_nas.data.tokenizer import SeparateDocuments
-from spkv_nas.model.placement import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +57,7 @@ def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: progres
 def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> None:
     """Raise ``UserError`` unless a pass can be scored: twice its last hidden states and a chunk's logits must fit."""
     from spkv_nas.model.model_shape import vocabulary_size
+    from spkv_nas.model.placement import input_device
 
     tokens, item = num_blocks * block_size, int(model.dtype.itemsize)
     hidden = tokens * int(model.config.get_text_config().hidden_size) * item

@@ -117,7 +117,12 @@ class TestTerminal:
 
 class TestPipe:
     @pytest.mark.parametrize(
-        "command", ["propose --probe tiny", "report --probe tiny", "export --model embedded:dense"]
+        "command",
+        [
+            "propose --probe tiny --budget 2 --num-random 1",  # the layouts that the project has
+            "report --probe tiny",
+            "export --model embedded:dense",
+        ],
     )
     def test_a_command_that_takes_seconds_says_that_it_starts(
         self, project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
@@ -276,7 +281,7 @@ class TestJson:
             main(["report", "--json", "--workspace", str(tmp_path)])
         shown = capsys.readouterr()
         assert shown.out == ""
-        assert shown.err.startswith("error: ")
+        assert shown.err.startswith("report: starting\nerror: ")
 
     def test_values(self) -> None:
         table = pd.DataFrame({"a": [1, 2], "b": [0.1234567890123, np.nan], "c": [Path("x"), None]})

@@ -83,13 +83,14 @@ def in_process(verified_in_process: None, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 def edit(folder: Path, heads: tuple[str, ...], out: Path) -> Path:
-    """Copy an export with other letters of heads."""
+    """Copy an export with other letters of heads, in its config and in its layout file."""
     out.mkdir()
     for file in folder.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
     config = json.loads((out / "config.json").read_text())
     config["spkv"]["layout"]["heads"] = heads
     (out / "config.json").write_text(json.dumps(config))
+    replace(Layout.read(out / "layout.yaml"), heads=heads).write(out / "layout.yaml")
     (out / "spkv-manifest.json").unlink(missing_ok=True)
     return out
 
