@@ -139,6 +139,14 @@ def _file_states(folder: Path) -> _FileStates:
     return frozenset((name, status.st_size, status.st_mtime_ns, status.st_ino) for name, status in statuses)
 
 
+def forget_loaded(folder: Path) -> None:
+    """Let no model in memory count as loaded from a folder, because the caller has replaced it on purpose."""
+    resolved = folder.resolve()
+    for model, (origin, _) in list(_loaded_from.items()):
+        if origin == resolved:
+            del _loaded_from[model]
+
+
 def _check_unchanged(folder: Path) -> None:
     """Raise ``UserError`` if a model in memory was loaded from this folder before its files changed.
 

@@ -167,6 +167,7 @@ def train_hybrids(
     # Write the dense model that all runs start from
     named, runs, corpus = dict(zero_shot.by_name(layouts)), Path(folder), Corpus(tokenizer, blocks, heldout)
     distributed.on_main(lambda: _write(model, tokenizer, runs / "dense"))
+    checkpoint.forget_loaded(runs / "dense")  # earlier calls may have loaded the folder's former model
     # Train and compare
     recipe = _recipe_of_blocks(runs / "dense", corpus, steps, batch_size, learning_rate, distill, seed=seed)
     recipe = recipe.resolve_precision(model.device.type)

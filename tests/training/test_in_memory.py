@@ -60,6 +60,10 @@ def test_layouts_of_a_model_in_memory_are_retrained_and_reused(
     assert again.rows.equals(compared.rows)
     assert {one.checkpoint: (one.checkpoint / "run.json").stat().st_mtime_ns for one in again.models} == files
     assert {one.checkpoint for one in train(distill=0.0).models}.isdisjoint(files)
+    # The folder's dense model may be in use meanwhile
+    loaded, _ = spkv_nas.load(tmp_path / "dense")
+    assert train().rows.equals(compared.rows)
+    assert all(torch.equal(weight, before[name]) for name, weight in loaded.state_dict().items())
 
 
 def test_what_cannot_be_retrained(
