@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from spkv_nas import GateConfig, SPKVCache, attach_gates, set_gate_mode
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.progress import Announce, Bar, Reporter, silent
+from spkv_nas.base.progress import Announce, Display, Reporter, silent
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import load, save
@@ -144,9 +144,9 @@ class MessageLog:
         self.reporter = Recorder(self._bar, self.announced.append, self.cautioned.append)
 
     @contextmanager
-    def _bar(self, title: str) -> Iterator[Bar]:
+    def _bar(self, title: str) -> Iterator[Display]:
         values = self.bars.setdefault(title, [])
-        yield lambda done, total, note="": values.append((done, total))
+        yield lambda done, total, note="", *, unit="", left=None: values.append((done, total))
 
 
 BLOCK = 32  # tokens of a block of the fixture ``blocks``

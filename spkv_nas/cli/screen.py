@@ -5,6 +5,7 @@ that no step is silent. A step that knows its progress gets a row of its own wit
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -15,7 +16,7 @@ from rich.table import Column
 from rich.text import Text
 
 from spkv_nas.base.console import announce, caution, err, out
-from spkv_nas.base.progress import LOGGER, Announce, Bar, Reporter, clock, log_lines
+from spkv_nas.base.progress import LOGGER, Announce, Display, Reporter, clock, count, log_lines
 
 _FRAMES = 5  # per second; drawing one takes half a millisecond
 
@@ -113,13 +114,18 @@ class _Rows:
         announce(line)
 
     @contextmanager
-    def bar(self, title: str) -> Iterator[Bar]:
+    def bar(self, title: str) -> Iterator[Display]:
         """Show a progress row for one step in place of the command's row while the block runs."""
         rows = self._show(self._title)
         rows.update(TaskID(0), visible=False)
-        task = rows.add_task(title, total=None, note="")
+        task = rows.add_task(title, total=None, note="", unit="", end=None)
+
+        def show(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
+            end = None if left is None else time.monotonic() + left
+            rows.update(task, completed=done, total=total, note=note, unit=unit, end=end)
+
         try:
-            yield lambda done, total, note="": rows.update(task, completed=done, total=total, note=note)
+            yield show
         finally:
             rows.remove_task(task)
             rows.update(TaskID(0), visible=len(rows.tasks) == 1)
@@ -146,12 +152,13 @@ def _bar(task: Task) -> RenderableType:
 
 
 def _count(task: Task) -> RenderableType:
-    """Return the steps done of the total, such as ``3/10``."""
-    return "" if task.total is None else f"{int(task.completed)}/{int(task.total)}"
+    """Return what is done of the total, such as ``3 of 10 blocks``."""
+    return "" if task.total is None else count(int(task.completed), int(task.total), task.fields["unit"])
 
 
 def _time(task: Task) -> RenderableType:
-    """Return the time left if it can be estimated, else the time since the start."""
-    if task.total is None or task.time_remaining is None:
+    """Return the time that the command has left if it can be estimated, else the time since the start."""
+    end = task.fields.get("end")
+    if end is None:
         return Text(clock(task.elapsed or 0.0), style="dim")
-    return Text(f"{clock(task.time_remaining)} left", style="cyan")
+    return Text(f"{clock(max(0.0, end - time.monotonic()))} left", style="cyan")

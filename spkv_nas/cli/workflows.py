@@ -13,12 +13,12 @@ from rich.text import Text
 from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import console, errors, units
-from spkv_nas.base.progress import Reporter, Stages
+from spkv_nas.base.progress import GRADIENT, SECONDS, START, Reporter, Stages
 from spkv_nas.engines.registry import serve_command
 from spkv_nas.stages import flags
 from spkv_nas.stages.commands import Result, command_line, next_line
 from spkv_nas.stages.options import DEFAULT_PROBE, InWorkspace, OnDevice, init
-from spkv_nas.stages.options.auto import AutoOptions
+from spkv_nas.stages.options.auto import HELD_OUT_TOKENS, AutoOptions
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
@@ -27,10 +27,13 @@ if TYPE_CHECKING:
     from spkv_nas.stages.critical_budget import BudgetResult, Memory
 
 
-# Stages, and about how long they take relative to each other
+# Stages, and those that run no model, in starts of the command: the folder is checked in a process of its own, which
+# imports the same libraries
 _COSTS, _SEARCH, _FOLDER, _REPORT = "costs of windows", "smallest KV cache that passes", "the folder", "the report"
 _RETRAINING, _VERDICT = "retraining", "verdict on retrained hybrids"
-_SHARES = {_COSTS: 3.0, _SEARCH: 5.0, _RETRAINING: 8.0, _VERDICT: 3.0, _FOLDER: 1.0, _REPORT: 0.5}
+_STARTS = {_FOLDER: 1.0, _REPORT: 0.5}
+_LOOKS = 3.0  # about as many budgets are measured, and as many retrained hybrids
+_STEP_TOKENS, _TRAINING_PASSES = 2048, 3.0  # of a step of retraining on a CPU
 
 _RECOVERED = (2.0, 4.0, 8.0)  # layouts are retrained that lose up to these multiples of the margin by their costs
 
@@ -70,14 +73,16 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
 
     deadline = None if options.minutes is None else time.monotonic() + 60.0 * options.minutes
     retrains = options.retrain is not None
-    stages = Stages(reporter, {k: v for k, v in _SHARES.items() if retrains or k not in (_RETRAINING, _VERDICT)})
+    stages = Stages(reporter, [_COSTS, _SEARCH, *([_RETRAINING, _VERDICT] if retrains else []), *_STARTS])
     model_hash = checkpoint_hash(options.model)
     # Measure what windows cost
-    with stages.begin(_COSTS, "probing") as inner:
-        table = probe.probe(options.probe, inner, is_step=True)
+    with stages.begin(_COSTS) as inner:
+        table = probe.probe(
+            options.probe, inner, is_step=True, tell_unseen=lambda tokens: _expect(options, stages, tokens)
+        )
     _check(table.metadata.get(ALARM))
     # Find the smallest KV cache; the answer about retrained hybrids may replace this one
-    with stages.begin(_SEARCH, "comparing") as inner:
+    with stages.begin(_SEARCH) as inner:
         result = critical_budget.run(options.search(table.name), inner, deadline)
     _check_same(options.model, model_hash)
     yield replace(result, exit_code=0) if retrains else result
@@ -87,10 +92,10 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     # Retrain smaller ones
     checkpoints = []
     if retrains:
-        with stages.begin(_RETRAINING, _RETRAINING) as inner:
+        with stages.begin(_RETRAINING) as inner:
             checkpoints = _retrain(options, table, search, inner)
     if checkpoints:
-        with stages.begin(_VERDICT, "comparing") as inner:
+        with stages.begin(_VERDICT) as inner:
             judged = verdict.run(options.verdict(table.name, checkpoints), inner)
         yield replace(judged, exit_code=0)
         _check(judged.value.alarm)
@@ -123,6 +128,24 @@ def _untrained(options: AutoOptions, search: BudgetResult) -> _Hybrid | None:
     rows = search.rows[search.rows[size] == search.passes]
     measured = decision.measured_by(search.compared, search, rows)
     return _Hybrid(search.layout, search.file, options.model, search.memory, measured, search.compared)
+
+
+def _expect(options: AutoOptions, stages: Stages, unseen_tokens: int) -> None:
+    """Say how much work later stages are going to be, with a text that leaves so many tokens to compare on."""
+    from spkv_nas.evaluation.verdict.trial import USUAL_SHARE
+
+    tokens = min(unseen_tokens, options.max_tokens or HELD_OUT_TOKENS)
+    comparing = (1.0 + _LOOKS) * USUAL_SHARE * tokens
+    stages.expect(_SEARCH, "comparing", comparing)
+    if options.retrain is not None:
+        stages.expect(_VERDICT, "comparing", comparing)
+        length = units.parse_length(options.retrain)
+        if isinstance(length, float):
+            stages.expect(_RETRAINING, _RETRAINING, length, SECONDS)
+        else:
+            stages.expect(_RETRAINING, _RETRAINING, _LOOKS * length * _STEP_TOKENS * _TRAINING_PASSES, GRADIENT)
+    for title, starts in _STARTS.items():
+        stages.expect(title, "", starts, START)
 
 
 def _check(alarm: str | None) -> None:

@@ -371,7 +371,7 @@ def _reading(
 ) -> Iterator[tuple[Iterator[Document], ContentKey, LeftOut]]:
     """Yield the documents of a text, read under a progress bar, their content so far, and what was left out."""
     content, left_out = ContentKey(), LeftOut()
-    with reporter.bar("reading and tokenising text, kB") as progress:
+    with reporter.bar("reading and tokenising text", "kB") as progress:
         texts = documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out)
         yield content.pass_on(texts), content, left_out
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.tried_layouts import RECOMMENDED, TRIED, TriedLayout
 from spkv_nas.base import statistics
-from spkv_nas.base.progress import Progress, Reporter
+from spkv_nas.base.progress import Progress, Reporter, in_sequence
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
@@ -71,7 +71,7 @@ def run_contest(
         entrants: layouts under different names, at least one.
         batch_size: blocks per forward pass.
         cache: gives the folder of finished scores on a part of the text (``zero_shot.cache_folder``).
-        progress: called with (blocks done, total of the round).
+        progress: called with (passes over a block done, total of all rounds).
     """
     ends = _rounds(blocks.num_blocks)
     left = list(entrants)
@@ -81,11 +81,12 @@ def run_contest(
         [None, *(entrant.name for entrant in entrants)], nothing
     )  # None: full attention
     passes = 0.0
+    shown = iter(in_sequence(progress, _round_passes(len(entrants), blocks.num_blocks)))
     for part, num_blocks in zip(blocks.nested(ends), ends, strict=True):
         # Measure those that are left on the next part of the text, and add it to the parts before
         work = Work()
         layouts = [None, *(entrant.layout for entrant in left)]
-        reporter = Reporter.of(progress)
+        reporter = Reporter.of(next(shown))
         folder = None if cache is None else cache(part)
         scores = zero_shot(model, layouts, part, batch_size=batch_size, cache=folder, work=work, reporter=reporter)
         passes += work.passes * part.num_blocks / blocks.num_blocks
@@ -95,7 +96,7 @@ def run_contest(
             measured[entrant.name] = _tried(entrant, sums[entrant.name], sums[None], num_blocks)
         # Keep the better half
         finalists = sorted((measured[entrant.name] for entrant in left), key=lambda tried: tried.change)
-        num_left = max(_FINALISTS, (len(left) + 1) // 2)
+        num_left = _num_left(len(left))
         left = sorted(left, key=lambda entrant: measured[entrant.name].change)[:num_left]
     ordered = sorted(measured.values(), key=lambda tried: (-tried.blocks, tried.change))
     return Contest(_recommended(finalists, sums), tuple(ordered), passes)
@@ -104,6 +105,27 @@ def run_contest(
 def _rounds(num_blocks: int) -> list[int]:
     """Return the number of blocks that are measured after each round."""
     return sorted({min(FIRST_ROUND << times, num_blocks) for times in range(num_blocks.bit_length())})
+
+
+def _num_left(number: int) -> int:
+    """Return how many of a round's layouts are measured in the next."""
+    return min(number, max(_FINALISTS, (number + 1) // 2))
+
+
+def _round_passes(number: int, num_blocks: int) -> list[float]:
+    """Return the passes over a block in each round, with full attention and at first ``number`` layouts."""
+    passes: list[float] = []
+    start = 0
+    for end in _rounds(num_blocks):
+        passes.append((1.0 + number) * (end - start))
+        start = end
+        number = _num_left(number)
+    return passes
+
+
+def passes_of_contest(number: int, num_blocks: int) -> float:
+    """Return the passes over a block that a contest of ``number`` layouts takes."""
+    return sum(_round_passes(number, num_blocks))
 
 
 def _tried(entrant: Entrant, score: paired.DocumentNLL, full: paired.DocumentNLL, num_blocks: int) -> TriedLayout:

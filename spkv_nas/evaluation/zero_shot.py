@@ -88,7 +88,7 @@ def zero_shot(
         reporter.reused(len(scores), len(layout_of), "zero-shot scores")
         work.reused += len(scores)
         done, num_own = 0, num_own_blocks(blocks.num_blocks, batch_size)
-        with reporter.bar("zero-shot scoring") as progress:
+        with reporter.bar("zero-shot scoring", "blocks") as progress:
 
             def step(num_blocks: int) -> None:
                 nonlocal done

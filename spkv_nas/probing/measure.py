@@ -22,13 +22,13 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.local_layers import cache_facts, config_layers, native_windows
 from spkv_nas.base import device
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Progress
+from spkv_nas.base.progress import Progress, in_sequence
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.held_out import hold_out
 from spkv_nas.evaluation import micro_batch, separators
-from spkv_nas.evaluation.contest import Entrant, run_contest
-from spkv_nas.model import attention, config_section, windows
+from spkv_nas.evaluation.contest import Entrant, passes_of_contest, run_contest
+from spkv_nas.model import attention, config_section, model_shape, windows
 from spkv_nas.probing.heads import check_window
 from spkv_nas.probing.signals import DENSITY, SIGNALS, Signal
 from spkv_nas.probing.sinks import choose_sinks
@@ -129,14 +129,14 @@ def measure_signal(
     if entry.takes_sinks and (number or sinks is not None):
         run["sinks"] = number
 
-    def measured(signal: Signal, text: TokenBlocks, reach: int) -> HeadScores:
+    def measured(signal: Signal, text: TokenBlocks, reach: int, progress: Progress | None) -> HeadScores:
         if signal.reads_blocks:
             check_window(text, reach, number if signal.takes_sinks else 0)
         return signal.measure(model, text, reach, name=name, metadata=metadata, progress=progress, **run)
 
     # Measure, within a limit of memory with the window that loses least
     if memory is None:
-        table = measured(entry, blocks, first_window)
+        table = measured(entry, blocks, first_window, progress)
     else:
         reach: dict[str, Any] = {"window": first_window if entry.needs_gates else window, "sinks": number}
         table = measure_within(memory, context, model, blocks, entry, measured, **reach, progress=progress)
@@ -192,7 +192,7 @@ def measure_within(
     model: PreTrainedModel,
     blocks: TokenBlocks,
     signal: Signal,
-    measure: Callable[[Signal, TokenBlocks, int], HeadScores],
+    measure: Callable[[Signal, TokenBlocks, int, Progress | None], HeadScores],
     *,
     window: int | None = None,
     sinks: int = 0,
@@ -202,8 +202,8 @@ def measure_within(
 
     ``memory`` is a limit as ``cache_cost.memory_bytes`` takes it, for a sequence of ``context`` tokens (None:
     the length of the blocks). Where the ``signal`` takes a budget, it is the number of global heads that the memory
-    leaves. ``measure`` measures a signal on a text at a window. With a ``window`` none is chosen; local heads see
-    ``sinks`` tokens as well. ``progress`` is called with (blocks done, total) while windows are compared.
+    leaves. ``measure`` measures a signal on a text at a window, and calls a progress. With a ``window`` none is chosen;
+    local heads see ``sinks`` tokens as well. ``progress`` is called with (passes over a block done, total).
 
     Returns:
         The table at the window of the best layout with one window. Its metadata have ``memory``, ``context``, the
@@ -227,14 +227,18 @@ def measure_within(
         signal = signal.with_options({"budget": str(first.num_global)})
     record: dict[str, Any] = {"memory": round(limit / full, 6), "context": context, "budget": first.num_global}
     if len(candidates) == 1:
-        table = measure(signal, blocks, first.window)
+        table = measure(signal, blocks, first.window, progress)
     else:
         # Choose the window on documents that the ranking has not seen
         ranking, held_out = hold_out(blocks)
-        table = measure(signal, ranking, first.window)
+        # Count both steps in passes over a block; the layouts to compare are about as many as the windows
+        work = signal.work(model_shape.config_shape(model.config).grid, ranking.tokens.size, ranking.block_size)
+        passes = work.passes * work.effort * work.tokens / ranking.block_size
+        rank, compare = in_sequence(progress, [passes, passes_of_contest(len(candidates), held_out.num_blocks)])
+        table = measure(signal, ranking, first.window, rank)
         entrants = _entrants(table, cost, limit, candidates)
         size = micro_batch.fitting_batch(model, held_out)
-        contest = run_contest(model, held_out, entrants, batch_size=size, progress=progress)
+        contest = run_contest(model, held_out, entrants, batch_size=size, progress=compare)
         # The window of the table is that of the best layout with one window
         best = next(entrant.layout for entrant in contest.ranked if entrant.name.startswith(ONE_WINDOW))
         table = replace(at_window(table, best.window), probe_hash=None)  # this is the probe

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -14,9 +14,17 @@ from typing import Any
 import numpy as np
 
 from spkv_nas.artifacts import diagnosis, gate_config, grid, kinds, result_tables
-from spkv_nas.artifacts.defaults import ABLATION_TOKENS, LEARNING_TOKENS, PRICED_STEPS, SCORING_TOKENS, STRONG_SINK
+from spkv_nas.artifacts.defaults import (
+    ABLATION_TOKENS,
+    FROZEN_STEP_PASSES,
+    LEARNING_TOKENS,
+    PRICED_STEPS,
+    SCORING_TOKENS,
+    STRONG_SINK,
+)
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.tried_layouts import FAR_ERRORS, RECOMMENDED, TRIED, TriedLayout, read_tried
+from spkv_nas.base import progress
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.console import Table, caution, escape, out, say
 from spkv_nas.base.distributed import on_main
@@ -44,16 +52,23 @@ _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where ga
 _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
 # Entries of the record in the JSON
 _SHOWN = ("sink_mass", "massive_activation", "memory", TRIED, RECOMMENDED, "alarm")
+_LEARNING_GATES, _PROBING, _VALIDATING = "learning gates", "probing", "validating the ranking"  # titles of bars
 _MAX_TARGET = 0.99  # maximum target density of learned gates
 
 
-def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, is_step: bool = False) -> HeadScores:
+def probe(
+    options: ProbeOptions,
+    reporter: Reporter = SILENT,
+    *,
+    is_step: bool = False,
+    tell_unseen: Callable[[int], None] | None = None,
+) -> HeadScores:
     """Probe a recipe's reference (trained first if need be), a user's checkpoint, or the embedded reference.
 
     The default signal is density for a recipe or a model with gates, else head gates. To measure density on a model
     without gates, gates are learned first, at the budget's price and with frozen weights. As a step of ``auto``, it
     returns the table of an earlier probe of the same inputs by this version, if there is one, and raises ``UserError``
-    if the text has too few documents to leave some unseen.
+    if the text has too few documents to leave some unseen; ``tell_unseen`` is called with the tokens of these.
     """
     checks.check(options)
     # Load the model and the text
@@ -64,14 +79,15 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, is_step: bool =
     measured = subject.load(reporter, with_logits=scores, tokens=tokens, learns=signal.needs_gates)
     if signal.name == signals.WINDOW_COSTS.name and options.max_tokens is None:
         measured = _half(measured, options, reporter, is_needed=is_step)
+        if tell_unseen is not None:
+            tell_unseen(measured.whole.tokens.size - measured.blocks.tokens.size)
     origin = _origin(subject, measured, options, reporter)
     run_options = _run_options(signal, subject, measured, options)
+    _expect(signal, measured, options, reporter)
     # Learn gates
     learned, sinks = dict[str, Any](), parse_sinks(options.sinks)
     if measured.train is not None:
-        # Keep the embedded reference's own densities
-        if options.name is None and subject.name == subject.family and subject.source.startswith(EMBEDDED_PREFIX):
-            subject = replace(subject, name=f"{subject.name}-frozen")
+        subject = _learned_name(subject, options)
         learned = _learn(subject, measured, options, reporter)
         sinks = learned.get("sinks", 0)  # those that the gates keep
     elif signal.needs_gates and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
@@ -83,7 +99,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, is_step: bool =
     if is_step and probe_records(options.folders).get(name, {}).get("environment") == environment():
         reporter.announce(f"reused probe {name} of the same model, text and options")
         return HeadScores.read(folder)
-    with reporter.bar("probing") as progress:
+    with reporter.bar(_PROBING, _unit(signal)) as bar:
         table = measure.measure_signal(
             signal,
             measured.model,
@@ -92,17 +108,52 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT, *, is_step: bool =
             sinks=sinks,
             name=name,
             metadata={**origin, **learned, OPTIONS: recorded(options), "environment": environment(), "inputs": inputs},
-            progress=progress,
+            progress=bar,
             **run_options,
         )
     if measured.train is not None:
         table = replace(table, selected_on=measured.blocks.text_ids | measured.train.text_ids)
     # Write the table, then measure gains
     on_main(lambda: table.write(folder))
-    if _GAINS in signal.options() and (table_with_gains := _add_gains(table, measured, options, reporter)) is not table:
-        on_main(lambda: table_with_gains.write(folder))
-        return table_with_gains
-    return table
+    return _with_gains(table, measured, options, folder, reporter) if _GAINS in signal.options() else table
+
+
+def _with_gains(
+    table: HeadScores, measured: Measured, options: ProbeOptions, folder: Path, reporter: Reporter
+) -> HeadScores:
+    """Return a table with the single-head gains that judge its ranking, and write it again if it has any."""
+    with_gains = _add_gains(table, measured, options, reporter)
+    if with_gains is not table:
+        on_main(lambda: with_gains.write(folder))
+    return with_gains
+
+
+def _expect(signal: Signal, measured: Measured, options: ProbeOptions, reporter: Reporter) -> None:
+    """Say how much work the steps are going to be, in passes of a token, so that the time left is that of all."""
+    model, blocks = measured.model, measured.blocks
+    grid, length = model_shape.config_shape(model.config).grid, blocks.block_size
+    if measured.train is not None:
+        steps = options.steps or PRICED_STEPS
+        reporter.expect(_LEARNING_GATES, steps * LEARNING_TOKENS * FROZEN_STEP_PASSES, progress.GRADIENT)
+    work = signal.work(grid, blocks.tokens.size, length)
+    unit = progress.FORWARD if work.effort == 1.0 else progress.GRADIENT
+    reporter.expect(_PROBING, work.passes * work.tokens * work.effort, unit)
+    tokens = ABLATION_TOKENS if options.ablation_tokens is None else options.ablation_tokens
+    if _GAINS in signal.options() and tokens:
+        tokens = max(1, min(tokens // length, measured.whole.num_blocks)) * length
+        reporter.expect(_VALIDATING, signals.ablation_passes(grid) * tokens)
+
+
+def _unit(signal: Signal) -> str:
+    """Return what the progress of measuring a signal counts."""
+    return "steps" if "steps" in signal.options() and not signal.needs_gates else "blocks"
+
+
+def _learned_name(subject: Subject, options: ProbeOptions) -> Subject:
+    """Return a subject whose learned gates get another name than the embedded reference's own densities."""
+    if options.name is None and subject.name == subject.family and subject.source.startswith(EMBEDDED_PREFIX):
+        return replace(subject, name=f"{subject.name}-frozen")
+    return subject
 
 
 def _run_options(signal: Signal, subject: Subject, measured: Measured, options: ProbeOptions) -> dict[str, Any]:
@@ -188,9 +239,9 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
         model_shape.check_tokens(model, blocks.largest_token)
         size = micro_batch.fitting_batch(model, blocks)
         on_main(lambda: micro_batch.require_logits(model, size, length))  # all ranks continue, or none
-        with reporter.bar("validating the ranking") as progress:
+        with reporter.bar(_VALIDATING, "blocks") as bar:
             gains, gains_record = add_one_head_gains(
-                model, blocks, table.window, sinks=table.sinks, batch_size=size, progress=progress
+                model, blocks, table.window, sinks=table.sinks, batch_size=size, progress=bar
             )
     except UserError as error:
         reporter.caution(f"the ranking was not validated: {first_line(error)}")
@@ -222,8 +273,8 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     folder = options.folders.run_dir(subject.name) / f"gates-{key.hexdigest()[:12]}"
     # Train or resume
     start = time.perf_counter()
-    with run_lock(folder, reporter.announce), reporter.bar("learning gates") as progress:
-        learned = priced.learn_gates(model, blocks, config, state=folder / "state", progress=progress, **schedule)
+    with run_lock(folder, reporter.announce), reporter.bar(_LEARNING_GATES, "steps") as bar:
+        learned = priced.learn_gates(model, blocks, config, state=folder / "state", progress=bar, **schedule)
     reporter.reused(learned.resumed_at, learned.steps, "gate training steps")
     if learned.resumed_at < learned.steps:
         reporter.announce(f"trained gates on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s")

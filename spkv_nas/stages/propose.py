@@ -55,7 +55,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     others = [proposing.with_sinks(other, options.sinks) for other in same[:1]]
     solutions = None if options.solutions is None else SeveralSolutions.parse(options.solutions)
     # Solve for the layouts
-    with reporter.bar("resampling") as progress:
+    with reporter.bar("resampling", "samples") as progress:
         answer = answers.propose_for(
             table,
             requirements,
@@ -170,7 +170,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     table = proposing.with_sinks(lookup.chosen_table(options, reporter), options.sinks)
     reporter.caution(table.missed_price)
     # Solve at every budget
-    with reporter.bar("solving") as progress:
+    with reporter.bar("solving", "budgets") as progress:
         curve = answers.curve_for(
             table,
             engines.read_requirements(options),

@@ -63,7 +63,7 @@ def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]
             # Log the call and its progress
             progress.LOGGER.log(level, f"{name}: {', '.join(_shown(*each) for each in bound.arguments.items())}")
             if "progress" in signature.parameters and bound.arguments.get("progress") is None:
-                bound.arguments["progress"] = progress.log_lines(name)
+                bound.arguments["progress"] = progress.logged(name)
             start = time.monotonic()
             # Signals that learn need gradients, and weights that are made in inference mode never have any
             before = _snapshot(bound.arguments.get("model"))

@@ -65,7 +65,7 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
     proposal.warn_of_windows(memory=map(inputs.layout_share, proposal.layouts.values()))
     # Write the page; where measurements make no sense, it recommends nothing
     steps = [] if inputs.alarm is not None else page_steps(workspace, table, conclude(inputs))
-    with reporter.bar("drawing") as progress:
+    with reporter.bar("drawing", "charts") as progress:
         return write_report(folder, inputs, steps=steps, progress=progress)
 
 

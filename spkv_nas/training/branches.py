@@ -156,7 +156,7 @@ def _train(context: BranchContext, folder: Path, variant: variants.Variant, seed
 
     # Evaluate on held-out text, at the recipe's tau with gates
     tau, size = recipe.gates.tau if variant.kind is variants.Kind.SP_KV else None, recipe.evaluation.batch_size
-    with reporter.bar(f"{variant.name}, held-out text") as progress:
+    with reporter.bar(f"{variant.name}, held-out text", "blocks") as progress:
         sharding.spare_passes(trainer.model, corpus.heldout, size)
         measured = nll.evaluate(trainer.model, corpus.heldout, tau, batch_size=size, progress=progress)
     record = _record(variant, trainer.args.max_steps, measured, recipe, seed, trained_parameters)

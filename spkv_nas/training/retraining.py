@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts import defaults, selection
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import device, distributed, errors, files, replace, schema, units
-from spkv_nas.base.progress import Bar, Progress, Reporter, no_progress, part_of
+from spkv_nas.base.progress import Display, Progress, Reporter, no_progress, part_of
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.held_out import HELD_OUT_TOKENS, hold_out
 from spkv_nas.evaluation import micro_batch, zero_shot
@@ -77,7 +77,7 @@ def retrain(
     reporter.announce(f"retraining {number}, {recipe.branch.steps:,} steps each, on {documents}")
     checkpoints = []
     with reporter.bar("retraining") as bar:
-        shown: dict[str, Bar] = {}  # of training alone
+        shown: dict[str, Display] = {}  # of training alone
         only = Reporter(lambda title: nullcontext(shown.get(title, no_progress)))
         context = branches.BranchContext(recipe, corpus, dense, folder, chosen, only)
         for index, layout in enumerate(layouts):

@@ -107,7 +107,7 @@ class SPKVTrainer(Trainer):
             )
         on_main(lambda: run_files.remove_checkpoints(self._folder, after=newest))
         # Train, deferring signals to the end of a step
-        with self._reporter.bar(self._title) as self._progress.bar, deferred() as pending:
+        with self._reporter.bar(self._title, "steps") as self._progress.bar, deferred() as pending:
             interrupt = callbacks.InterruptCallback(pending)
             self.add_callback(interrupt)
             loss = self._distillation

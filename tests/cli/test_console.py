@@ -88,7 +88,7 @@ class TestTerminal:
             "from spkv_nas.base.console import out\n"
             "with working('train-hybrid') as reporter:\n"
             "    reporter.announce('loading a model ' * 9)\n"
-            "    with reporter.bar('interleaved-of-a-layout-with-a-name-that-is-long ' * 3) as bar:\n"
+            "    with reporter.bar('interleaved-of-a-layout-with-a-name-that-is-long ' * 3, 'steps') as bar:\n"
             "        bar(0, 20000)\n"
             "        bar(12345, 20000, 'loss 12.345, density 0.95')\n"
             "        time.sleep(1)\n"
@@ -100,7 +100,8 @@ class TestTerminal:
         assert seen.exit_code == 0
         assert not seen.wide_lines
         assert any(
-            re.match(r"\S interleaved-.*… ━+\S━+ 12345/20000 loss 12.345, density 0.95 ", line) for line in seen.lines
+            re.match(r"\S interleaved-.*… ━+\S━+ 12,345 of 20,000 steps loss 12.345, density 0.95 ", line)
+            for line in seen.lines
         )
         assert {"between", "result", "afterwards"} <= {*seen.lines}
 

@@ -137,6 +137,7 @@ def test_any_wrong_answer_is_rarer_than_the_risk(kind: str, order: str, wanted: 
     wrong = 0
     for run in range(runs):
         first = None if run % 2 else 5
+        ruled_out = range(run % 3 * 9)
         p = np.where(is_true, random.random(number) ** 8, draw(random, kind, number))
         others = random.random(number) ** 8  # p-values of the other answer, which is right where the wanted one is not
 
@@ -147,6 +148,21 @@ def test_any_wrong_answer_is_rarer_than_the_risk(kind: str, order: str, wanted: 
             return "passes" if is_other else "open"
 
         wrong += any(
-            look.answer == wanted and not is_true[look.position] for look in critical(number, risk, test, first).looks
+            look.answer == wanted and not is_true[look.position]
+            for look in critical(number, risk, test, first, ruled_out).looks
         )
     assert wrong / runs <= risk + 3 * (risk / runs) ** 0.5
+
+
+def test_a_candidate_that_costs_rule_out_is_tested_only_on_the_way() -> None:
+    """It is left out where only unordered losses could let it pass, and looked at where its neighbour passes."""
+    answers = "FFFFFFPPPPPPPPP"
+
+    def looked_at(ruled_out: range) -> set[int]:
+        result = critical(len(answers), 0.05, lambda position, level: LETTERS[answers[position]], 7, ruled_out)
+        assert result.passes == 6
+        return {look.position for look in result.looks}
+
+    assert looked_at(range(0)) == {7, 6, 5, 4}
+    assert looked_at(range(5)) == {7, 6, 5}
+    assert looked_at(range(7)) == {7, 6, 5}

@@ -79,7 +79,7 @@ class Search:
         metrics = ["zero-shot ΔNLL, %", *([] if self.cost is None else [self.cost.name])]
         study = open_study(self._storage, f"{self._name}/{name}", self._settings(), metrics)
         self._reporter.reused(len(finished(study, total)), total, "searched layouts")
-        with self._reporter.bar("scoring layouts") as progress:
+        with self._reporter.bar("scoring layouts", "layouts") as progress:
             first_of_round = self._sampler.first_of_round
             done = work(study, total, lambda trial, index: self._run(study, trial, index), progress, first_of_round)
         # Baselines are scored by every worker; the evaluator keeps their scores

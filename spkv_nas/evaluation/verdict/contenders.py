@@ -35,6 +35,11 @@ class Contender:
     layout: Layout | None = None
     chosen: Layout | None = None
 
+    @classmethod
+    def of(cls, layout: Layout, source: str = "") -> "Contender":
+        """Return a layout on a checkpoint as a candidate that is called by its strategy."""
+        return cls(layout.strategy, source, layout, layout)
+
     @property
     def content(self) -> tuple[str, str]:
         """Return what it is apart from its name: the checkpoint, and the content of the layout on it."""
@@ -62,6 +67,7 @@ class ScoreStore:
     folder: Path | None = None
     load: Callable[[str], PreTrainedModel] | None = None
     setting: tuple[str, ...] = ()
+    num_measured: int = field(default=0, init=False)  # rounds of all contenders that were not known before
     _other: tuple[str, PreTrainedModel] | None = field(default=None, init=False)
     _kept: dict[tuple[str, str], Arrays] = field(default_factory=dict, init=False)
 
@@ -76,17 +82,28 @@ class ScoreStore:
         details = [self._round(contender, rounds, index, key)[name] for index in range(number)]
         return np.asarray(np.sum(details, axis=0))
 
+    def num_known(self, contender: Contender, rounds: Rounds) -> int:
+        """Return how many of the first rounds are measured already."""
+        key = self._key(contender, rounds)
+        for index in range(rounds.num_rounds):
+            name = _round_name(index)
+            file = None if self.folder is None else self.folder / key / f"{name}.npz"
+            if (key, name) not in self._kept and (file is None or not file.is_file()):
+                return index
+        return rounds.num_rounds
+
     def _round(self, contender: Contender, rounds: Rounds, index: int, key: str) -> Arrays:
         """Return what a round measured."""
 
         def measure() -> Arrays:
             """Measure the round, after its preparation, as a layout is put on the dense model itself."""
+            self.num_measured += 1
             prepared = self._prepared(rounds, index)
             model = self._model(contender.source)
             with contender.applied(model):
                 return rounds.measure_all(index, model, prepared)
 
-        return self._get(key, f"round-{index:05d}", (SCORE, *rounds.details), measure)
+        return self._get(key, _round_name(index), (SCORE, *rounds.details), measure)
 
     def _prepared(self, rounds: Rounds, index: int) -> Arrays:
         """Return what the dense model prepared for a round."""
@@ -127,3 +144,8 @@ class ScoreStore:
             self._other = None  # frees its memory first
             self._other = source, self.load(source)
         return self._other[1]
+
+
+def _round_name(index: int) -> str:
+    """Return the name of a round's scores."""
+    return f"round-{index:05d}"

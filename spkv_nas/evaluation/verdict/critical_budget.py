@@ -12,24 +12,29 @@ one does not pass.
 
 A second bisection finds the largest candidate that fails in the same way, in the opposite direction. Both look at the
 same candidates until one is open. A candidate that only one of them looks at gets only this one's answer. The second
-may leave candidates out that were not measured, as if they were open: its tests then reject less, never more.
+may leave candidates out that were not measured, as if they were open: its tests then reject less, never more. So may
+the further candidates leave out those that are ruled out by something else than the samples, such as costs.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pandas as pd
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
-from spkv_nas.base.progress import SILENT, Reporter, part_of
+from spkv_nas.base.progress import SILENT, Bar, Reporter
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.evaluation.verdict.criteria import Margins
-from spkv_nas.evaluation.verdict.trial import Answer, Levels, Outcome, Pairs, Trial, nll_alarm
+from spkv_nas.evaluation.verdict.trial import ROUNDS, Answer, Levels, Outcome, Pairs, Trial, nll_alarm
 
 Test = Callable[[int, float], Answer]  # position, level -> answer
+# Margins above which a layout's recorded cost rules it out where only unordered losses could let it pass. The costs of
+# a small model were 0.9 to 1.5 times its losses
+RULED_OUT = 2.5
 
 
 @dataclass(frozen=True, order=True)
@@ -64,14 +69,17 @@ class Critical:
         return max((position for position in failed if end is None or position < end), default=None)
 
 
-def critical(number: int, risk: float, test: Test, first: int | None = None) -> Critical:
+def critical(
+    number: int, risk: float, test: Test, first: int | None = None, ruled_out: Collection[int] = ()
+) -> Critical:
     """Look for the smallest candidate that passes, and for the largest that fails, by testing candidates at a level.
 
     Bisections begin in the middle, or at the ``first`` candidate to look at, which must not depend on the samples. From
     a ``first`` one, if any passes, the largest that fails is looked for among those measured by then alone.
 
     One bisection would miss a smaller candidate that passes where the losses do not fall from position to position. So
-    the two candidates below the answer are tested, the nearer one by bisection, and those below as long as they pass.
+    the two candidates below the answer are tested, the nearer one by bisection, and those below as long as they pass;
+    but none below the nearer one that is ``ruled_out``, which must not depend on the samples either.
     """
     looks: dict[int, Look] = {}
 
@@ -88,7 +96,7 @@ def critical(number: int, risk: float, test: Test, first: int | None = None) -> 
     # Smallest that passes, and those below it
     _, high, left = _bisect(number, risk, lambda position, level: look(position, level, "passes"), first)
     below = high - 2
-    while high < number and below >= 0 and look(below, left, "passes"):
+    while high < number and below >= 0 and below not in ruled_out and look(below, left, "passes"):
         below -= 1
     # Largest that fails, and those below it that were measured
     measured = frozenset(looks)
@@ -110,7 +118,7 @@ def _bisect(
 ) -> tuple[int, int, float]:
     """Bisect positions, and return the last one that went up, the first that went down, and the risk that is left.
 
-    From a ``first`` position it goes in growing steps, until a position went each way.
+    From a ``first`` position it goes in steps of 1, 1, 2, 4, ..., until a position went each way.
     """
     low, high, step = -1, number, 1
     middle = (number - 1) // 2 if first is None else first
@@ -119,9 +127,9 @@ def _bisect(
         low, high = (low, middle) if goes_down(middle, risk) else (middle, high)
         middle = (low + high) // 2
         if first is not None and low < 0:
-            middle = max(high - step, 0)
+            middle = max(high - max(step // 2, 1), 0)
         elif first is not None and high == number:
-            middle = min(low + step, number - 1)
+            middle = min(low + max(step // 2, 1), number - 1)
         step *= 2
     return low, high, risk
 
@@ -194,51 +202,62 @@ def find_critical_budget(
     depend on the trial's samples.
     """
     layouts = [each.layout for each in candidates if each.layout is not None]
+    first = first_by_costs(trial.margins, layouts, nll)
+    ruled_out = ruled_out_by_costs(trial.margins, layouts, nll)
     candidates = list(candidates)
     measured: dict[int, Pairs] = {}
-    looks = len(layouts).bit_length() + 2  # about
-    with reporter.bar("comparing") as bar:
+    with reporter.bar("comparing", ROUNDS) as bar:
+        course = _Course(trial, candidates, _budget_names(layouts, memories), bar, first, ruled_out)
 
         def test(position: int, level: float) -> Answer:
             """Measure a budget until its answer at a level is known; keep the larger number of samples."""
             if measured and deadline is not None and time.monotonic() > deadline:
                 measured.setdefault(position, {})
                 return "open"
+            # The second bisection needs no more samples of a budget that passes
+            if course.answers.get(position) == "passes":
+                return "passes"
             if choose is not None and position not in measured:
-                layout = choose(position)
-                if memories is not None:
-                    layout = named_by_memory(layout, memories[position])
-                layouts[position] = layout
-                candidates[position] = replace(candidates[position], name=layout.strategy, layout=layout, chosen=layout)
+                layouts[position] = _named(choose(position), memories, position)
+                candidates[position] = Contender.of(layouts[position], candidates[position].source)
             levels = Levels(level, level / len(trial.margins))
-            title = f"{layouts[position].num_global} heads" if memories is None else f"{memories[position]:g} % memory"
-            progress = part_of(bar, min(len(measured), looks - 1), looks, title)
-            pairs, answer = trial.measure(candidates[position], levels, progress, gives_up=True)
+            pairs, answer = trial.measure(candidates[position], levels, course.teller(position), gives_up=True)
             measured[position] = max(pairs, measured.get(position, {}), key=lambda each: sum(map(len, each.values())))
+            course.answers[position] = answer
             return answer
 
-        bisection = critical(len(layouts), risk, test, first_by_costs(trial.margins, layouts, nll))
-    pairs = {candidates[position].name: scores for position, scores in measured.items()}
+        bisection = critical(len(layouts), risk, test, first, ruled_out)
+    scores_of = {candidates[position].name: scores for position, scores in measured.items()}
+    looked_at = [each for each in candidates if each.name in scores_of]
     return CriticalBudget(
         risk=risk,
         rows=_table(trial, candidates, bisection, measured, memories),
         nouns=trial.nouns,
         num_samples=trial.num_samples,
-        by_position={
-            candidates[position].name: trial.by_position(candidates[position], scores)
-            for position, scores in measured.items()
-        },
+        by_position={each.name: trial.by_position(each, scores_of[each.name]) for each in looked_at},
         margins=[f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins],
         layouts=layouts,
         critical=bisection,
         memories=memories,
-        alarm=nll_alarm(trial, [each for each in candidates if each.name in pairs], pairs),
+        alarm=nll_alarm(trial, looked_at, scores_of),
     )
 
 
 def named_by_memory(layout: Layout, percent: float) -> Layout:
     """Return a layout under the name of its strategy and its memory in percent, such as "window-per-head-12"."""
     return replace(layout, strategy=f"{layout.strategy}-{percent:g}")
+
+
+def _named(layout: Layout, memories: Sequence[float] | None, position: int) -> Layout:
+    """Return the layout of a position, named by its memory if the budgets are memories."""
+    return layout if memories is None else named_by_memory(layout, memories[position])
+
+
+def _budget_names(layouts: Sequence[Layout], memories: Sequence[float] | None) -> list[str]:
+    """Return the budgets in words, by position."""
+    if memories is None:
+        return [f"{layout.num_global} heads" for layout in layouts]
+    return [f"{memory:g} % of the KV cache" for memory in memories]
 
 
 def _table(
@@ -279,3 +298,57 @@ def first_by_costs(margins: Margins, layouts: Sequence[Layout], nll: float | Non
         return None
     passing = (index for index, cost in enumerate(costs) if 100.0 * float(str(cost)) <= factor * margin * nll)
     return next(passing, len(layouts) - 1)
+
+
+def ruled_out_by_costs(margins: Margins, layouts: Sequence[Layout], nll: float | None) -> range:
+    """Return the first layouts, whose recorded costs are above ``RULED_OUT`` margins of NLL; none if unknown."""
+    cheap_enough = first_by_costs(margins, layouts, nll, RULED_OUT)
+    return range(cheap_enough or 0)
+
+
+@dataclass(frozen=True)
+class _Course:
+    """Course of a bisection: what was answered, and the rounds that it has left, which a bar shows."""
+
+    trial: Trial
+    candidates: Sequence[Contender]
+    names: Sequence[str]  # of the budgets, for people
+    bar: Bar
+    first: int | None
+    ruled_out: Collection[int]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    def teller(self, position: int) -> Callable[[float, Answer | None, str], None]:
+        """Return what shows the progress of measuring a candidate."""
+
+        def tell(left: float, likely: Answer | None, note: str) -> None:
+            """Show the rounds that were measured, and that are left of this candidate and of later ones."""
+            answers = dict(self.answers) if likely is None else {**self.answers, position: likely}
+            later = self.trial.work([self.candidates[index] for index in self.rehearse(answers) if index != position])
+            done = self.trial.store.num_measured
+            self.bar(done, done + math.ceil(left + later), f"{self.names[position]}, {note}")
+
+        return tell
+
+    def rehearse(self, answers: Mapping[int, Answer]) -> list[int]:
+        """Return the candidates without an answer that the bisection is going to look at, if the others are likely.
+
+        From the smallest that passes on all are taken to pass, and below the largest that does not none. Between these
+        two the first look, which costs or the middle chose, is where passing begins.
+        """
+        number = len(self.candidates)
+        high = min((position for position, answer in answers.items() if answer == "passes"), default=number)
+        low = max(
+            (position for position, answer in answers.items() if answer != "passes" and position < high), default=-1
+        )
+        middle = (low + high + 1) // 2 if self.first is None else self.first
+        border = min(max(middle, low + 1), high)
+        looked_at: dict[int, Answer] = {}
+
+        def test(position: int, _: float) -> Answer:
+            """Answer as was measured, or as is likely."""
+            likely: Answer = "passes" if position >= border else "open"
+            return looked_at.setdefault(position, answers.get(position, likely))
+
+        critical(number, 1.0, test, self.first, self.ruled_out)
+        return [position for position in looked_at if position not in answers]

@@ -7,7 +7,7 @@ margin in any criterion; there the risk is shared by the criteria too.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from spkv_nas.artifacts import head_scores, result_tables
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import arrays, errors, statistics
 from spkv_nas.base.comparison import ComparedByValue
-from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter, part_of
+from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.held_out import hold_out
 from spkv_nas.evaluation import alarms, micro_batch, paired, separators, zero_shot
@@ -33,6 +33,12 @@ CONTEST_BLOCKS = 8  # two rounds of successive halving, and about half of the ti
 
 Pairs = dict[str, arrays.Float]  # scores [n, 2] of a candidate and the dense model, by criterion
 Answer = Literal["passes", "fails", "open"]
+# called while a candidate is measured, with the rounds that it has left, about, its likely answer (None: too early to
+# say), and a note
+Tell = Callable[[float, "Answer | None", str], None]
+ROUNDS = "rounds"  # unit of progress
+_NEAR = 0.8  # of a margin and above, or of a loss, they are near each other
+USUAL_SHARE = 0.65  # of the rounds, that a candidate near the answer needs: 85 to 197 of 259 documents of a small model
 
 
 @dataclass(frozen=True)
@@ -175,34 +181,65 @@ class Trial:
         """Return how many samples there are, by criterion."""
         return {name: rounds.num_samples for name, rounds in self.samples.items()}
 
+    def work(self, candidates: Sequence[Contender]) -> float:
+        """Return the rounds that candidates have left, if each needs the usual share of them."""
+        return sum(
+            max(0.0, USUAL_SHARE * rounds.num_rounds - self.store.num_known(candidate, rounds))
+            for candidate in candidates
+            for rounds in self.samples.values()
+        )
+
+    def _left(self, candidate: Contender, index: int, end: float) -> float:
+        """Return the rounds that a candidate and the dense model have left, with ``end`` of this criterion's."""
+        left = 0.0
+        for later, (criterion, _) in enumerate(self.margins[index:]):
+            rounds = self.samples[criterion.name]
+            usual = USUAL_SHARE * rounds.num_rounds
+            left += max(0.0, (usual if later else end) - self.store.num_known(candidate, rounds))
+            left += max(0.0, (usual if later else max(end, usual)) - self.store.num_known(self.store.contender, rounds))
+        return left
+
     def measure(
-        self, candidate: Contender, levels: Levels, progress: Bar, *, gives_up: bool = False
+        self, candidate: Contender, levels: Levels, tell: Tell, *, gives_up: bool = False
     ) -> tuple[Pairs, Answer]:
         """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples.
 
-        ``gives_up`` stops, with the answer "open", where about twice the samples that are left would not decide.
+        ``gives_up`` stops, with the answer "open", where the loss is above the margin and about twice the samples that
+        are left would not decide. ``tell`` is called before every round that is not known yet.
         """
         pairs: Pairs = {}
         answers: list[Answer] = []
         for index, (criterion, margin) in enumerate(self.margins):
             rounds = self.samples[criterion.name]
             answer: Answer = "open"
-            show = part_of(progress, index, len(self.margins), criterion.name)
-            show(0, 1)
+            known = self.store.num_known(candidate, rounds)
+            if not known:
+                tell(self._left(candidate, index, USUAL_SHARE * rounds.num_rounds), None, criterion.name)
             # Add samples until the answer is known
             for number in range(1, rounds.num_rounds + 1):
                 scores = [self.store.score(each, rounds, number) for each in (candidate, self.store.contender)]
                 measured = pairs[criterion.name] = np.stack(scores, 1)
                 answer = levels.answer(criterion.test.evidence(measured, margin))
-                loss = f"loss {criterion.test.loss(measured):+.3g} {criterion.test.unit}" if len(measured) else ""
-                show(number, rounds.num_rounds, loss)
-                # Give up after two rounds and an eighth of all at the earliest: before, the loss is too uncertain
                 if answer != "open":
                     break
-                if gives_up and number >= max(2.0, rounds.num_rounds / 8):
-                    more = more_samples(criterion.test, measured, margin, passes=levels.passes, fails=levels.fails)
-                    if more is None or more > 2 * (rounds.num_samples - len(measured)):
-                        break
+                more = more_samples(criterion.test, measured, margin, passes=levels.passes, fails=levels.fails)
+                left = rounds.num_samples - len(measured)
+                loss = criterion.test.loss(measured) if len(measured) else math.nan
+                # Give up after two rounds and an eighth of all at the earliest: before, the loss is too uncertain
+                is_early = number < max(2.0, rounds.num_rounds / 8)
+                is_hopeless = loss > margin and (more is None or more > 2 * left)
+                if gives_up and is_hopeless and not is_early:
+                    break
+                # As the estimate is uncertain, expect half of what may be left besides
+                share = 1.0 if more is None or not left else (1.0 + min(1.0, more / left)) / 2.0
+                end = number + share * (rounds.num_rounds - number)
+                if is_early:
+                    end = max(float(number), USUAL_SHARE * rounds.num_rounds)
+                likely = None if is_early else _likely(loss, margin, is_decided=more is not None and more <= left)
+                note = f"{criterion.name}: {len(measured)} of {rounds.num_samples} {criterion.noun}"
+                note += "" if math.isnan(loss) else f", loss {loss:+.3g} {criterion.test.unit}"
+                if number >= known:
+                    tell(self._left(candidate, index, end), likely, note)
             answers.append(answer)
             # One failed criterion is enough
             if answer == "fails":
@@ -262,6 +299,15 @@ class Trial:
             }
 
 
+def _likely(loss: float, margin: float, *, is_decided: bool) -> Answer | None:
+    """Return the likely answer about a loss; None if it is near the margin and the samples are expected to decide."""
+    if loss < _NEAR * margin:
+        return "passes"
+    if loss * _NEAR > margin:
+        return "fails"
+    return None if is_decided else "open"
+
+
 def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT) -> Verdict:
     """Decide whether candidates, under different names, pass against the dense model; they are measured in this order.
 
@@ -270,11 +316,17 @@ def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, repor
     pairs: dict[str, Pairs] = {}
     # Measure one candidate after another
     answers: list[Answer] = []
-    with reporter.bar("comparing") as bar:
+    store = trial.store
+    with reporter.bar("comparing", ROUNDS) as bar:
         for index, candidate in enumerate(candidates):
+
+            def tell(left: float, _: Answer | None, note: str, index: int = index) -> None:
+                """Show the rounds of this and of later candidates."""
+                total = store.num_measured + left + trial.work(candidates[index + 1 :])
+                bar(store.num_measured, math.ceil(total), f"{candidates[index].name}, {note}")
+
             levels = Levels.of(risk, answers, num_candidates=len(candidates), num_criteria=len(trial.margins))
-            progress = part_of(bar, index, len(candidates), candidate.name)
-            pairs[candidate.name], answer = trial.measure(candidate, levels, progress)
+            pairs[candidate.name], answer = trial.measure(candidate, levels, tell)
             answers.append(answer)
     # Decide over all candidates
     margins = {criterion.name: (criterion.test, margin) for criterion, margin in trial.margins}

@@ -48,7 +48,7 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> commands.Result:
     check_pair(subject.source, options.against)  # before loading
     # Measure
     measured = subject.load(reporter)
-    with reporter.bar("evaluating") as progress:
+    with reporter.bar("evaluating", "blocks") as progress:
         evaluation = evaluate(
             measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, progress=progress
         )
@@ -71,7 +71,7 @@ def _pair(options: NLLOptions, subject: Subject, measured: Measured, first: Eval
     against, blocks = str(options.against), measured.blocks
     # Measure the baseline
     model, _ = load(options, against, reporter)
-    with reporter.bar("evaluating --against") as progress:
+    with reporter.bar("evaluating --against", "blocks") as progress:
         baseline = evaluate(model, blocks, batch_size=micro_batch.fitting_batch(model, blocks), progress=progress)
     # Make the rows of both
     key = hashlib.sha256()
@@ -155,7 +155,7 @@ def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> commands.Result:
     taus = thresholds.parse_taus(str(options.taus))
     # Measure
     measured = subject.load(reporter)
-    with reporter.bar("evaluating") as progress:
+    with reporter.bar("evaluating", "blocks") as progress:
         points = tau_sweep(measured.model, measured.blocks, taus, batch_size=measured.batch_size, progress=progress)
     # Write the table
     rows = sweep_table(points)

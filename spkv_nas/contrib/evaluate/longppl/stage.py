@@ -103,7 +103,7 @@ def _keys(
 
     # Find the key tokens, with open gates
     open_gates = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "open")
-    with modes.evaluation_mode(model), open_gates, reporter.bar("finding key tokens") as progress:
+    with modes.evaluation_mode(model), open_gates, reporter.bar("finding key tokens", "texts") as progress:
         lines = samples.kept_samples(sample_folder, "keys", identity, partial(_by_text, texts, find, progress))
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**evaluator.origin, "tau": None}
