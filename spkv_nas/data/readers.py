@@ -408,7 +408,8 @@ def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, A
             problem = f"no field '{text_field}'" if is_absent else f"field '{text_field}' is {_kind(value)}, not text"
             raise UserError(
                 f"{location}: {problem}; its fields: {', '.join(row)}\ncorrect or remove the row, or name the field "
-                f"with the text: --data PATH{COLUMN}FIELD (text_field in a recipe's data.sources)"
+                f"with the text: --data PATH{COLUMN}FIELD\n"
+                "in a recipe's data.sources, add text_field: FIELD to the source"
             )
         # Prefer the configured domain to the row's own, and that to the default
         row_domain = options.get("domain") or (domain if row_domain in (None, "") else str(row_domain))

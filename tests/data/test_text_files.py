@@ -105,7 +105,9 @@ def test_a_column_is_named_after_the_path(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     for file in ("rows.jsonl", "rows.parquet"):
         assert read(f"{tmp_path / file}:column=story") == TEXTS
-        with pytest.raises(UserError, match=r"its fields: .*story.*\n.*--data PATH:column=FIELD"):
+        with pytest.raises(
+            UserError, match=r"its fields: .*story.*\n.*--data PATH:column=FIELD\n.*text_field: FIELD.*\Z"
+        ):
             readers.check_source(str(tmp_path / file), Path())
     assert read(f"{tmp_path}:column=story") == TEXTS, "of all tables of a folder"
     with pytest.raises(UserError, match="no field 'title'"):

@@ -173,12 +173,13 @@ class TestText:
     def test_a_missing_field_lists_the_existing_ones(
         self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """The message names the option and the fields."""
+        """The message names the fields, and where to name one: in the option and in a recipe."""
         (tmp_path / "rows.jsonl").write_text('{"content": "some text"}\n')
         options = ("--model", checkpoint, "--data", tmp_path / "rows.jsonl", "--block-size", "16")
         message = fails(capsys, "evaluate", *options)
         assert "its fields: content" in message
-        assert "recipe's data.sources: {path: rows.jsonl, text_field: FIELD}" in message
+        assert "--data PATH:column=FIELD" in message
+        assert "recipe's data.sources, add text_field: FIELD" in message
 
 
 class TestErrors:
