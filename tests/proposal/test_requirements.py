@@ -204,7 +204,13 @@ class TestCommand:
         ]
         assert (folder / "budgets.png").is_file()
         self.propose(workspace, "--budget", "20%..50%")
-        assert {path.stem for path in (folder / "budgets").glob("[!.]*")} == {f"densest-{n}" for n in range(4, 10)}
+        assert {path.stem for path in (folder / "budgets").glob("*.yaml")} == {f"densest-{n}" for n in range(4, 10)}
+        kept = (folder / "budgets" / "earlier").iterdir()  # with a constraint, thus of other inputs
+        assert sorted(path.name.rpartition("-")[0] for path in kept) == [
+            "constrained-2",
+            "constrained-5",
+            "constrained-8",
+        ]
         assert not list(folder.glob("*.yaml"))
 
     def test_memory_in_place_of_a_budget(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
