@@ -81,7 +81,8 @@ def run(
     candidates = [contenders.Contender(name, options.model, layout, layout) for name, layout in layouts.items()]
     # Look at budgets, on documents that the heads were not scored on
     by_costs = memories is not None and not files.layouts
-    compared = decision.prepare(options, candidates, list(files.files.values()), reporter, with_contest=by_costs)
+    ranked_on = (table.selected_on or frozenset()) if by_costs else None
+    compared = decision.prepare(options, candidates, list(files.files.values()), reporter, ranked_on=ranked_on)
     rivals = _rivals(options, compared.trial, table, requirements, memories, reporter) if by_costs else None
     outcome = find_critical_budget(
         compared.trial,

@@ -10,6 +10,7 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.measurement import Measurement, loss_text, measurements
+from spkv_nas.artifacts.selection import Selection
 from spkv_nas.base import console, device, progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import alarms, micro_batch, zero_shot
@@ -52,13 +53,14 @@ def prepare(
     files: Sequence[Path],
     reporter: progress.Reporter,
     *,
-    with_contest: bool = False,
+    ranked_on: Selection | None = None,
 ) -> Compared:
     """Load the dense model, and the documents that no candidate was selected on; prepare the samples of each criterion.
 
-    ``with_contest`` leaves documents to compare layouts of one budget on (``Trial.contest``). Beside the layout files
-    there may be documents that layouts were selected on. Raises ``UserError`` if a layout was selected on all documents
-    of the text, or something cannot be read.
+    ``ranked_on`` are the documents that ranked the heads, if layouts of one budget are to be compared on other ones
+    (``Trial.contest``). They alone decide which: the same command compares on the same documents again, although its
+    layouts were selected on these by then. Beside the layout files there may be documents that layouts were selected
+    on. Raises ``UserError`` if a layout was selected on all documents of the text, or something cannot be read.
     """
     # Check the criteria, and load the dense model
     margins = criteria.parse_margins(options.margin)
@@ -73,7 +75,8 @@ def prepare(
     if reads_text(margins):
         selected = find_selected(options.folders, chosen, near=files, with_equal=not with_contest)
         whole, report = _whole(options, subject, (model, tokenizer), reporter)
-        if with_contest and (contest := contest_text(whole, selected.documents)) is not None:
+        contest = None if ranked_on is None else contest_text(whole, ranked_on)
+        if contest is not None:
             selected = selected.with_contest(contest.text_ids)
         num_left_out = selected.count(whole)
         text, circumstances = _text(options, model, whole, report, selected, reporter)

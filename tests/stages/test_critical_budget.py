@@ -326,6 +326,7 @@ class TestAuto:
         shown = " ".join(text for texts in page.texts.values() for text in texts).replace("\N{NO-BREAK SPACE}", " ")
         files = {"30": (kept, kept_layout), "60": (reports / "critical-budget.csv", layouts / "critical-budget.yaml")}
         chosen = {}
+        left_out: list[Any] = []
         for margin, (file, layout_file) in files.items():
             rows, record = replace(CRITICAL_BUDGET, name=file.stem).read(reports) or pytest.fail("no table")
             (chosen[margin],) = measurements(rows[rows["memory"] == record["critical_budget"]], record)
@@ -335,10 +336,13 @@ class TestAuto:
             layout = Layout.read(layout_file)
             assert layout == Layout.read(f"hybrid-{margin}/layout.yaml")
             assert layout.provenance["critical_budget"] == record["inputs"]
+            left_out.append(record["left_out"])
             assert layout.strategy == chosen[margin].candidate == f"window-per-head-{record['critical_budget']:g}"
             card = Path(f"hybrid-{margin}/README.md").read_text()
             assert f"a loss of {with_minus(chosen[margin].finding)}" in card
             assert chosen[margin].conclusion in card
+        # Both compared layouts of one budget on the same documents, so that no run uses up the text of the next
+        assert left_out[0] == left_out[1]
         lead = page.texts["p"][0].replace("\N{NO-BREAK SPACE}", " ")
         assert lead.endswith(with_minus(f"nll {chosen['60'].finding}; {chosen['60'].conclusion}."))
         # No loss stands beside a number of documents that it was not measured on
@@ -353,6 +357,7 @@ class TestAuto:
         assert set(found) <= pairs
 
     def test_the_same_run_again_replaces_itself(self, folder: Path) -> None:
+        """The second run left out the documents that the layout of the first was selected on, and took others."""
         for out in ("first", "second"):
             main([*self.COMMAND[:3], "--out", out, "--block-size", "96", "--margin", "nll=60%"])
         assert not list(Path("reports/dense-window-costs").glob("critical-budget-*"))
