@@ -73,7 +73,7 @@ def prepare(
     text = num_left_out = circumstances = contest = None
     selected = Selected()
     if reads_text(margins):
-        selected = find_selected(options.folders, chosen, near=files, with_equal=not with_contest)
+        selected = find_selected(options.folders, chosen, near=files, with_equal=ranked_on is None)
         whole, report = _whole(options, subject, (model, tokenizer), reporter)
         contest = None if ranked_on is None else contest_text(whole, ranked_on)
         if contest is not None:
