@@ -201,14 +201,14 @@ def log_lines(title: str) -> Display:
     return tell
 
 
-def logged(title: str) -> Progress:
-    """Return a ``Progress`` for one step, such as a call from Python, that logs lines with the time left."""
+def logged(title: str) -> Bar:
+    """Return a bar for one step, such as a call from Python, that logs lines with the time left."""
     show, agenda = log_lines(title), Agenda()
     agenda.begin(title)
 
-    def tell(done: int, total: int) -> None:
+    def tell(done: int, total: int, note: str = "") -> None:
         agenda.advance(title, done, total)
-        show(done, total, left=agenda.left())
+        show(done, total, note, left=agenda.left())
 
     return tell
 
