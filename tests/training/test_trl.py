@@ -69,6 +69,7 @@ def _parts(dataset: Dataset) -> list[list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_:FutureWarning")  # TRL calls what transformers renamed
 def test_folders_of_hybrids(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """Trainers load them, also as the reference of a policy; a hybrid in memory has no reference without a word."""
     trl = pytest.importorskip("trl")
