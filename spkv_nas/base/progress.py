@@ -208,7 +208,7 @@ def logged(title: str) -> Bar:
 
     def tell(done: int, total: int, note: str = "") -> None:
         agenda.advance(title, done, total)
-        show(done, total, note, left=agenda.left())
+        show(done, total, note, unit="steps", left=agenda.left())
 
     return tell
 
