@@ -141,7 +141,7 @@ class MessageLog:
         self.announced: list[str] = []
         self.cautioned: list[str] = []
         self.bars: dict[str, list[tuple[int, int]]] = {}
-        self.reporter = Recorder(self._bar, self.announced.append, self.cautioned.append)
+        self.reporter = Recorder(self._bar, announced=self.announced.append, cautioned=self.cautioned.append)
 
     @contextmanager
     def _bar(self, title: str) -> Iterator[Display]:
