@@ -100,7 +100,7 @@ class TestTerminal:
         assert seen.exit_code == 0
         assert not seen.wide_lines
         assert any(
-            re.match(r"\S interleaved-.*… ━+\S━+ 12,345 of 20,000 steps loss 12.345, density 0.95 ", line)
+            re.match(r"\S inter\S*… ━+\S━+ 12,345 of 20,000 steps loss 12.345, density 0.95 ", line)
             for line in seen.lines
         )
         assert {"between", "result", "afterwards"} <= {*seen.lines}
