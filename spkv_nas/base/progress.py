@@ -43,7 +43,7 @@ class Bar(Protocol):
 
 
 class Display(Protocol):
-    """What shows a bar; it is also told the unit of the count and the seconds that the command has left, if known."""
+    """Show a bar, with the unit of its count and the seconds that the command has left, if known."""
 
     def __call__(self, done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
         """Show that ``done`` of ``total`` units are finished."""
