@@ -129,6 +129,6 @@ def write_ground(ground: Path) -> None:
     write_project(ground / "project", ATTACK_RECIPE)
     (ground / "project" / "local.yaml").write_text(LOCAL)
     (ground / "project" / "ablations.yaml").write_text(ABLATIONS)
-    documents = write_model(ground / "project" / "sampled", 64, 60)
+    documents = write_model(ground / "project" / "sampled", 64, 120)
     lines = [json.dumps({"text": document}) for document in documents]
     (ground / "project" / "sampled.jsonl").write_text("\n".join(lines))
