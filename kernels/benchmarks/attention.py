@@ -266,6 +266,10 @@ def cuda_cases() -> Iterator[Case]:
                 for density in DENSITIES:
                     name, must = f"hard fwd+bwd, {where}, {density:.2f}, {kind}", hard.get(length, {}).get(density)
                     yield Case(name, shape, kind=kind, density=density, must=must, against="cuDNN")
+    # A layer of windows alone: the time per token must not grow with the length
+    for length in (8192, 32768):
+        shape = (max(1, 16384 // length), 32, 8, length, 128)
+        yield Case(f"windows alone fwd+bwd, 512 keys, T={length}", shape, 512, against="cuDNN")
     # 18 of 63 heads global, as in a layout: a layer with 1 of 3 costs about a third
     yield Case(
         "windows fwd+bwd, 1 of 3 global", (2, 15, 3, 8192, 128), (1 << 30, 128, 128), must=0.85, against="two calls"
