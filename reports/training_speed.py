@@ -75,7 +75,7 @@ def keep_share(model: PreTrainedModel, tokens: torch.Tensor, density: float) -> 
     def shift(module: gates.UtilityPredictor, _inputs: Any, logits: torch.Tensor) -> torch.Tensor:
         """Shift the bias of a layer's heads, and its logits [B, Hkv, T], which later layers depend on."""
         excess = logits.transpose(0, 1).flatten(1).quantile(1.0 - density, dim=1)
-        module.down.bias -= excess
+        module.down.bias.sub_(excess)
         return logits - excess[None, :, None]
 
     handles = [predictor.register_forward_hook(shift) for predictor in gates.predictors(model).values()]
