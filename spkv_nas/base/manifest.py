@@ -23,6 +23,7 @@ from spkv_nas.base.files import read_json, sha256_file, write_json
 from spkv_nas.base.locks import shared_lock
 
 MANIFEST = "spkv-manifest.json"
+_ORIGIN = "origin"  # key of what a folder was made from, beside the hashes
 WEIGHT_ENDINGS = (".safetensors", ".safetensors.index.json")  # endings of weight files
 
 _REMEDY = "remove the folder and run the command that wrote it again, or copy it again"
@@ -32,11 +33,13 @@ _MAX_THREADS = 8
 _HEX = re.compile("[0-9a-f]{64}")
 
 
-def write_manifest(folder: Path, known_hashes: Mapping[str, str] | None = None) -> None:
+def write_manifest(
+    folder: Path, known_hashes: Mapping[str, str] | None = None, *, origin: Mapping[str, str | None] | None = None
+) -> None:
     """Record the SHA-256 of every file of ``folder``; written last, it marks the folder as complete.
 
     Hidden files, such as remains of an interrupted write, are left out. Files named in ``known_hashes`` are copies,
-    whose hashes were computed on the originals; the others are read.
+    whose hashes were computed on the originals; the others are read. ``origin`` says what the folder was made from.
     """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST and not p.name.startswith("."))
     hashes = dict.fromkeys((p.relative_to(folder).as_posix() for p in files), "") | dict(known_hashes or {})
@@ -45,7 +48,12 @@ def write_manifest(folder: Path, known_hashes: Mapping[str, str] | None = None) 
         hashes |= zip(unhashed, file_hashes(folder / name for name in unhashed), strict=True)
     except OSError as error:
         raise UserError(f"cannot read checkpoint {folder} back: {first_line(error)}") from error
-    write_json(folder / MANIFEST, {"sha256": hashes})
+    write_json(folder / MANIFEST, {"sha256": hashes, **({} if origin is None else {_ORIGIN: dict(origin)})})
+
+
+def read_origin(folder: Path) -> Any:
+    """Return what the manifest of ``folder`` says that it was made from; None if it does not say, or is missing."""
+    return read_json(folder / MANIFEST, "manifest").get(_ORIGIN) if (folder / MANIFEST).is_file() else None
 
 
 def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import console, errors, units
+from spkv_nas.base import console, errors, locks, manifest, units
 from spkv_nas.base.progress import GRADIENT, SECONDS, START, Reporter, Stages
 from spkv_nas.engines.registry import serve_command
 from spkv_nas.stages import flags
@@ -60,47 +60,91 @@ class _Hybrid:
     compared: decision.Compared
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """Hold the state of the model and the text that ``auto`` began with, as later steps read them again."""
+
+    options: AutoOptions
+    model_hash: str
+    text: list[tuple[str, int, int]]  # of its files: name, size, and time of the last write
+
+    @classmethod
+    def of(cls, options: AutoOptions) -> _Inputs:
+        """Read the present state."""
+        from spkv_nas.model.checkpoint import checkpoint_hash
+
+        return cls(options, checkpoint_hash(options.model), _text_files(options))
+
+    def check(self) -> None:
+        """Raise ``UserError`` if the model or the text is not the one that ``auto`` began with."""
+        self.check_model()
+        if changed := sorted(set(_text_files(self.options)) ^ set(self.text)):
+            raise errors.UserError(
+                f"the text {changed[0][0]} was changed while it was measured\nrun the same command again"
+            )
+
+    def check_model(self, advice: str = "") -> None:
+        """Raise ``UserError`` if the model was replaced; ``advice`` says what else to do."""
+        from spkv_nas.model.checkpoint import checkpoint_hash
+
+        if checkpoint_hash(self.options.model) != self.model_hash:
+            raise errors.UserError(
+                f"model {self.options.model} was replaced while it was measured\n{advice}run the same command again"
+            )
+
+
+def _text_files(options: AutoOptions) -> list[tuple[str, int, int]]:
+    """Return name, size and time of the last write of each file of the text."""
+    from spkv_nas.data import readers
+
+    return [file for source in options.data for file in readers.written(source)]
+
+
 def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     """Measure the costs of windows, find the smallest KV cache that passes, export its layout, and write the report.
 
     Nothing is computed here: every step is one of another command. Raises ``UserError`` as these do, and if the numbers
     of the probe make no sense.
     """
+    from spkv_nas.stages.sized_model import model_name
+
+    # Results of one model share their names: another run on it would replace the layout before this one exports it
+    folder = options.folders.run_dir(model_name(options.model))
+    with locks.locked(folder, "runs auto on this model in this workspace", reporter.announce):
+        yield from _auto(options, reporter)
+
+
+auto.__doc__ = AutoOptions.__doc__  # the help
+
+
+def _auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
+    """Run the steps of ``auto``; the caller holds the lock of the model's results."""
     from spkv_nas.artifacts.result_tables import ALARM
-    from spkv_nas.model.checkpoint import checkpoint_hash
-    from spkv_nas.stages import critical_budget, probe, report, verdict
+    from spkv_nas.stages import critical_budget, probe, report
     from spkv_nas.stages.options.report import ReportOptions
 
     deadline = None if options.minutes is None else time.monotonic() + 60.0 * options.minutes
     retrains = options.retrain is not None
     stages = Stages(reporter, [_COSTS, _SEARCH, *([_RETRAINING, _VERDICT] if retrains else []), *_STARTS])
-    model_hash = checkpoint_hash(options.model)
+    inputs = _Inputs.of(options)
     # Measure what windows cost
     with stages.begin(_COSTS) as inner:
         table = probe.probe(
             options.probe, inner, is_step=True, tell_unseen=lambda tokens: _expect(options, stages, tokens)
         )
+    inputs.check()
     _check(table.metadata.get(ALARM))
     # Find the smallest KV cache; the answer about retrained hybrids may replace this one
     with stages.begin(_SEARCH) as inner:
         result = critical_budget.run(options.search(table.name), inner, deadline)
-    _check_same(options.model, model_hash)
+    inputs.check()
     yield replace(result, exit_code=0) if retrains else result
     search: BudgetResult = result.value
     _check(search.alarm)
     hybrid = _untrained(options, search)
-    # Retrain smaller ones
-    checkpoints = []
+    # Retrain smaller ones, and take the hybrid with the smaller KV cache, or of equal ones the one not retrained
     if retrains:
-        with stages.begin(_RETRAINING) as inner:
-            checkpoints = _retrain(options, table, search, inner)
-    if checkpoints:
-        with stages.begin(_VERDICT) as inner:
-            judged = verdict.run(options.verdict(table.name, checkpoints), inner)
-        yield replace(judged, exit_code=0)
-        _check(judged.value.alarm)
-        # Take the hybrid with the smaller KV cache, or of equal ones the one that was not retrained
-        retrained = _passing(options, table, judged.value)
+        retrained = yield from _retrained(options, table, search, stages, inputs)
         if retrained is not None and (hybrid is None or retrained.memory.used < hybrid.memory.used):
             hybrid = retrained
     if hybrid is None:
@@ -109,13 +153,10 @@ def auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     # Write the folder and the report
     with stages.begin(_FOLDER) as inner:
         serve = _export(options, hybrid, inner)
-    _check_same(options.model, model_hash, f"{options.out} may hold weights of both: remove it, and ")
+    inputs.check_model(f"{options.out} may hold weights of both: remove it, and ")
     with stages.begin(_REPORT) as inner:
         page = report.run(ReportOptions(probe=table.name, workspace=options.workspace), inner).value
     yield Result(AutoResult(_lines(options, hybrid, page, serve), hybrid.file, options.out, page), _show)
-
-
-auto.__doc__ = AutoOptions.__doc__  # the help
 
 
 def _untrained(options: AutoOptions, search: BudgetResult) -> _Hybrid | None:
@@ -128,6 +169,24 @@ def _untrained(options: AutoOptions, search: BudgetResult) -> _Hybrid | None:
     rows = search.rows[search.rows[size] == search.passes]
     measured = decision.measured_by(search.compared, search, rows)
     return _Hybrid(search.layout, search.file, options.model, search.memory, measured, search.compared)
+
+
+def _retrained(
+    options: AutoOptions, table: HeadScores, search: BudgetResult, stages: Stages, inputs: _Inputs
+) -> Generator[Result, None, _Hybrid | None]:
+    """Retrain smaller hybrids, yield the verdict on them, and return the first that passes; None if none does."""
+    from spkv_nas.stages import verdict
+
+    with stages.begin(_RETRAINING) as inner:
+        checkpoints = _retrain(options, table, search, inner)
+    if not checkpoints:
+        return None
+    with stages.begin(_VERDICT) as inner:
+        judged = verdict.run(options.verdict(table.name, checkpoints), inner)
+    inputs.check()
+    yield replace(judged, exit_code=0)
+    _check(judged.value.alarm)
+    return _passing(options, table, judged.value)
 
 
 def _expect(options: AutoOptions, stages: Stages, unseen_tokens: int) -> None:
@@ -152,14 +211,6 @@ def _check(alarm: str | None) -> None:
     """Raise ``UserError`` if numbers make no sense."""
     if alarm is not None:
         raise errors.UserError(f"{alarm}\nno layout is chosen by such numbers: check the model and the text")
-
-
-def _check_same(model: str, model_hash: str, advice: str = "") -> None:
-    """Raise ``UserError`` if the model is not the one that ``auto`` began with; ``advice`` says what else to do."""
-    from spkv_nas.model.checkpoint import checkpoint_hash
-
-    if checkpoint_hash(model) != model_hash:
-        raise errors.UserError(f"model {model} was replaced while it was measured\n{advice}run the same command again")
 
 
 def _passing(options: AutoOptions, table: HeadScores, judged: verdict.VerdictResult) -> _Hybrid | None:
@@ -222,18 +273,26 @@ def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, repo
 
 
 def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | None:
-    """Write the hybrid, unless the folder holds it from before an interruption: the same layout of the same weights.
+    """Write the hybrid, unless the folder holds it from before: the same layout of the same weights, for the engine.
 
-    Return the command by which vLLM serves what was written; None if it does not, or nothing was written.
+    Return the command by which vLLM serves what was written; None if it does not, or nothing was written. Raises
+    ``UserError``: the folder holds another hybrid, or a damaged one.
     """
+    from spkv_nas.model.export.export import exported_from
     from spkv_nas.stages import export
 
+    layout = hybrid.layout if hybrid.file is None else Layout.read(hybrid.file)
     written = options.out / "layout.yaml"
     if not written.is_file():
         done = export.export(options.export(hybrid.file, hybrid.model), reporter)
         return serve_command(done.engines, str(options.out))
-    if Layout.read(written) != (hybrid.layout if hybrid.file is None else Layout.read(hybrid.file)):
-        raise errors.UserError(f"{options.out} holds another hybrid: remove it, or give another folder")
+    manifest.check_manifest(options.out, what="folder")
+    is_same = manifest.read_origin(options.out) == exported_from(hybrid.model, options.engine)
+    if not is_same or Layout.read(written) != layout:
+        raise errors.UserError(
+            f"{options.out} holds another hybrid: its layout, weights, engine or margin differ\n"
+            "remove it, or give another folder (--out): the same command then reuses what was measured"
+        )
     reporter.announce(f"{options.out} holds this hybrid already")
     return None
 

@@ -95,6 +95,13 @@ def check_source(source: str | config.SourceConfig, base: Path) -> bool:
     return isinstance(opened, Files) and opened.check()
 
 
+def written(source: str) -> list[tuple[str, int, int]]:
+    """Return name, size and time of the last write of each file of a source; nothing for those that are not files."""
+    opened = open_source(source, Path())
+    statuses = [(str(file), file.stat()) for file in opened.files] if isinstance(opened, Files) else []
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in statuses]
+
+
 # Sources by name: modules whose ``files`` and ``texts`` are on every machine
 AT_HAND: Mapping[str, ModuleType] = {"stdlib": stdlib, "installed": installed}
 

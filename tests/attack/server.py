@@ -71,6 +71,7 @@ def child(job: dict[str, Any]) -> None:
 
         storage.HEARTBEAT, storage.GRACE = 1, 4  # seconds: workers are killed, and the next one waits for that long
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the attack runs by nohup, and then by commands, too
         main(job["arguments"])
         code = 0
     except SystemExit as done:
@@ -81,7 +82,7 @@ def child(job: dict[str, Any]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # the command is over, whatever comes now
         sys.stdout.flush()
         sys.stderr.flush()

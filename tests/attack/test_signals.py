@@ -1,4 +1,7 @@
-"""Send SIGTERM and SIGINT at any moment: one line, the signal's exit code, a checkpoint of the step, and resumption."""
+"""Send SIGINT, SIGTERM and SIGHUP at any moment: one line, the signal's exit code, and the same result after resuming.
+
+SIGHUP is what a terminal sends when it closes. A training also leaves a checkpoint of the step.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ _SAVED = r"/dense-[0-9a-f]+/checkpoint-\d+/"  # the two that stay, of which the 
 _LIBRARY = "[transformers]"  # begins what the library says for itself
 
 
-@pytest.mark.parametrize("name", ["train", "train-hybrid"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("name", ["train", "train-hybrid", "probe-frozen", "auto"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
 def test_signals(
     name: str, number: signal.Signals, arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]
 ) -> None:
@@ -31,7 +34,7 @@ def test_signals(
             round_.note("rounds")
             arena.reset(command.start)
             seconds, events = round_.random.uniform(0.02, expected.run.seconds), 0
-            if round_.number % 2 == 0:  # in the midst of training, which is a small part of the time
+            if command.trains and round_.number % 2 == 0:  # in the midst of training, which is a small part of the time
                 seconds, events = round_.random.uniform(0.0, 0.01), 1 + round_.spread(len(expected.run.steps), 2)
             story = f"{number.name} {seconds:.3f} s after {f'event {events} of training' if events else 'the start'}"
             run = arena.hit(command, number, seconds, events=events)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -363,6 +365,23 @@ class TestAuto:
         assert not list(Path("reports/dense-window-costs").glob("critical-budget-*"))
         assert not Path("layouts/dense-window-costs/earlier").exists()
 
+    def test_a_finished_folder_is_kept_if_it_is_of_the_same_command(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        command = [*self.COMMAND, "--budget", "6"]
+        main(command)
+        capsys.readouterr()
+        main(command)
+        assert "hybrid holds this hybrid already" in capsys.readouterr().err
+        # For another engine, the same layout of the same weights may have another form
+        assert "hybrid holds another hybrid" in fails(capsys, *command, "--for", "transformers")
+
+    def test_a_damaged_folder_is_not_taken_for_finished(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        command = [*self.COMMAND, "--budget", "6"]
+        main(command)
+        Path("hybrid/model.safetensors").unlink()
+        assert "folder hybrid is damaged: model.safetensors is missing" in fails(capsys, *command)
+
     def test_no_memory_passes(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as failed:
             main([*self.COMMAND, "--memory", "20%", "--margin", "nll=1%"])
@@ -386,6 +405,41 @@ class TestAuto:
 
         monkeypatch.setattr("spkv_nas.stages.critical_budget.run", replaced)
         assert "model dense was replaced while it was measured" in fails(capsys, *self.COMMAND)
+
+    def test_a_text_that_changes_meanwhile(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Costs of the old text chose a layout that was judged on the new one."""
+        Path("text").unlink()
+        shutil.copytree(folder.joinpath("dense").resolve().parent / "text", "text")
+
+        def appended(*_: Any, **__: Any) -> HeadScores:
+            with Path("text/7.txt").open("a") as file:
+                file.write(" w5 w6")
+            return make_table([[0.5]])
+
+        monkeypatch.setattr("spkv_nas.stages.probe.probe", appended)
+        message = fails(capsys, *self.COMMAND)
+        assert "the text text/7.txt was changed while it was measured run the same command again" in message
+
+    def test_a_second_run_on_the_model_waits(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two runs at once replaced each other's layout between the choice and the export."""
+        monkeypatch.setattr("spkv_nas.cli.workflows._auto", lambda *_: iter(()))
+        program = (
+            "import pathlib, sys, time\n"
+            "from spkv_nas.base import locks\n"
+            "with locks.locked(pathlib.Path('runs/dense'), 'runs'):\n"
+            "    print('locked', flush=True)\n"
+            "    time.sleep(2.0)\n"
+        )
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"locked\n"
+            main([*self.COMMAND])
+        expected = f"waiting for process {other.pid} on .*, which runs auto on this model in this workspace"
+        assert re.search(expected, " ".join(capsys.readouterr().err.split()))
 
     def test_no_further_memory_is_tried_after_the_time(self, folder: Path) -> None:
         with pytest.raises(SystemExit) as failed:
@@ -427,6 +481,9 @@ class TestAuto:
         whole = contents()
         main(command)
         assert contents() == whole
+        # Weights of another retraining do not pass for these, which have the same layout
+        assert "hybrid holds another hybrid" in fails(capsys, *command[:-1], "50")
+        assert contents()["hybrid/spkv-manifest.json"] == whole["hybrid/spkv-manifest.json"]
 
     def test_in_python(self, folder: Path) -> None:
         model, tokenizer = load("dense")

@@ -3,6 +3,7 @@
 A layout changes the config but no weight, so most targets carry the weight files over unchanged (``weight_files.py``).
 """
 
+import os
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.engines.engine import REFUSED
 from spkv_nas.engines.registry import ENGINES, objection, outcomes, serve_command
 from spkv_nas.model import config_section, custom_model_type, model_shape, source, windows
-from spkv_nas.model.checkpoint import load, weight_files
+from spkv_nas.model.checkpoint import checkpoint_hash, load, weight_files
 from spkv_nas.model.export import registry
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError
 
@@ -294,6 +295,11 @@ def export(
     raise errors.UserError(f"{reasons}\n{_REMEDY if engine is None else 'leave the engine out, or name another one'}")
 
 
+def exported_from(checkpoint: files.StrPath, engine: str | None) -> dict[str, str | None]:
+    """Return what the manifest of an export says of its origin: the checkpoint's hash, and the engine it is for."""
+    return {"checkpoint": checkpoint_hash(os.fspath(checkpoint)), "engine": engine}
+
+
 def _cells(target: ExportTarget, hybrid: Hybrid, engine: str | None) -> dict[str, str]:
     """Return what each engine does with the form that a target gives a hybrid, by name and version.
 
@@ -331,7 +337,7 @@ def _write(
         # Keep the list of documents that a retrained checkpoint has learned from
         for file in source.resolve(checkpoint).glob(selection.PATTERN):
             shutil.copyfile(file, unfinished / file.name)
-        manifest.write_manifest(unfinished, written.weights.hashes)
+        manifest.write_manifest(unfinished, written.weights.hashes, origin=exported_from(checkpoint, engine))
         # Write the card last: the manifest does not list it, so it may be edited
         if facts is not None:
             write_card(unfinished, hybrid, facts, form=written.form, verified=verified, engines=engines)
