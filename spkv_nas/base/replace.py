@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -82,12 +83,23 @@ def _settle(folder: Path) -> None:
 
 
 def check_new(folder: Path) -> Path:
-    """Resolve a folder that ``new_folder`` may write; ``UserError`` for the current folder, or one with files."""
+    """Resolve a folder that ``new_folder`` may write.
+
+    Raises ``UserError``: it is the current folder, has files, or cannot be made where it would be.
+    """
     target = folder.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise errors.UserError(f"{folder} exists and is not an empty folder: choose another --out")
     if target == Path.cwd():  # replacing it would leave the shell in a deleted folder
         raise errors.UserError(f"{folder} is the current folder: choose a new one with --out")
+    # Try to write in the folder that is there, before hours of work end in one that is missing
+    parent = next(parent for parent in target.parents if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise errors.UserError(
+            f"{folder} cannot be written, because of {parent}: {error.strerror or error}\nchoose another --out"
+        ) from error
     return target
 
 

@@ -3,6 +3,7 @@
 Heavy imports wait until a command runs, so that ``--help`` is quick.
 """
 
+import errno
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from spkv_nas.stages.serve_check import serve_check
 _TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")  # files, as a shell expands *.txt
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # names itself in a RuntimeError that has no class of its own
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
 
 
@@ -238,11 +240,13 @@ def explained(error: Exception) -> tuple[str, int]:
         return "another process of this run has exited\nrun the same command again to resume", 2
     # Errors of the machine: memory, disk
     message = errors.shortened(errors.printable(errors.shortened(errors.first_line(error), 2000)), 300)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if _is_out_of_memory(error):
         return f"out of memory: {message}\nuse a smaller batch, block, text or model", 2
     if isinstance(error, OSError):
         path_note = f" ({error.filename})" if isinstance(error.filename, str) and error.filename not in message else ""
         return str(errors.UserError(f"{message}{path_note}\ncheck free space and permissions, or use another path")), 2
+    if sys.flags.optimize > 1:
+        return f"{message}\ntransformers needs docstrings: run Python without -OO (PYTHONOPTIMIZE=2)", 2
     # Bugs
     message = "" if message == type(error).__name__ else f": {message}"
     return (
@@ -250,6 +254,15 @@ def explained(error: Exception) -> tuple[str, int]:
         "put --debug before the command for a traceback",
         1,
     )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether memory ran out in Python, in a system call, on a GPU, or in PyTorch's allocator for the CPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
 
 def name_each(arguments: Sequence[str]) -> list[str]:

@@ -101,15 +101,28 @@ def documents(
     file, or lacks its text field.
     """
     opened = [(source, readers.open_source(source, base)) for source in sources]
-    return in_pieces(_distinct(_read(opened, piece, progress), left_out or LeftOut()), piece)
+    return in_pieces(_distinct(_read(opened, piece, progress), left_out or LeftOut()), piece, progress)
 
 
-def in_pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
-    """Yield documents, cut into pieces if longer than ``MAX_ENCODED_CHARACTERS``, and all if fewer than ``ENOUGH``."""
+def in_pieces(documents: Iterable[Document], size: int, progress: Progress | None = None) -> Iterator[Document]:
+    """Yield documents, cut into pieces if longer than ``MAX_ENCODED_CHARACTERS``, and all if fewer than ``ENOUGH``.
+
+    Fewer are all in memory before the first piece is used: ``progress`` is then called with (thousands of characters of
+    the pieces used, in all).
+    """
     documents = iter(documents)
     first = list(islice(documents, ENOUGH))
+    if len(first) < ENOUGH:
+        total = sum(len(document.text) for document in first)
+        done = 0
+        for piece in (piece for document in first for piece in document.pieces(size)):
+            yield piece
+            done += len(piece.text)
+            if progress is not None and total >= 1000:
+                progress(done // 1000, total // 1000)
+        return
     for document in chain(first, documents):
-        if len(first) < ENOUGH or len(document.text) > MAX_ENCODED_CHARACTERS:
+        if len(document.text) > MAX_ENCODED_CHARACTERS:
             yield from document.pieces(size)
         else:
             yield document
@@ -176,19 +189,26 @@ def _item(number: int, item: Any) -> Document:
 def _read(
     opened: list[tuple[str | config.SourceConfig, readers.Source]], piece: int, progress: Progress | None
 ) -> Iterator[Document]:
-    """Yield the documents of opened sources, and call ``progress`` a thousand times if their sizes are known."""
+    """Yield the documents of opened sources, and call ``progress`` a thousand times if their sizes are known.
+
+    It is not called for up to ``ENOUGH`` documents, which are read before the first is used (``in_pieces``).
+    """
     sizes = [] if progress is None else [source.size for _, source in opened]
     total = 0 if None in sizes else sum(size or 0 for size in sizes)
+    num_documents = 0
     num_read = last_reported = 0.0
     for source, texts in opened:
         max_documents = None if isinstance(source, str) else source.max_documents
         for text in islice(texts.texts(piece), max_documents):
             yield _document(text)
+            num_documents += 1
             num_read += text.size
+            if num_documents <= ENOUGH:
+                continue
             if progress is not None and 1000 * (num_read - last_reported) >= total > 0:
                 progress(int(min(num_read, total)) // 1000, total // 1000)
                 last_reported = num_read
-    if progress is not None and total:
+    if progress is not None and total and num_documents > ENOUGH:
         progress(total // 1000, total // 1000)
 
 

@@ -201,7 +201,7 @@ def _beginnings(documents: Iterable[sources.Document], tokenizer: PreTrainedToke
         if sum(map(len, beginnings)) >= SEPARATOR_TOKENS:
             break
     if not beginnings:
-        raise UserError("the text is empty: no document to measure separators on")
+        raise UserError("no document has two tokens: the text is empty, or the tokenizer knows no word of it")
     return beginnings
 
 

@@ -21,7 +21,15 @@ from spkv_nas.base.files import StrPath, read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.model import config_section, custom_model_type, learned_sinks, model_shape, restore, wrappers
 from spkv_nas.model.source import at_revision, config_folder, model_folder, pinned, read_model_config, resolve
-from spkv_nas.model.weight_files import carry, check_files, content_hashes, save_tokenizer, saving, stored_names
+from spkv_nas.model.weight_files import (
+    carry,
+    check_files,
+    check_headers,
+    content_hashes,
+    save_tokenizer,
+    saving,
+    stored_names,
+)
 from spkv_nas.model.weights import check_loaded, check_room, dispatch, quiet_report
 
 _TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
@@ -225,6 +233,7 @@ def load(
     # Read the weights
     with manifest_checked(folder):
         files = check_files(folder)
+        check_headers(files)
         with _as_user_error(what):
             model = _load_weights(folder, files, config, what, named_dtype(dtype), mapped, placed)
         _loaded_from[model] = resolved, states

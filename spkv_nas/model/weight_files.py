@@ -62,6 +62,20 @@ def check_files(folder: Path) -> list[Path]:
     return files
 
 
+def check_headers(files: Sequence[Path]) -> None:
+    """Raise ``UserError`` for a safetensors file that is truncated, or whose header is damaged, and name it."""
+    from safetensors import safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except Exception as error:  # of safetensors, or of the system
+            raise UserError(
+                f"weights {file} are damaged or truncated: {first_line(error)}\ncopy or download the file again"
+            ) from error
+
+
 def weight_names(folder: Path) -> tuple[str, ...]:
     """Return the names that the weights of a model folder may have: ``transformers_weights``, or the usual ones.
 

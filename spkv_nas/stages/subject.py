@@ -205,7 +205,9 @@ class Subject:
             return on_main(lambda: recipe_separator(self.recipe, tokenizer, self.base, runs, reporter))
 
         def measure() -> SeparatorReport:
-            return measure_separator(model, tokenizer, sources.documents(options.data or (), Path()), self._length())
+            with reporter.bar("choosing the separator of documents", "kB") as progress:  # of repeated text all is read
+                documents = sources.documents(options.data or (), Path(), progress=progress)
+                return measure_separator(model, tokenizer, documents, self._length())
 
         file = options.folders.run_dir(self.family) / SEPARATORS
         return on_main(lambda: shared_separator(file, checkpoint_hash(self.source), measure, reporter))

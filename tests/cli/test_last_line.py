@@ -19,6 +19,8 @@ from spkv_nas.cli.app import explained
         (AssertionError(), 1, "AssertionError\nthis is a bug in spkv-nas"),
         (OSError(28, "No space left on device", "/x/y"), 2, "No space left on device: '/x/y'"),
         (MemoryError(), 2, "out of memory"),
+        (OSError(12, "Cannot allocate memory"), 2, "out of memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"), 2, "out of memory"),
         (UserError("wrong"), 2, "wrong"),
         (RuntimeError("x" * 10**6), 1, "RuntimeError: xxx"),
     ],

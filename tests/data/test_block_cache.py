@@ -101,6 +101,19 @@ class TestCache:
         assert [done for done, _ in updates] == sorted(done for done, _ in updates)
         assert updates[-1] == (updates[0][1], sum((tmp_path / name).stat().st_size for name in names) // 1000)
 
+    def test_the_bar_of_one_long_document_counts_what_was_used(self, tmp_path: Path) -> None:
+        """It was at its end, with no time left, for the minutes in which a line of 200 MB was tokenised."""
+        text = prose(3000)
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+        updates: list[tuple[int, int]] = []
+        total = len(text) // 1000
+        used = 0
+        for document in documents(["a.jsonl"], tmp_path, piece=2000, progress=lambda *update: updates.append(update)):
+            assert updates == [] or updates[-1] == (used // 1000, total)
+            used += len(document.text)
+        assert len(updates) > 10
+        assert updates[-1] == (total, total)
+
 
 class TestDatasets:
     """Data sets of the ``datasets`` library, here of a folder, are cached in the same way."""

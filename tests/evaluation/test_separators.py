@@ -111,7 +111,7 @@ class TestChoice:
         assert len(calls) == 2
 
     def test_without_text_there_is_an_error(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        with pytest.raises(UserError, match="the text is empty"):
+        with pytest.raises(UserError, match="no document has two tokens: the text is empty"):
             spkv_nas.measure_separator(tiny_model(vocab_size=300), tokenizer, [])
 
 

@@ -48,6 +48,16 @@ class TestManifest:
         with pytest.raises(UserError, match=message):
             load(folder)
 
+    @pytest.mark.parametrize("header", ["cut", "huge", "other"])
+    def test_a_damaged_file_of_weights_is_named(self, header: str, folder: Path) -> None:
+        """Without a manifest, as models of others are, the message named the folder alone."""
+        (folder / MANIFEST).unlink()
+        content = (folder / FILE).read_bytes()
+        damaged = {"cut": content[: len(content) // 2], "huge": b"\xff" * 7 + b"\x7f" + content[8:], "other": b"{}"}
+        (folder / FILE).write_bytes(damaged[header])
+        with pytest.raises(UserError, match=rf"weights {folder / FILE} are damaged or truncated: .*\ncopy"):
+            load(folder)
+
     def test_a_damaged_checkpoint_is_not_an_unfinished_one(self, folder: Path) -> None:
         """Damage is an error, so that hours of training are not silently repeated."""
         assert is_complete(folder)
