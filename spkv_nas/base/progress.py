@@ -143,6 +143,11 @@ class Agenda:
             if work > 0.0:
                 self._paces[step.unit] = seconds / work
 
+    @property
+    def has_expected(self) -> bool:
+        """Return whether the work of any step was expected."""
+        return any(step.is_expected for step in self._steps.values())
+
     def left(self) -> float | None:
         """Return the seconds that all steps have left; None as long as a speed is unknown."""
         left = self._estimate()
@@ -277,12 +282,16 @@ class Reporter:
         def tell(done: int, total: int, note: str = "") -> None:
             self.agenda.advance(name, done, total)
             notes = " ".join(filter(None, (prefix, note)))
-            show(done, total, notes, unit=unit, left=self.agenda.left())
+            show(done, total, notes, unit=unit, left=self._left())
 
         try:
             yield tell
         finally:
             self.agenda.end(name)
+
+    def _left(self) -> float | None:
+        """Return the seconds that the command has left; None if not known."""
+        return self.agenda.left()
 
     @property
     def verbose(self) -> bool:
@@ -317,9 +326,14 @@ class _Stage(Reporter):
 
     @contextmanager
     def bar(self, title: str, unit: str = "") -> Iterator[Bar]:
-        """Show a step by the stage's bar."""
+        """Show a step by the stage's bar, which names it at once: the count of the step before does not stay."""
         with self._step(f"{self.heading}, {title}", self.show, title, unit) as bar:
+            self.show(0, 0, title, left=self._left())
             yield bar
+
+    def _left(self) -> float | None:
+        """Return the time left; None as long as no work is expected, such as before the text has been read."""
+        return self.agenda.left() if self.agenda.has_expected else None
 
     def expect(self, title: str, work: float, unit: str = FORWARD) -> None:
         """Say how much work a step of the stage is going to be."""

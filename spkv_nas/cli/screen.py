@@ -147,13 +147,13 @@ def _title(task: Task) -> RenderableType:
 
 
 def _bar(task: Task) -> RenderableType:
-    """Return the progress bar; empty where the total is unknown."""
-    return "" if task.total is None else ProgressBar(total=task.total, completed=task.completed, width=12)
+    """Return the progress bar; empty where the total is unknown, or 0 because nothing was counted yet."""
+    return "" if not task.total else ProgressBar(total=task.total, completed=task.completed, width=12)
 
 
 def _count(task: Task) -> RenderableType:
     """Return what is done of the total, such as ``3 of 10 blocks``."""
-    return "" if task.total is None else count(int(task.completed), int(task.total), task.fields["unit"])
+    return "" if not task.total else count(int(task.completed), int(task.total), task.fields["unit"])
 
 
 def _time(task: Task) -> RenderableType:

@@ -67,7 +67,7 @@ def test_library_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_stages_share_one_bar() -> None:
-    """Steps of a stage are named in the note, and each counts in its own unit."""
+    """Steps of a stage are named in the note at once, without the count of the step before, and count in their unit."""
     shown: list[tuple[int, int, str, str]] = []
 
     def show(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
@@ -77,7 +77,7 @@ def test_stages_share_one_bar() -> None:
     for title in ("a", "b"):
         with stages.begin(title) as inner, inner.bar("long", "blocks") as bar:
             bar(1, 2, "loss 3")
-    assert shown == [(1, 2, "long loss 3", "blocks")] * 2
+    assert shown == [(0, 0, "long", ""), (1, 2, "long loss 3", "blocks")] * 2
 
 
 def test_a_stage_counts_the_work_of_later_ones() -> None:
@@ -97,11 +97,27 @@ def test_a_stage_counts_the_work_of_later_ones() -> None:
         with inner.bar("probing") as bar:
             clock.time += 10.0
             bar(1, 1)
-    assert shown == [pytest.approx(1000.0 + 20.0 + 10.0)]
+    assert shown == [None, pytest.approx(1000.0 + 20.0 + 10.0)]
     with stages.begin("b") as inner, inner.bar("comparing") as bar:
         clock.time += 20.0
         bar(1, 1)
-    assert shown[1:] == [pytest.approx(10.0)]
+    assert shown[2:] == [pytest.approx(30.0), pytest.approx(10.0)]
+
+
+def test_a_stage_says_no_time_before_work_is_expected() -> None:
+    """While the text was read, ``auto`` had no time left."""
+    clock, shown = Clock(), list[float | None]()
+
+    def show(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
+        shown.append(left)
+
+    stages = Stages(Reporter(lambda _: nullcontext(show), Agenda(clock)), ["a"])
+    with stages.begin("a") as inner, inner.bar("reading") as bar:
+        clock.time += 1.0
+        bar(1, 2)
+        clock.time += 1.0
+        bar(2, 2)
+    assert shown == [None] * 3
 
 
 def test_a_count_names_its_unit() -> None:
