@@ -119,7 +119,8 @@ def command(stage: str, folder: Path, size: str, length: int) -> list[str]:
         "--data",
         str(folder / "text.txt"),
     ]
-    arguments += ["--block-size", str(length), "--device", "cpu", "--workspace", str(folder), "--quiet"]
+    arguments += ["--context", str(length), "--documents", "joined"]
+    arguments += ["--device", "cpu", "--workspace", str(folder), "--quiet"]
     # Add those of the stage
     if stage == "train gates, frozen model":
         return [

@@ -97,6 +97,6 @@ if __name__ == "__main__":
     everything = measure_all(*folders)
     on_main(lambda: (folders[1] / "found.pickle").write_bytes(pickle.dumps(everything)))
     spoil_one(*folders)
-    subject = ["--model", "dense", "--data", "text", "--block-size", "48", "--device", "cpu"]
+    subject = ["--model", "dense", "--data", "text", "--context", "48", "--device", "cpu"]
     os.chdir(folders[0])
     main(["score", "last.yaml", *subject, "--workspace", "printed"])

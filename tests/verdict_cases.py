@@ -40,7 +40,7 @@ def write_folder(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def run(*candidates: str, **options: Any) -> VerdictResult:
-    options = {"model": "dense", "data": ["text"], "block_size": 32} | options
+    options = {"model": "dense", "data": ["text"], "context": "32"} | options
     return verdict(VerdictOptions(candidates=[*candidates], **options)).value
 
 

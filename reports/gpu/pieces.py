@@ -187,9 +187,9 @@ def command_steps(settings: Settings) -> Iterator[Step]:
     """Yield two commands whose whole processes are timed: head gates of the small model, and ``auto``."""
     small = ["--model", str(settings.small), "--data", str(settings.text), "--name", "small"]
     gates = ["--signal", "head-gates", "--budget", "25%"]
-    auto = [str(settings.smollm2), str(settings.text), "--block-size", str(settings.context)]
+    auto = [str(settings.smollm2), str(settings.text), "--context", str(settings.context)]
     if settings.rehearses:
-        gates += ["--block-size", "128", "--steps", "2", "--max-tokens", "4096"]
+        gates += ["--context", "128", "--steps", "2", "--max-tokens", "4096"]
         auto += ["--max-tokens", "4096", "--margin", "nll=20%", "--memory", "60%"]
     command = spkv_nas(settings, "probe", *small, *gates)
     yield Step("auto-smollm2", "head-gates-30m", command, limit=120, needed=30, read=timed)
@@ -234,7 +234,7 @@ def study_steps(settings: Settings) -> Iterator[Step]:
     recommended = settings.layout_files[:-1]
     yield Step("study", "one-in-four", one_in_four(settings), limit=60, needed=10, requires=recommended)
     # Before retraining, retraining, and after
-    against = ["--against", str(settings.smollm2), "--data", settings.evaluated, "--block-size", context]
+    against = ["--against", str(settings.smollm2), "--data", settings.evaluated, "--context", context]
     yield from judged(settings, "before", [*settings.layouts, *against])
     train = ["--probe", cache_name("25%"), "--recipe", recipe, "--no-reference", "--json"]
     command = spkv_nas(settings, "train-hybrid", *settings.layouts, *train)

@@ -125,7 +125,7 @@ def _auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
 
     deadline = None if options.minutes is None else time.monotonic() + 60.0 * options.minutes
     retrains = options.retrain is not None
-    stages = Stages(reporter, [_COSTS, _SEARCH, *([_RETRAINING, _VERDICT] if retrains else []), *_STARTS])
+    stages = _stages(options, reporter)
     inputs = _Inputs.of(options)
     # Measure what windows cost
     with stages.begin(_COSTS) as inner:
@@ -157,6 +157,15 @@ def _auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     with stages.begin(_REPORT) as inner:
         page = report.run(ReportOptions(probe=table.name, workspace=options.workspace), inner).value
     yield Result(AutoResult(_lines(options, hybrid, page, serve), hybrid.file, options.out, page), _show)
+
+
+def _stages(options: AutoOptions, reporter: Reporter) -> Stages:
+    """Return the stages. Raises ``UserError``, before anything is measured, if full attention fits in the memory."""
+    from spkv_nas.stages.critical_budget import check_memory
+
+    check_memory(options.search(None))
+    retraining = [] if options.retrain is None else [_RETRAINING, _VERDICT]
+    return Stages(reporter, [_COSTS, _SEARCH, *retraining, *_STARTS])
 
 
 def _untrained(options: AutoOptions, search: BudgetResult) -> _Hybrid | None:
@@ -305,7 +314,7 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
     requests = "" if memory.requests is None else f" (vLLM: {memory.requests:.1f} times as many requests)"
     if memory.requests is not None and memory.requests < 1.05:
         requests = " (vLLM: no more requests, because it keeps every token of so short a context)"
-    untested = "" if memory.untested is None else f"; at {memory.untested:,} not tested (--block-size)"
+    untested = "" if memory.untested is None else f"; at {memory.untested:,} not tested (--context)"
     files = [f"folder: {options.out}", serve, f"report: {page}"]
     not_tried = "retraining, which recovers part of the loss (--retrain)"
     if options.retrain is not None:

@@ -114,6 +114,19 @@ class TokenBlocks(ComparedByValue):
         return begins
 
     @property
+    def own_context(self) -> NDArray[np.int64]:
+        """Return how many tokens of its own document are before each predicted token in its block [tokens].
+
+        Only these are evidence on what a model reads from afar: tokens of other documents say little about a token.
+        """
+        columns = np.arange(self.block_size)
+        is_new = np.diff(self.document, axis=1, prepend=-1) != 0
+        of_document = columns - np.maximum.accumulate(np.where(is_new, columns, 0), axis=1)
+        before = np.minimum(of_document, self.boundaries.positions(self.marked()))
+        is_predicted = (columns > 0) & ~self.begins_text()
+        return before[is_predicted]
+
+    @property
     def largest_token(self) -> int:
         """Return the largest token; 0 for an empty text."""
         return int(self.tokens.max(initial=0)) if self.largest is None else self.largest
@@ -148,17 +161,20 @@ class TokenBlocks(ComparedByValue):
     def spread(self, num_blocks: int) -> "TokenBlocks":
         """Select ``num_blocks`` blocks, or all, from as many documents as possible, in text order.
 
-        One block of every document is taken before a second one of any. A block counts for the document of its middle
+        One block of every document is taken before a second one of any: the first block of a separate document, which
+        is how it reaches a model, and a middle one of a joined document. A block counts for the document of its middle
         token.
         """
         if num_blocks >= self.num_blocks:
             return self
-        # Rank each block within its document, by an order whose beginnings are spread over the document
+        # Rank each block within its document
+        is_separate = isinstance(self.boundaries, SeparateDocuments)
         _, owners, counts = np.unique(self.document[:, self.block_size // 2], return_inverse=True, return_counts=True)
         rank = np.empty(self.num_blocks, dtype=np.int64)
         by_owner = np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
         for blocks in by_owner:
-            rank[blocks[spread_order(len(blocks), 0.5)]] = np.arange(len(blocks))
+            order = np.arange(len(blocks)) if is_separate else spread_order(len(blocks), 0.5)
+            rank[blocks[order]] = np.arange(len(blocks))
         # Take whole rounds, and of the last one blocks that are evenly spread over the text
         per_round = np.bincount(rank)
         last_round = int(np.searchsorted(np.cumsum(per_round), num_blocks))
@@ -437,5 +453,5 @@ def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str
     if num_tokens < block_size:
         raise errors.UserError(
             f"the {what} has {num_tokens} tokens, fewer than one block of {block_size}\n"
-            "use more text, or smaller blocks (--block-size; data.block_size in a recipe)"
+            "use more text, or shorter blocks (--context; data.block_size in a recipe; block_size in Python)"
         )

@@ -20,7 +20,16 @@ from spkv_nas.data.block_files import BlockCache, ContentKey, is_written, map_bl
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, packed, spread_order
 from spkv_nas.data.config import AUTO, JOINED, Bos, DataConfig, SourceConfig
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout, only_texts, tokenised
-from spkv_nas.data.tokenizer import PLAIN, TRAINING_PIECE, Boundaries, Tokenizer, piece_size, pieces, train_bpe
+from spkv_nas.data.tokenizer import (
+    PLAIN,
+    TRAINING_PIECE,
+    Boundaries,
+    SeparateDocuments,
+    Tokenizer,
+    piece_size,
+    pieces,
+    train_bpe,
+)
 
 _LARGEST_SHARE = 0.1  # maximum share of tokens from one document, if there are enough documents
 _TWICE_EVEN = 2.0  # maximum multiple of a document's even share, if there are few
@@ -28,7 +37,7 @@ BPE_SAMPLE_CHARACTERS = 20_000_000
 _TRAIN, _TEXT = "train", "text"  # subfolders of a cache folder
 _SAMPLE, _NOTES = "sample.npz", "sample-notes.json"
 _REACH, _MIN_REACH = 400, 2_000_000  # characters that a sample is chosen from: per token, and at least
-RULE = 2  # version of the choice of held-out tokens, so that results of another choice are not reused
+RULE = 3  # version of the choice of held-out tokens, so that results of another choice are not reused
 _MAX_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
 _MIN_DOCUMENTS = 2  # minimum number of held-out documents, as a single one gives no standard error
 
@@ -46,6 +55,9 @@ class _Stretch(NamedTuple):
 class SpreadSample:
     """A sample of at least ``max_tokens`` tokens, or all: stretches of the documents with the smallest hashes.
 
+    Stretches of a document are taken from its beginning on if ``from_beginning``, as of documents that are read
+    separately, else spread over it.
+
     A standard error by document is only as good as the number of documents, so a sample takes one stretch of every
     document before a second of any. A stretch is a whole block (or several, where blocks will be longer), so that the
     context of its tokens comes from one document; shorter documents are packed together.
@@ -55,9 +67,11 @@ class SpreadSample:
     size.
     """
 
-    def __init__(self, max_tokens: int, stretch: int) -> None:
+    def __init__(self, max_tokens: int, stretch: int, *, from_beginning: bool = False) -> None:
         """Start an empty sample."""
-        self._max_tokens, self._stretch = max_tokens, stretch
+        self._max_tokens = max_tokens
+        self._stretch = stretch
+        self._from_beginning = from_beginning
         self._total = 0
         self._kept: list[_Stretch] = []  # ascending by round and document
 
@@ -68,9 +82,12 @@ class SpreadSample:
     def add(self, document: Document, ids: arrays.Tokens) -> None:
         """Take stretches of a document, tokens int32 [tokens] of ``tokenised``."""
         size, info = self._stretch, DocumentInfo.of(document)
-        # Cut it into whole stretches in an order spread over the document; what remains of it comes last
+        # Cut it into whole stretches, in order or spread over the document; what remains of it comes last
         num_whole = len(ids) // size
-        starts = [size * int(number) for number in spread_order(num_whole, int(document.id[8:16], 16) / 2**32)]
+        order = np.arange(num_whole)
+        if not self._from_beginning:
+            order = spread_order(num_whole, int(document.id[8:16], 16) / 2**32)
+        starts = [size * int(number) for number in order]
         starts += [size * num_whole] if len(ids) > size * num_whole else []
         # Keep those that precede the last one kept, and drop what the limit no longer needs
         for number, start in enumerate(starts):
@@ -154,7 +171,8 @@ def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
     if len(hashed) == 1:
         raise errors.UserError(
             f"the text is one document of {hashed[0][1]} characters, too short to hold out a part\n"
-            "use more text, or smaller blocks (--block-size; data.block_size in a recipe); each part needs four"
+            "use more text, or shorter blocks (--context; data.block_size in a recipe; block_size in Python); each "
+            "part needs four"
         )
     # Leave both parts enough text
     lengths = np.cumsum([length for _, length in hashed])
@@ -385,4 +403,4 @@ def _empty_sample(max_tokens: int, stretch: int, cache: BlockCache) -> SpreadSam
     most, size = (
         number - number // cache.block_size * len(cache.boundaries.opening) for number in (max_tokens, stretch)
     )
-    return SpreadSample(most, size)
+    return SpreadSample(most, size, from_beginning=isinstance(cache.boundaries, SeparateDocuments))

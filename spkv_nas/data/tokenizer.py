@@ -185,8 +185,8 @@ class SeparateDocuments(Boundaries):
 
     @property
     def filling(self) -> int:
-        """Return the marked token that fills up a block."""
-        return ~self.separator[-1]
+        """Return the marked token that fills up a block; token 0 where no token stands between documents."""
+        return ~(self.separator[-1] if self.separator else 0)
 
     def without_filling(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the tokens of a document in blocks as ``ended`` returned them, without the filling of a block."""
@@ -231,9 +231,13 @@ class SeparateDocuments(Boundaries):
     def _starts_by_id(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Return which tokens [..., T] without marks are the first of a document: those after a separator's end.
 
-        Documents without text, as at the end of a filled block, are divided into single tokens.
+        Documents without text, as at the end of a filled block, are divided into single tokens. Without a separator, a
+        row is one document.
         """
         starts = np.zeros(tokens.shape, dtype=np.bool_)
+        if not self.separator:
+            starts[..., 0] = True
+            return starts
         is_separator = (sliding_window_view(tokens, len(self.separator), -1) == self.separator).all(-1)
         first = len(self.separator) - len(self.opening)  # from the separator to the document that it begins
         is_separator = is_separator[..., : tokens.shape[-1] - first]
@@ -285,7 +289,7 @@ def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int, 
     if len(opening) >= block_size:
         raise errors.UserError(
             f"blocks of {block_size} tokens have no room for text after the {len(opening)} that begin every text\n"
-            "use larger blocks (--block-size; data.block_size in a recipe), or data.bos: false"
+            "use larger blocks (--context; data.block_size in a recipe; block_size in Python), or data.bos: false"
         )
     # What ends a document
     if separator in (NO_SEPARATOR, BOS):
@@ -296,8 +300,6 @@ def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int, 
         end = (_special(tokenizer.get_vocab().get(separator), repr(separator), separator),)
     if documents == JOINED:
         return Boundaries(opening, (*end, *opening) if begins else end)
-    if not (*end, *opening):
-        raise errors.UserError("separate documents need a token between them: give a separator (data.separator)")
     return SeparateDocuments(opening, (*end, *opening))
 
 

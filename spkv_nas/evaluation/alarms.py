@@ -69,7 +69,7 @@ class Circumstances:
         """Return the likely cause of an alarm, and what to do about it, as a clause."""
         # Blame the length, the text or the tokenizer
         if self.is_too_long:
-            return f"the model's context is {self.positions:,} tokens: use --block-size {self.positions}"
+            return f"the model's context is {self.positions:,} tokens: use --context {self.positions}"
         if self.share > _MAX_SHARE:
             return "the text or the tokenizer is not what the model was trained with"
         # Blame the separator

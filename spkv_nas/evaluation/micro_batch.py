@@ -63,4 +63,4 @@ def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> 
     hidden = tokens * int(model.config.get_text_config().hidden_size) * item
     description = f"hidden states and logits of {num_blocks} x {block_size} tokens"
     size = 2 * hidden + logit_bytes(vocabulary_size(model), tokens, item=item)
-    require(size, description, "give a smaller --block-size", device=input_device(model).type)
+    require(size, description, "give a smaller --context", device=input_device(model).type)

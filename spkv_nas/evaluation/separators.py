@@ -23,7 +23,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data import config, sources
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator
-from spkv_nas.model import loss, model_shape, modes
+from spkv_nas.model import cache_layers, loss, model_shape, modes
 from spkv_nas.model.placement import input_device
 
 SEPARATORS = "separators.json"  # in the folder of a model's runs
@@ -134,7 +134,8 @@ def measure_separator(
 def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
     """Tokenize texts into blocks of the default size, or of the model's context length if shorter.
 
-    All texts are checked before the model runs. Raises ``UserError``: one is no text, or there is no tokenizer.
+    Documents do not see each other, unless the model cannot keep them apart. All texts are checked before the model
+    runs. Raises ``UserError``: one is no text, or there is no tokenizer.
     """
     if tokenizer is None:
         raise UserError("strings need the model's tokenizer: give tokenizer=tokenizer, or blocks of build_blocks")
@@ -142,7 +143,8 @@ def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrai
     size = min(BLOCK_SIZE, positions or BLOCK_SIZE)
     documents = list(sources.as_documents(texts, size))
     separator = measure_separator(model, tokenizer, documents, size).best
-    return build_blocks(documents, tokenizer, size, separator=separator)
+    reading = config.JOINED if cache_layers.mixes_documents(model) else config.SEPARATE
+    return build_blocks(documents, tokenizer, size, separator=separator, documents=reading)
 
 
 def shared_separator(

@@ -28,7 +28,7 @@ def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
         keys = f"{window} key{'s' if window > 1 else ''}"
         raise errors.UserError(
             f"blocks of {blocks.block_size} tokens have no keys beyond a window of {keys}{sinks_text}\n"
-            "give a smaller --window, or a larger --block-size"
+            "give a smaller --window, or a larger --context"
         )
 
 

@@ -57,7 +57,6 @@ def probe(
     window: int | None = None,
     sinks: int | None = None,
     memory: str | float | None = None,
-    context: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     name: str | None = None,
     metadata: dict[str, Any] | None = None,
@@ -75,9 +74,8 @@ def probe(
             defaults to ``default_window``.
         sinks: number of first tokens that a local head sees as well (sink tokens); None: ``choose_sinks``.
         memory: limit on the KV cache, as a share of full attention's ("20%" or 0.2) or in bytes ("2GiB"): the heads
-            are ranked for it, and the window, unless given, is chosen with them (``measure_within``).
-        context: tokens per sequence for which ``memory`` is counted; None: the length of the blocks, at which losses
-            are measured.
+            are ranked for it, and the window, unless given, is chosen with them (``measure_within``). It is counted
+            for sequences of the blocks' length, at which losses are measured.
         tokenizer: the model's tokenizer; required if ``blocks`` are strings.
         name: name of the table; defaults to the signal's name, or to "probe" for density.
         metadata: provenance of the model and the text, stored with the table.
@@ -92,7 +90,7 @@ def probe(
         raise UserError(f"signal {entry.name} uses the window of the model's gates: leave window out")
     name = name or ("probe" if entry.name == DENSITY.name else entry.name)
     blocks = blocks if isinstance(blocks, TokenBlocks) else separators.text_blocks(model, blocks, tokenizer)
-    options |= {"window": window, "sinks": sinks, "tau": tau, "memory": memory, "context": context}
+    options |= {"window": window, "sinks": sinks, "tau": tau, "memory": memory}
     return measure_signal(entry, model, blocks, name=name, metadata=metadata, progress=progress, **options)
 
 
@@ -104,7 +102,6 @@ def measure_signal(
     window: int | None = None,
     sinks: int | None = None,
     memory: str | float | None = None,
-    context: int | None = None,
     name: str = "probe",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -139,7 +136,7 @@ def measure_signal(
         table = measured(entry, blocks, first_window, progress)
     else:
         reach: dict[str, Any] = {"window": first_window if entry.needs_gates else window, "sinks": number}
-        table = measure_within(memory, context, model, blocks, entry, measured, **reach, progress=progress)
+        table = measure_within(memory, model, blocks, entry, measured, **reach, progress=progress)
     return _with_facts(table, entry, model, blocks, {**({"sinks": number} if number else {}), **facts})
 
 
@@ -188,7 +185,6 @@ def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:
 
 def measure_within(
     memory: str | float,
-    context: int | None,
     model: PreTrainedModel,
     blocks: TokenBlocks,
     signal: Signal,
@@ -200,10 +196,10 @@ def measure_within(
 ) -> HeadScores:
     """Measure a signal for a limit of memory, and choose the window of local heads; must be called on all ranks.
 
-    ``memory`` is a limit as ``cache_cost.memory_bytes`` takes it, for a sequence of ``context`` tokens (None:
-    the length of the blocks). Where the ``signal`` takes a budget, it is the number of global heads that the memory
-    leaves. ``measure`` measures a signal on a text at a window, and calls a progress. With a ``window`` none is chosen;
-    local heads see ``sinks`` tokens as well. ``progress`` is called with (passes over a block done, total).
+    ``memory`` is a limit as ``cache_cost.memory_bytes`` takes it, for a sequence as long as the blocks. Where the
+    ``signal`` takes a budget, it is the number of global heads that the memory leaves. ``measure`` measures a signal on
+    a text at a window, and calls a progress. With a ``window`` none is chosen; local heads see ``sinks`` tokens as
+    well. ``progress`` is called with (passes over a block done, total).
 
     Returns:
         The table at the window of the best layout with one window. Its metadata have ``memory``, ``context``, the
@@ -214,7 +210,7 @@ def measure_within(
     """
     if getattr(signal, "granularity", None) == kinds.LAYER:
         raise UserError("a limit of memory counts single heads: leave out --granularity layer, or the limit")
-    context = blocks.block_size if context is None else context
+    context = blocks.block_size
     cost, num_heads = _cache_cost(model, context, window or NARROWEST, sinks)
     limit, full = memory_bytes(memory, cost, num_heads), cost.full(num_heads)
     if window is None:

@@ -1,8 +1,10 @@
 """Parse budgets: numbers of global KV heads as counts or shares of all heads, and memory budgets."""
 
+import math
 from fractions import Fraction
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.units import format_bytes
 
 MATCH_BUDGET = "match-budget"  # value of --tau: the threshold whose mean density equals the budget's share of heads
 DEFAULT_SHARE = Fraction(18, 63)  # share of global heads in the paper: 18 of 21 x 3
@@ -69,19 +71,25 @@ def _parse_part(text: str, num_heads: int) -> list[int]:
     return [*range(first, last, stride), last]
 
 
-def parse_memories(text: str) -> list[float]:
-    """Parse several shares of full attention's KV cache to distinct percentages, ascending.
+def parse_memories(text: str, full_bytes: float = math.inf) -> list[float]:
+    """Parse limits on the KV cache to distinct percentages of full attention's, ascending.
 
-    They are ``"memory"`` for all of ``MEMORIES``, ``"memory=5%..50%"`` for these ends and what is between them, or a
-    list such as ``"memory=10%,15%,20%"``. Raises ``UserError``: the text is malformed, or a share is not between 0 and
-    100 %.
+    They are ``"memory"`` for all of ``MEMORIES``, ``"memory=5%..50%"`` for these ends and what is between them, a list
+    such as ``"memory=10%,15%,20%"``, or bytes such as ``"memory=6GB"``.
+
+    Args:
+        text: the limits.
+        full_bytes: of full attention's KV cache, for limits in bytes; the default only checks them.
+
+    Raises:
+        UserError: the text is malformed, a share is not between 0 and 100 %, or full attention fits in the bytes.
     """
     name, _, shares = text.partition("=")
     if name != MEMORY:
         raise UserError(f"budget '{text}': give numbers of heads, or {MEMORY}, {MEMORY}=5%..50% or {MEMORY}=10%,20%")
     if not shares:
         return [float(percent) for percent in MEMORIES]
-    ends = [round(100.0 * _share(part), 6) for part in shares.replace("..", ",").split(",")]
+    ends = [round(100.0 * _share(part, full_bytes), 6) for part in shares.replace("..", ",").split(",")]
     if ".." not in shares:
         return sorted({*ends})
     if len(ends) != 2 or ends[0] > ends[1]:
@@ -89,11 +97,16 @@ def parse_memories(text: str) -> list[float]:
     return sorted({*ends, *(float(percent) for percent in MEMORIES if ends[0] < percent < ends[1])})
 
 
-def _share(text: str) -> float:
-    """Parse a share such as ``20%``."""
+def _share(text: str, full_bytes: float) -> float:
+    """Parse a share such as ``20%``, or bytes such as ``6GB``, to a share of ``full_bytes``."""
     from spkv_nas.cost.cache_cost import parse_memory  # imports pandas, which --help does not need
 
     memory = parse_memory(text)
-    if memory >= 1.0:
-        raise UserError(f"budget {text[:40]}: several memory budgets are shares of the full KV cache, such as 20%")
-    return memory
+    if memory < 1.0:
+        return memory
+    if memory >= full_bytes:
+        raise UserError(
+            f"--memory {text[:40]} holds the whole KV cache of full attention, {format_bytes(int(full_bytes))}: "
+            "no head needs to be local; give less, a longer --context or a larger --batch"
+        )
+    return math.floor(1e4 * memory / full_bytes) / 1e4  # two digits of a percentage, which are no more than the bytes

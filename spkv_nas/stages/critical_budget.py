@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts import head_scores, result_tables, selection
+from spkv_nas.artifacts import head_scores, local_layers, result_tables, selection
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base import console, device, errors, progress, units
@@ -25,7 +25,7 @@ from spkv_nas.proposal import constraints, earlier, propose, windows
 from spkv_nas.proposal.answers import budget_curve
 from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, sized_model, subject
+from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, subject
 from spkv_nas.stages.options import export, verdict
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 
@@ -71,6 +71,7 @@ def run(
     were used to select a layout, the budgets are invalid, or something cannot be read.
     """
     checks.check(options)
+    check_memory(options)
     # Make or read the layouts before any document is looked at
     files = Proposal.read(map(Path, options.budgets)) if verdict.is_layout(options.budgets[0]) else Proposal({})
     files.warn_of_windows()
@@ -121,6 +122,22 @@ def run(
     if outcome.layout is not None and file is not None and given is None:
         _write_layout(file, outcome.layout, result_tables.inputs_of(origin), rivals, reporter)
     return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
+
+
+def check_memory(options: CriticalBudgetOptions) -> None:
+    """Check before anything is measured that full attention does not fit in a limit in bytes; ``UserError`` if so."""
+    text = ",".join(options.budgets)
+    if not text.startswith(MEMORY):
+        return
+    # Describe the cache by the model's config
+    size, requirements = checkpoint.read_size(options.model), _requirements(options, Proposal({}))
+    heads = size.heads.heads_per_layer
+    layers = local_layers.config_layers(size.native_windows or [None] * len(heads))
+    facts = local_layers.cache_facts(layers, heads, [size.shape.head_dim] * len(heads))
+    assert requirements.context is not None
+    assert requirements.kv_dtype is not None
+    cost = CacheCost(requirements.context, requirements.batch, window=1, dtype=requirements.kv_dtype, **facts)
+    parse_memories(text, cost.full(sum(heads)))
 
 
 def _write_layout(file: Path, layout: Layout, inputs: str, rivals: Rivals | None, reporter: progress.Reporter) -> None:
@@ -185,7 +202,8 @@ def _layouts(
     text = ",".join(options.budgets)
     # A layout for each memory
     if not files.layouts and text.startswith(MEMORY):
-        by_percent = windows.layouts_by_memory(table, cost, parse_memories(text), requirements.constraints)
+        percents = parse_memories(text, cost.full(table.num_heads))
+        by_percent = windows.layouts_by_memory(table, cost, percents, requirements.constraints)
         layouts = [named_by_memory(layout, percent) for percent, layout in by_percent.items()]
         return {layout.strategy: layout for layout in layouts}, list(by_percent)
     # One for each number of heads, as constraints may not use a budget up; or, as several windows are not ordered by
@@ -239,9 +257,8 @@ def _memory(
 ) -> Memory:
     """Return the KV cache of a layout beside full attention's."""
     # Name the model's context if losses were measured on shorter blocks
-    length = options.block_size or subject.default_block_size(options.model)
+    length = subject.sequence_length(options)
     positions = checkpoint.read_size(options.model).positions or length
-    untested = max(positions, requirements.context or 0)
     cost = _cache_cost(requirements, table, layout)
     full, used = cost.full(table.num_heads), _kv_bytes(cost, layout, table)
     sentence = f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
@@ -255,7 +272,7 @@ def _memory(
         if isinstance(served, EngineCost) and (plan := served.layout_plan(layout)) is not None:
             whole = served.serving.engine.plan(served.cache(layout.num_heads), layout.num_heads)
             requests = whole.request_bytes / plan.request_bytes
-    return Memory(full, used, cost.context, untested if untested > length else None, requests, sentence)
+    return Memory(full, used, cost.context, positions if positions > length else None, requests, sentence)
 
 
 def _kv_bytes(cost: CacheCost, layout: Layout, table: head_scores.HeadScores) -> int:
@@ -273,18 +290,12 @@ def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requiremen
     layerwise = bool(files.layouts) and all(layout.is_layerwise for layout in files.layouts.values())
     return Requirements(
         constraints.Constraints(granularity="layer" if layerwise else options.granularity),
-        context=_context(options, size.positions),
+        context=subject.sequence_length(options),
+        batch=options.batch,
         head_dim=size.shape.head_dim,
         kv_dtype="bfloat16" if dtype is None else device.dtype_name(dtype),
         serving=engines.chosen_engine(options),
     )
-
-
-def _context(options: CriticalBudgetOptions, positions: int | None) -> int:
-    """Return the tokens whose cache is counted: by default those of a block of text, at which losses are measured."""
-    if options.context is None:
-        return options.block_size or subject.default_block_size(options.model)
-    return sized_model.choose_context(options.context, positions)
 
 
 def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, Any]:

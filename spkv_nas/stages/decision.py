@@ -69,7 +69,7 @@ def prepare(
     # Read the documents that no candidate was selected on
     chosen = {each.name: each.chosen for each in candidates if each.chosen is not None}
     separator, documents = recorded_reading(chosen.values())
-    subject = replace(subject, given_separator=separator).with_documents(documents)
+    subject = replace(subject, given_separator=separator, documents=options.documents or documents)
     text = num_left_out = circumstances = contest = None
     selected = Selected()
     if reads_text(margins):
@@ -105,9 +105,9 @@ def _whole(
 ) -> tuple[TokenBlocks, SeparatorReport]:
     """Read the text, check that the model can run it, and return it with what separates its documents."""
     model, tokenizer = loaded
-    separator = replace(subject.separator(model, tokenizer, reporter), documents=subject.recipe.data.documents)
-    _, whole = subject.read(tokenizer, separator.best, reporter)
-    micro_batch.check_positions(model, whole.block_size, "--block-size")
+    separator = subject.separator(model, tokenizer, reporter)
+    _, whole = subject.read(tokenizer, separator, reporter)
+    micro_batch.check_positions(model, whole.block_size, "--context")
     micro_batch.require_logits(model, 1, whole.block_size)
     return whole, separator
 

@@ -90,11 +90,24 @@ Data = Annotated[
     Flag("Text to measure on: one or more files or folders (FILE:column=NAME names a column), stdlib, or installed."),
 ]
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
+TextContext = Annotated[
+    str | None,
+    Flag(
+        "Tokens per sequence of --data: the length at which losses are measured and memory is counted; windows go up "
+        "to half of it. 1k is 1,024.",
+        metavar="N|Nk",
+    ),
+]
 Separator = Annotated[
     str | None, Flag("What stands between documents: none, eos, bos, eos+bos, another token, or auto.", metavar="TOKEN")
 ]
 Documents = Annotated[
-    str | None, Flag("Whether tokens see other documents of their block.", values=(config.JOINED, config.SEPARATE))
+    str | None,
+    Flag(
+        "separate: each document alone, from its beginning, as it reaches a model; joined: packed into blocks, where "
+        "tokens also see the documents before.",
+        values=(config.JOINED, config.SEPARATE),
+    ),
 ]
 MaxTokens = Annotated[int, _MAX_TOKENS]
 OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]

@@ -17,7 +17,7 @@ from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, sav
 from spkv_nas.probing import signals
 from spkv_nas.proposal.budget import MEMORIES
 from spkv_nas.stages.options import REFERENCE, auto, probe
-from spkv_nas.stages.subject import Subject, default_block_size
+from spkv_nas.stages.subject import Subject
 from spkv_nas.training import first_recipe, step_cost
 
 
@@ -54,7 +54,7 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
     device = choose_device(options.device)
     data, base = subject.recipe.data, subject.base
     if options.data:
-        length = options.block_size or default_block_size(subject.source)
+        length = subject.length
         data, base = DataConfig(sources=[*options.data], block_size=length), Path()
     # Describe the model and this machine
     size, gates, memory = read_size(subject.source), read_gates(subject.source), available_bytes(device)

@@ -95,7 +95,7 @@ def after_propose(options: ProposeOptions, table: HeadScores, recommended_layout
     # Retrain if the recipe is known, else score on the probe's text
     if (retrain := retraining(workspace, table)) is not None:
         return [Suggestion.of(retrain)]
-    names = ("model", "data", "block_size", "dtype")
+    names = ("model", "data", "context", "documents", "dtype")
     measured: dict[str, Any] = {name: getattr(recorded, name) for name in names} | {"workspace": workspace.root}
     # Decide about a layout by costs of windows, whose probe left documents unseen
     layout = _proposed(options, table, recommended_layout)

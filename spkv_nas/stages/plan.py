@@ -51,7 +51,7 @@ _Workflow = tuple[str, Stages, int, list[StageCost], tuple[str, ...]]  # name, c
 def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) -> _Workflow:
     """Measure a model, then train it by the recipe that ``init`` would draft."""
     size, gates = checkpoint.read_size(source), checkpoint.read_gates(source)
-    length = options.block_size or subject.default_block_size(source)
+    length = options.block_size or subject.default_context(source)
     checkpoint.check_dense(size, source)
     site = _site(options)
     config = gates or gate_config.GateConfig(window=gate_config.suitable_window(length))

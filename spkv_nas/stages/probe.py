@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -43,7 +43,7 @@ from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages import checks, commands, next_steps, printing, reference_run
 from spkv_nas.stages.options import REFERENCE
-from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal, memory_limit
+from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
 from spkv_nas.stages.record import OPTIONS, probe_records, recorded
 from spkv_nas.stages.subject import Measured, Subject
 from spkv_nas.training.run_files import run_lock
@@ -158,7 +158,7 @@ def _learned_name(subject: Subject, options: ProbeOptions) -> Subject:
 
 def _run_options(signal: Signal, subject: Subject, measured: Measured, options: ProbeOptions) -> dict[str, Any]:
     """Return what a signal uses: a limit of memory, a cache of scores, a batch size."""
-    run_options: dict[str, Any] = dict(zip(("memory", "context"), memory_limit(options), strict=True))
+    run_options: dict[str, Any] = {"memory": options.memory}
     if signal.caches_scores:
         root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
         run_options["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
@@ -293,7 +293,7 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
         else:
             checkpoint = reference_run.train_dense(options.recipe, **trained)
         subject = Subject.of_recipe(options, options.recipe, checkpoint)
-    subject = replace(subject, given_separator=options.separator).with_documents(options.documents)
+    subject = replace(subject, given_separator=options.separator)
     # Name the probe after its signal, unless that is density
     if options.name is None and options.signal != signals.DENSITY.name:
         suffix = f"{options.signal}-layer" if options.granularity == kinds.LAYER else options.signal
@@ -318,7 +318,6 @@ def show(table: HeadScores) -> None:
         out.print(_layouts_tried(tried, recommended, table.metadata["block_size"]))
         say(f"recommended: {recommended}, of those that lose least within the errors the one with the fewest windows")
         caution(_about_predictions(tried))
-        caution(_about_context(table.metadata))
     # Print remarks and warnings
     say(_about_sinks(table))
     say(diagnosis.about_small_domains(table.rows))
@@ -339,17 +338,6 @@ def _layouts_tried(tried: Sequence[TriedLayout], recommended: str, block_size: i
         cells = (row.name, row.layout.num_global, row.layout.reach, predicted, measured, row.blocks)
         printed.add_row(*map(str, cells), style="bold" if row.name == recommended else None)
     return printed
-
-
-def _about_context(metadata: Mapping[str, Any]) -> str | None:
-    """Return a warning where memory is counted for longer sequences than were measured; None where it is not."""
-    length, context = metadata["block_size"], metadata["context"]
-    if context <= length:
-        return None
-    return (
-        f"losses were measured at {length:,} tokens, memory is counted for {context:,}, where losses are not known: "
-        f"--block-size {context} measures them"
-    )
 
 
 def _about_predictions(tried: Sequence[TriedLayout]) -> str | None:

@@ -2,7 +2,7 @@
 
 The key ``options`` holds those of the command that are not at their defaults, with absolute paths::
 
-    options: {model: /home/me/model, data: [/home/me/text], block_size: 256}
+    options: {model: /home/me/model, data: [/home/me/text], context: "256"}
 
 Single-head gains say how far a probe's ranking can be trusted. They are stored with the probe, or are those of the
 signal ``add-one-head`` on the same model, window, sink tokens and grid.
@@ -55,6 +55,9 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> probe.ProbeOptio
     """Read a probe's options, for commands in ``workspace``, from its editable record; None if incomplete."""
     if (content := record.get(OPTIONS)) is None:
         return None
+    content = dict(content)
+    if (length := content.pop("block_size", None)) is not None:  # the name of the option before it was --context
+        content["context"] = str(length)
     try:
         options = TypeAdapter(probe.ProbeOptions).validate_python({**content, "workspace": workspace})
     except ValidationError:

@@ -29,7 +29,7 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     table = None if options.probe is None else lookup.find_table(workspace, options.probe)
     subject = Subject.of(options, DENSE, "score on")
     if table is not None and (report := separators.SeparatorReport.parse(table.metadata.get("separator"))) is not None:
-        subject = replace(subject, given_separator=report.best).with_documents(report.documents)
+        subject = replace(subject, given_separator=report.best, documents=options.documents or report.documents)
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)
     proposal = lookup.find_proposal(workspace, options.name or family, options.layouts)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from spkv_nas.artifacts import defaults, selection
 from spkv_nas.base import errors, names
@@ -14,9 +16,10 @@ from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, on_main
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data import block_files, chats, config, readers, sources, splits
+from spkv_nas.data.context import FAR_SHARE
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
 from spkv_nas.model.source import check_checkpoint, resolve
-from spkv_nas.stages.options import REFERENCE, InDtype, SubjectOptions
+from spkv_nas.stages.options import REFERENCE, DocumentOptions, InDtype, SubjectOptions
 from spkv_nas.stages.sized_model import model_name, result_name
 from spkv_nas.training.recipe import Recipe
 
@@ -75,6 +78,9 @@ class Subject:
     base: Path  # folder of the recipe's relative paths
     options: SubjectOptions  # text, block size and device
     given_separator: str | None = None  # of the user or a probe, after a document; None or "auto": to be measured
+    # whether tokens see other documents of their block: "joined" or "separate"; None: as a recipe says, and the user's
+    # own text separately, as documents reach a model, where the model can keep them apart
+    documents: str | None = None
 
     def __post_init__(self) -> None:
         """Check the name before hours of work."""
@@ -89,13 +95,17 @@ class Subject:
         family = model_name(source)
         has_custom_text = bool(options.data) and source.startswith(EMBEDDED_PREFIX)
         name = source.replace(":", "-") if has_custom_text else family
-        return cls(source, family, options.name or name, Recipe.read(EMBEDDED / "recipe.yaml"), EMBEDDED, options)
+        recipe = Recipe.read(EMBEDDED / "recipe.yaml")
+        documents = options.documents if isinstance(options, DocumentOptions) else config.JOINED
+        return cls(source, family, options.name or name, recipe, EMBEDDED, options, documents=documents)
 
     @classmethod
     def of_recipe(cls, options: SubjectOptions, file: Path, checkpoint: Path) -> Subject:
         """Make the subject of a recipe's checkpoint on the recipe's held-out text."""
         recipe = Recipe.read(file)
-        return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
+        documents = options.documents if isinstance(options, DocumentOptions) else None
+        name = options.name or recipe.name
+        return cls(str(checkpoint), recipe.name, name, recipe, file.parent, options, documents=documents)
 
     @classmethod
     def evaluated(cls, options: SubjectOptions) -> Subject:
@@ -105,13 +115,6 @@ class Subject:
             return subject
         return replace(subject, name=result_name(subject.source, options.folders))
 
-    def with_documents(self, documents: str | None) -> Subject:
-        """Return the subject on text whose documents are "joined" or "separate"; None: as the recipe says."""
-        if documents is None:
-            return self
-        data = self.recipe.data.model_copy(update={"documents": documents})
-        return replace(self, recipe=self.recipe.model_copy(update={"data": data}))
-
     def check(self, *, in_blocks: bool = True) -> None:
         """Check without torch that model and text exist, and if ``in_blocks`` that ``max_tokens`` covers a block."""
         check_checkpoint(self.source)
@@ -120,18 +123,19 @@ class Subject:
             folder = resolve(self.source)
             if has_chats and folder.is_dir() and not chats.may_have_template(folder):
                 raise errors.UserError(chats.no_template(source))
-        if in_blocks and self.options.max_tokens is not None:
-            self._length()
-
-    def _length(self) -> int:
-        """Return the block length, by default the context up to ``CONTEXT``; ``UserError`` if above ``max_tokens``."""
         options = self.options
-        length = (
-            (options.block_size or default_block_size(self.source)) if options.data else self.recipe.data.block_size
-        )
-        if options.max_tokens is not None and options.max_tokens < length:
+        given = options.block_size  # raises
+        length = given if options.data else self.recipe.data.block_size
+        if in_blocks and options.max_tokens is not None and options.max_tokens < (length or 0):
             raise errors.UserError(f"--max-tokens {options.max_tokens} is less than one block of {length} tokens")
-        return length
+
+    @cached_property
+    def length(self) -> int:
+        """Return the tokens per sequence, in which losses are measured and memory is counted (``read_length``)."""
+        options = self.options
+        if not options.data:
+            return self.recipe.data.block_size
+        return options.block_size or read_length(self.source, tuple(options.data), options.max_tokens)
 
     def load(
         self, reporter: Reporter = SILENT, *, with_logits: bool = True, tokens: int | None = None, learns: bool = False
@@ -149,7 +153,7 @@ class Subject:
 
         # Load the model
         options, recipe = self.options, self.recipe
-        length, limit = self._length(), options.max_tokens
+        length, limit = self.length, options.max_tokens
         reporter.announce(f"loading {self.source}")
         device = measuring_device(options.device)
         connect(device)
@@ -158,17 +162,15 @@ class Subject:
         saved_name, compute_name = dtype_name(checkpoint_dtype or model.dtype), dtype_name(model.dtype)
         if saved_name != compute_name and options.dtype is None:
             reporter.announce(f"computing in {compute_name}: this device only emulates {saved_name}")
-        check_positions(model, length, "--block-size")
+        check_positions(model, length, "--context")
         if with_logits:
             require_logits(model, 1, length)  # before the text is tokenised, which may take long
         # Read the text
         if options.data and options.block_size is None:
-            reporter.announce(
-                f"text in blocks of {length:,} tokens: the model's context, up to {defaults.CONTEXT:,} (--block-size)"
-            )
-        separator = replace(self.separator(model, tokenizer, reporter), documents=recipe.data.documents)
+            reporter.announce(self._about_length())
+        separator = self.separator(model, tokenizer, reporter)
         learns = learns and config_section.gate_config(model) is None
-        train, whole = self.read(tokenizer, separator.best, reporter, learns=learns)
+        train, whole = self.read(tokenizer, separator, reporter, learns=learns)
         text: Any = options.data or recipe.data.model_dump(mode="json")
         # Choose the blocks to measure on
         blocks = whole if limit is None else whole.spread(limit // length)
@@ -182,6 +184,8 @@ class Subject:
         if with_logits:
             require_logits(model, batch_size, length)
         reporter.caution(packing_warning(separator, blocks))
+        if options.data:
+            tell_own_context(blocks, reporter)
         count = f"{blocks.num_blocks} blocks of {length} tokens"
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {count}")
         return Measured(model, tokenizer, blocks, whole, text, saved_name, separator, train, batch_size)
@@ -189,10 +193,33 @@ class Subject:
     def separator(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
     ) -> separators.SeparatorReport:
-        """Return what stands after a document: the one given, the recipe's, or what the model knows best.
+        """Return what stands after a document, and whether documents of a block see each other.
 
-        What was measured is kept for all commands on this model in this workspace. Must be called on all ranks.
+        The separator is the one given, the recipe's, or what the model knows best; what was measured is kept for all
+        commands on this model in this workspace. Must be called on all ranks.
         """
+        report = self._separator(model, tokenizer, reporter)
+        return replace(report, documents=self._documents(model, reporter))
+
+    def _documents(self, model: PreTrainedModel, reporter: Reporter) -> str:
+        """Return "joined" or "separate": as given, as the recipe says, or separate where the model allows it."""
+        from spkv_nas.model.cache_layers import mixes_documents
+
+        if self.documents is not None:
+            return self.documents
+        if not self.options.data:
+            return self.recipe.data.documents
+        if mixes_documents(model):
+            reporter.announce(
+                f"documents share blocks and see each other, because {type(model).__name__} cannot keep them apart"
+            )
+            return config.JOINED
+        return config.SEPARATE
+
+    def _separator(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
+    ) -> separators.SeparatorReport:
+        """Return what stands after a document, of documents that see each other."""
         from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
         from spkv_nas.model.checkpoint import checkpoint_hash
         from spkv_nas.training.corpus import recipe_separator
@@ -207,20 +234,26 @@ class Subject:
         def measure() -> SeparatorReport:
             with reporter.bar("choosing the separator of documents", "kB") as progress:  # of repeated text all is read
                 documents = sources.documents(options.data or (), Path(), progress=progress)
-                return measure_separator(model, tokenizer, documents, self._length())
+                return measure_separator(model, tokenizer, documents, self.length)
 
         file = options.folders.run_dir(self.family) / SEPARATORS
         return on_main(lambda: shared_separator(file, checkpoint_hash(self.source), measure, reporter))
 
     def read(
-        self, tokenizer: PreTrainedTokenizerBase, separator: str, reporter: Reporter = SILENT, *, learns: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        separator: separators.SeparatorReport,
+        reporter: Reporter = SILENT,
+        *,
+        learns: bool = False,
     ) -> tuple[TokenBlocks | None, TokenBlocks]:
         """Read the text without loading the model; must be called on all ranks.
 
-        ``separator`` stands after a document (``data.tokenizer.boundaries``). Returns (blocks that gates learn on, None
-        unless ``learns``; all other blocks). Raises ``UserError`` if the text is missing or too short.
+        ``separator`` says what stands after a document, and whether documents see each other. Returns (blocks that
+        gates learn on, None unless ``learns``; all other blocks). Raises ``UserError`` if the text is missing or too
+        short.
         """
-        options, length = self.options, self._length()
+        options, length = self.options, self.length
         if learns:
             return self._split(tokenizer, length, separator, reporter)
         if not options.data:
@@ -228,46 +261,111 @@ class Subject:
             return None, self._held_out(tokenizer, max_blocks, separator, reporter)
         cache = options.folders.run_dir(self.name) / "blocks"
         read = partial(splits.load_text, options.data, tokenizer, cache, Path(), block_size=length)
-        limits = {"separator": separator, "documents": self.recipe.data.documents}
+        limits = {"separator": separator.best, "documents": separator.documents}
         return None, after_main(partial(read, max_tokens=options.max_tokens, reporter=reporter, **limits))
 
     def _held_out(
-        self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, separator: str, reporter: Reporter
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_blocks: int | None,
+        separator: separators.SeparatorReport,
+        reporter: Reporter,
     ) -> TokenBlocks:
         """Load held-out text, mixed with RULER samples as training text is, then in at most ``max_blocks`` blocks."""
         from spkv_nas.training import corpus
 
         recipe = self.recipe
         cache = self.options.folders.run_dir(recipe.name) / "blocks"
-        data, stretch = recipe.data.model_copy(update={"separator": separator}), recipe.heldout_stretch
-        text = after_main(partial(splits.load_heldout, data, tokenizer, cache, self.base, reporter, stretch=stretch))
+        data = self._read_as(recipe.data, separator)
+        load = partial(splits.load_heldout, data, tokenizer, cache, self.base, reporter, stretch=recipe.heldout_stretch)
+        text = after_main(load)
         if recipe.data.mix is None:
             return text
         total = min(text.num_blocks, max_blocks or text.num_blocks)
         return corpus.mixed_heldout(recipe, tokenizer, corpus.read_essays(recipe, self.base), text, total)
 
     def _split(
-        self, tokenizer: PreTrainedTokenizerBase, length: int, separator: str, reporter: Reporter
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        separator: separators.SeparatorReport,
+        reporter: Reporter,
     ) -> tuple[TokenBlocks, TokenBlocks]:
         """Split the user's text, else the recipe's, by document into (training, held-out) blocks."""
         data, base, name, stretch = self.recipe.data, self.base, self.recipe.name, self.recipe.heldout_stretch
-        data = data.model_copy(update={"separator": separator})
         if self.options.data:
-            data = config.DataConfig(
-                sources=[*self.options.data], block_size=length, separator=separator, documents=data.documents
-            )
+            data = config.DataConfig(sources=[*self.options.data], block_size=length)
             base, name = Path(), self.name
             stretch = length
+        data = self._read_as(data, separator)
         cache = self.options.folders.run_dir(name) / "blocks"
         folder = on_main(partial(splits.cache_split, data, tokenizer, cache, base, reporter, stretch=stretch))
         return splits.read_split(folder, data, stretch=stretch)
 
+    def _read_as(self, data: config.DataConfig, separator: separators.SeparatorReport) -> config.DataConfig:
+        """Return the description of a text that is read with a separator."""
+        return data.model_copy(update={"separator": separator.best, "documents": separator.documents})
 
-def default_block_size(source: str) -> int:
-    """Return the tokens per block of text for a model: its context, up to ``CONTEXT``. Raises ``UserError``."""
+    def _about_length(self) -> str:
+        """Return a sentence on the length that was chosen, and why."""
+        most = default_context(self.source)
+        if self.length == most:
+            why = f"the model's context, up to {defaults.CONTEXT:,}"
+        else:
+            why = f"too few of its documents are longer, and {most:,} would be read by default"
+        return f"text in sequences of {self.length:,} tokens: {why} (--context)"
+
+
+def sequence_length(options: SubjectOptions) -> int:
+    """Return the tokens per sequence in which a model is measured, for which memory is counted, too.
+
+    Without text, where a criterion makes its own samples, it is the context that is given, or ``default_context``.
+    """
+    if options.data:
+        return Subject.of(options, REFERENCE, "measure on").length
+    return options.block_size or default_context(options.model or REFERENCE)
+
+
+def default_context(source: str) -> int:
+    """Return the tokens per sequence for a model if the text has enough: its context, up to ``CONTEXT``."""
     from spkv_nas.model.checkpoint import read_size
 
     return min(defaults.CONTEXT, read_size(source).positions or defaults.CONTEXT)
+
+
+@cache
+def read_length(source: str, data: tuple[str, ...], max_tokens: int | None) -> int:
+    """Return the tokens per sequence of a user's text: ``default_context``, or less if its documents are shorter.
+
+    It is read once per process. Raises ``UserError`` if the text or the tokenizer cannot be read.
+    """
+    from spkv_nas.data.context import supported_context
+    from spkv_nas.model.checkpoint import load_tokenizer
+
+    longest = min(default_context(source), max_tokens or defaults.CONTEXT)
+    return supported_context(sources.documents(data, Path()), load_tokenizer(source), longest)
+
+
+def tell_own_context(blocks: TokenBlocks, reporter: Reporter) -> None:
+    """Say how much of a text is evidence on distant tokens, and warn if that is too little to tell local heads apart.
+
+    ``reporter`` is told the share of predicted tokens that have half a sequence or more of their own document before
+    them, which is what a window of that many keys can hide.
+    """
+    half = blocks.block_size // 2
+    before = blocks.own_context
+    share = float((before >= half).mean()) if before.size else 0.0
+    sentence = (
+        f"{100 * share:.0f} % of the tokens have {half:,} or more of their own document before them, the median "
+        f"{int(np.median(before)) if before.size else 0:,}"
+    )
+    if share >= FAR_SHARE:
+        reporter.announce(sentence)
+    else:
+        reporter.caution(
+            f"warning: only {sentence}: the text tells little about what heads read at that distance; use longer "
+            "documents, or a shorter --context"
+        )
 
 
 def check_pair(model: str, against: str | None) -> None:

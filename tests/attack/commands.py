@@ -23,7 +23,7 @@ rows:
   local: {layout: local.yaml}
 """
 LOCAL = "format: spkv-nas/layout/1\nwindow: 8\nheads: [LL, GL]\nstrategy: local\n"
-TEXT = ("--data", "project/text", "--block-size", "32", "--max-tokens", "2000")
+TEXT = ("--data", "project/text", "--context", "32", "--max-tokens", "2000")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Command:
 _RECIPE, _PROPOSE = "project/recipe.yaml", ("propose", "--probe", "tiny", "--num-random", "1", "--budget")
 _SEARCH = ("--max-tokens", "1280", "--budget", "2")
 _EFFORT = ("--trials", "12", "--retrain", "1")
-_AUTO = ("--out", "out", "--block-size", "64", "--margin", "nll=40%", "--memory", "40%,80%")
+_AUTO = ("--out", "out", "--context", "64", "--margin", "nll=40%", "--memory", "40%,80%")
 _LAYOUTS = ("w/layouts/tiny/densest.yaml", "w/layouts/tiny/sparsest.yaml")
 COMMANDS = {
     command.name: command

@@ -158,7 +158,7 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
 
 class TestPasses:
     def options(self, folder: Path, text: Path, block_size: int) -> SubjectOptions:
-        return SubjectOptions(model=str(folder), data=[str(text)], block_size=block_size, device="cpu")
+        return SubjectOptions(model=str(folder), data=[str(text)], context=str(block_size), device="cpu")
 
     @pytest.mark.filterwarnings("ignore:sequences of")  # the model has 128 positions
     def test_logits_that_do_not_fit(
@@ -166,16 +166,16 @@ class TestPasses:
     ) -> None:
         monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 29)
         monkeypatch.setattr("spkv_nas.model.model_shape._BEYOND", 10**6)
-        size = ("--model", folder, "--data", text, "--device", "cpu", "--block-size")
+        size = ("--model", folder, "--data", text, "--device", "cpu", "--context")
         message = fails(capsys, "evaluate", *size, "1000000")
         assert "hidden states and logits of 1 x 1000000 tokens: needs at least 756.14 MiB" in message
-        assert "give a smaller --block-size" in message
+        assert "give a smaller --context" in message
 
     @pytest.mark.parametrize("command", ["evaluate", "probe"])
     def test_blocks_far_beyond_the_models_positions(
         self, command: str, folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        options = ("--data", text, "--device", "cpu", "--workspace", tmp_path / "w", "--block-size", "100000")
+        options = ("--data", text, "--device", "cpu", "--workspace", tmp_path / "w", "--context", "100000")
         message = fails(capsys, command, "--model", folder, *options)
         assert "sequences of 100000 tokens are more than 16 times as long as the model's max_position" in message
 
@@ -189,7 +189,7 @@ class TestPasses:
 
     def test_batch_size_fits_memory(self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The measured values do not depend on the batch size."""
-        options = NLLOptions(model=str(folder), data=[str(text)], block_size=64, device="cpu")
+        options = NLLOptions(model=str(folder), data=[str(text)], context="64", device="cpu")
         whole = nll(options).value.evaluation.nll
         sizes, messages, most = [], [], micro_batch.BATCH_SIZE
         for free in (1 << 40, 1_500_000, 1):

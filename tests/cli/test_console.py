@@ -219,7 +219,7 @@ def dense(workspace: Path) -> str:
 
 
 def text(recipe: Path) -> list[str]:
-    return ["--data", str(recipe.parent / "text"), "--block-size", "32"]
+    return ["--data", str(recipe.parent / "text"), "--context", "32"]
 
 
 class TestJson:

@@ -340,7 +340,7 @@ class TestDryRunOfAProbe:
     def test_of_a_model_that_has_yet_to_learn_gates(
         self, model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        size = ("--model", model, "--data", text, "--block-size", "32")
+        size = ("--model", model, "--data", text, "--context", "32")
         assert list(self.run(capsys, tmp_path, *size)) == ["signal head-gates"]
         stages = self.run(capsys, tmp_path, *size, "--signal", "density", "--steps", "3")
         assert list(stages) == ["train gates, frozen model", "probe", "validate the ranking"]

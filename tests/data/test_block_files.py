@@ -116,7 +116,7 @@ class TestShare:
             ("", "the text is empty"),
             (
                 prose(10),
-                r"one document of \d+ characters, too short .*\n.* or smaller blocks",
+                r"one document of \d+ characters, too short .*\n.* or shorter blocks",
             ),
         ],
     )

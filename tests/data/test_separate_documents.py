@@ -265,11 +265,21 @@ def test_are_the_same_from_files(tokenizer: PreTrainedTokenizerBase, tmp_path: P
             assert found.boundaries == expected.boundaries
 
 
+def test_no_token_is_needed_between_documents(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A model that knows no separator reads each document alone as well."""
+    texts = TEXTS[:6]
+    blocks = build_blocks(texts, tokenizer, SIZE, separator="none", bos=False, **SEPARATE)
+    positions = blocks.boundaries.positions(blocks.marked())
+    for row, owner in enumerate(blocks.document):
+        is_text = ~blocks.boundaries.is_filling(blocks.marked(row))
+        firsts = [np.flatnonzero(is_text & (owner == index))[0] for index in np.unique(owner[is_text])]
+        assert [positions[row, first] for first in firsts] == [0] * len(firsts)
+    assert int((~blocks.boundaries.is_filling(blocks.marked())).sum()) > 0
+
+
 def test_refusals(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match="unknown documents 'apart'"):
         build_blocks(TEXTS, tokenizer, SIZE, documents="apart")
-    with pytest.raises(UserError, match="need a token between them"):
-        build_blocks(TEXTS, tokenizer, SIZE, separator="none", bos=False, **SEPARATE)
     blocks = build_blocks(TEXTS, tokenizer, SIZE, **SEPARATE)
     for family in ("lfm2", "falcon_h1"):  # states of some layers, and in all beside attention
         with pytest.raises(UserError, match="cannot keep documents of a block separate"):

@@ -97,7 +97,7 @@ def test_packing_is_warned_of_where_documents_share_blocks(owners: list[int], wa
 @pytest.mark.parametrize(
     ("changed", "cause"),
     [
-        ({"block_size": 1024}, "the model's context is 512 tokens: use --block-size 512"),
+        ({"block_size": 1024}, "the model's context is 512 tokens: use --context 512"),
         ({"share": 0.9}, "the text or the tokenizer is not what the model was trained with"),
         ({"separator": SeparatorReport("bos")}, "documents are separated by 'bos', which was not measured"),
         ({"separator": replace(_KNOWN, alone=1.9)}, "packing documents into blocks costs the model 5.3 % of NLL"),

@@ -57,12 +57,12 @@ def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def measure(text: str, **options: object) -> str:
     """Probe on a text, and return the name of the probe."""
-    return probe(ProbeOptions(model="dense", data=[text], block_size=32, signal="attention-mass", **options)).name  # type: ignore[arg-type]
+    return probe(ProbeOptions(model="dense", data=[text], context="32", signal="attention-mass", **options)).name  # type: ignore[arg-type]
 
 
 def judge(*layouts: Path, data: list[str], **options: object) -> VerdictResult:
     files = [str(layout) for layout in layouts]
-    common = {"model": "dense", "block_size": 32, "margin": "nll=50%"}
+    common = {"model": "dense", "context": "32", "margin": "nll=50%"}
     return verdict(VerdictOptions(candidates=files, data=data, **common | options)).value  # type: ignore[arg-type]
 
 
@@ -121,14 +121,14 @@ class TestReplacedRecords:
         name = measure("a")
         layout = propose(ProposeOptions(budget="3")).folder / "densest.yaml"
         for text in ("c", "d"):
-            score(ScoreOptions(model="dense", data=[text], block_size=32, probe=name))
+            score(ScoreOptions(model="dense", data=[text], context="32", probe=name))
         assert left_out(layout, data=["c"]) is None
         assert left_out(layout, data=["d"]) is None
         assert left_out(layout, data=["b", "c"]) == 4 + 12
 
     def test_only_documents_that_were_measured_are_used_up(self, folder: Path) -> None:
         Layout(("GL",) * 4, window=4, strategy="mine").write("mine.yaml")
-        options = {"layouts": [Path("mine.yaml")], "model": "dense", "data": ["d"], "block_size": 32}
+        options = {"layouts": [Path("mine.yaml")], "model": "dense", "data": ["d"], "context": "32"}
         result = score(ScoreOptions(**options, max_tokens=96)).value
         assert 0 < result.num_documents < len(TEXTS["d"])
         assert left_out(Path("mine.yaml"), data=["d"]) == result.num_documents
@@ -136,7 +136,7 @@ class TestReplacedRecords:
     def test_layouts_with_sink_tokens(self, folder: Path) -> None:
         """Their record has the numbers by layout."""
         Layout(("GL",) * 4, window=4, strategy="mine", sinks=1).write("mine.yaml")
-        score(ScoreOptions(layouts=[Path("mine.yaml")], model="dense", data=["c"], block_size=32))
+        score(ScoreOptions(layouts=[Path("mine.yaml")], model="dense", data=["c"], context="32"))
         assert left_out(Path("mine.yaml"), data=["c"]) is None
 
     def test_a_damaged_record_does_not_cost_a_new_result(self, folder: Path) -> None:
@@ -145,7 +145,7 @@ class TestReplacedRecords:
         record.parent.mkdir(parents=True)
         for damaged in ("num_tokens: many\n", "a: [\n"):
             record.write_text(damaged)
-            score(ScoreOptions(layouts=[Path("mine.yaml")], model="dense", data=["c"], block_size=32))
+            score(ScoreOptions(layouts=[Path("mine.yaml")], model="dense", data=["c"], context="32"))
             assert "inputs" in record.read_text()
             assert damaged in [file.read_text() for file in record.parent.glob("zero-shot-*.yaml")]
 
@@ -154,7 +154,7 @@ class TestReplacedRecords:
         name = measure("a")
         for budget in ("3", "5"):
             propose(ProposeOptions(budget=budget))
-            score(ScoreOptions(model="dense", data=["c"], block_size=32, probe=name))
+            score(ScoreOptions(model="dense", data=["c"], context="32", probe=name))
         rows = Path("reports", name, "zero-shot.csv").read_text().splitlines()
         numbers = {row.split(",")[2] for row in rows if row.startswith("densest")}
         assert numbers == {"3", "5"}
@@ -195,7 +195,7 @@ class History:
 
     def score(self) -> None:
         files, text = self.random.sample(self.files, min(3, len(self.files))), self.random.choice([*TEXTS])
-        score(ScoreOptions(layouts=files, model="dense", data=[text], block_size=32))
+        score(ScoreOptions(layouts=files, model="dense", data=[text], context="32"))
         for file in files:
             self.of_layout[Layout.read(file).content].update(TEXTS[text])
 

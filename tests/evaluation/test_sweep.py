@@ -20,6 +20,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.cli.app import NLL
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
+from spkv_nas.data.config import SEPARATE
 from spkv_nas.data.sources import documents
 from spkv_nas.data.splits import load_text
 from spkv_nas.evaluation.nll import COLUMNS, document_nll, evaluate, sweep_table, tau_sweep
@@ -118,7 +119,7 @@ class TestCommand:
     @pytest.mark.usefixtures("whole_pictures")
     def test_sweep(self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         workspace = tmp_path / "w"
-        options = ["--model", str(checkpoint), "--data", str(text), "--block-size", str(BLOCK)]
+        options = ["--model", str(checkpoint), "--data", str(text), "--context", str(BLOCK)]
         main(["evaluate", *options, "--taus", "0.1,0.5,0.9", "--workspace", str(workspace)])
         output = capsys.readouterr().out
         assert "open" in output
@@ -130,13 +131,13 @@ class TestCommand:
         assert tuple(rows.columns) == COLUMNS
         assert rows["tau"].tolist() == [0.0, 0.1, 0.5, 0.9]
         model, tokenizer = load(checkpoint)
-        blocks = build_blocks(documents([str(text)], Path()), tokenizer, BLOCK)
+        blocks = build_blocks(documents([str(text)], Path()), tokenizer, BLOCK, documents=SEPARATE)
         half = evaluate(model, blocks, 0.5)
         assert rows.loc[2, ["density", "nll"]].tolist() == pytest.approx([half.density, half.nll.mean], rel=1e-5)
         summary = yaml.safe_load((folder / "tau-sweep.yaml").read_text())
         assert summary["model"] == str(checkpoint)
         assert summary["data"] == [str(text)]
-        assert summary["num_tokens"] == blocks.num_blocks * (BLOCK - 1)
+        assert summary["num_tokens"] == len(blocks.own_context)
         assert "torch" in summary["environment"]
         assert (folder / "tau-sweep.png").read_bytes().startswith(b"\x89PNG")
         drawn = "".join(ElementTree.parse(folder / "tau-sweep.svg").getroot().itertext())
@@ -148,8 +149,10 @@ class TestCommand:
         """Use the checkpoint's threshold unless --tau sets another, on at most --max-tokens."""
         model, tokenizer = load(checkpoint)
         cache = tmp_path / "cache"
-        blocks = load_text([str(text)], tokenizer, cache, Path(), block_size=BLOCK, max_tokens=127).spread(3)
-        options = ["--model", str(checkpoint), "--data", str(text), "--block-size", str(BLOCK), "--max-tokens", "127"]
+        blocks = load_text(
+            [str(text)], tokenizer, cache, Path(), block_size=BLOCK, max_tokens=127, documents=SEPARATE
+        ).spread(3)
+        options = ["--model", str(checkpoint), "--data", str(text), "--context", str(BLOCK), "--max-tokens", "127"]
         for tau, extra in ((0.4, []), (0.9, ["--tau", "0.9"])):
             main(["evaluate", *options, *extra, "--workspace", str(tmp_path / "w")])
             expected = evaluate(model, blocks, tau)
@@ -174,8 +177,8 @@ class TestCommand:
         if kind == "hybrid":
             apply_layout(model, Layout(("GL", "LL", "LL", "GG"), window=6))
         save(model, tiny_tokenizer, tmp_path / kind)
-        blocks = build_blocks(documents([str(text)], Path()), tiny_tokenizer, BLOCK)
-        options = ["--model", tmp_path / kind, "--data", text, "--block-size", BLOCK, "--workspace", tmp_path / "w"]
+        blocks = build_blocks(documents([str(text)], Path()), tiny_tokenizer, BLOCK, documents=SEPARATE)
+        options = ["--model", tmp_path / kind, "--data", text, "--context", BLOCK, "--workspace", tmp_path / "w"]
         main(["evaluate", *map(str, options)])
         output = " ".join(capsys.readouterr().out.split())
         assert f"{kind}: NLL {document_nll(model, blocks).mean:.4f}; " in output

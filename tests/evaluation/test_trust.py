@@ -238,7 +238,7 @@ class TestCommand:
     def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
         save(gated(), tiny_tokenizer, tmp_path / "mine")
         (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
-        options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--block-size", 64]
+        options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--context", 64]
         return [*map(str, options), "--workspace", str(tmp_path / "w")]
 
     def test_probe_measures_and_propose_reports(

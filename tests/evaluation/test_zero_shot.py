@@ -24,6 +24,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import MANIFEST
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
+from spkv_nas.data.config import SEPARATE
 from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
@@ -265,7 +266,7 @@ class TestCommand:
         save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
         for name, layout in zip(("one", "two"), LAYOUTS, strict=False):
             Layout(layout.heads, layout.window, name).write(tmp_path / "w" / "layouts" / "mine" / f"{name}.yaml")
-        model = ["--model", str(tmp_path / "mine"), "--data", str(text), "--block-size", str(BLOCK)]
+        model = ["--model", str(tmp_path / "mine"), "--data", str(text), "--context", str(BLOCK)]
         return [*model, "--workspace", str(tmp_path / "w")]
 
     def test_scores_of_a_folder(
@@ -279,7 +280,9 @@ class TestCommand:
         folder = tmp_path / "w" / "reports" / "mine"
         rows = pd.read_csv(folder / "zero-shot.csv", index_col="strategy")
         model, tokenizer = load(tmp_path / "mine")
-        expected = by_hand(model, LAYOUTS[1], build_blocks(documents([str(text)], Path()), tokenizer, BLOCK))
+        expected = by_hand(
+            model, LAYOUTS[1], build_blocks(documents([str(text)], Path()), tokenizer, BLOCK, documents=SEPARATE)
+        )
         assert rows.loc["two", "nll"] == pytest.approx(expected.mean, rel=1e-5)
         assert f"{expected.mean:.4f}" in capsys.readouterr().out
         summary = yaml.safe_load((folder / "zero-shot.yaml").read_text())

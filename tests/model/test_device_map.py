@@ -109,7 +109,7 @@ def test_without_a_gpu_it_is_the_cpu(
     save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, tmp_path / "model")
     result = []
     for device in ("auto", "cpu"):
-        where = ["--model", str(tmp_path / "model"), "--data", str(text), "--block-size", "32", "--device", device]
+        where = ["--model", str(tmp_path / "model"), "--data", str(text), "--context", "32", "--device", device]
         main(["evaluate", *where, "--workspace", str(tmp_path), "--json", "-q"])
         result.append(capsys.readouterr().out)
     assert result[0] == result[1] != ""

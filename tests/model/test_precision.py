@@ -122,7 +122,7 @@ def test_a_probe_says_both(
     checkpoint: Path, emulating: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("the quick brown fox " * 200)
-    where = ["--model", str(checkpoint), "--data", str(tmp_path / "a.txt"), "--block-size", "32"]
+    where = ["--model", str(checkpoint), "--data", str(tmp_path / "a.txt"), "--context", "32"]
     main(["probe", *where, "--workspace", str(tmp_path)])
     assert "computing in float32" in capsys.readouterr().err
     facts = HeadScores.read(tmp_path / "probes" / "model").metadata

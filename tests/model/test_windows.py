@@ -38,7 +38,7 @@ def subject(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str
     for number in range(8):
         words = "".join(f"the fox {(7 * i + number) % 31} jumps over {i}. " for i in range(90))
         (tmp_path / "text" / f"{number}.txt").write_text(words)
-    options = ["--model", tmp_path / "mine", "--data", tmp_path / "text", "--block-size", 128]
+    options = ["--model", tmp_path / "mine", "--data", tmp_path / "text", "--context", 128]
     return [*map(str, options), "--workspace", str(tmp_path / "w")]
 
 
@@ -115,7 +115,7 @@ class TestMixedWindows:
         record = read_record(tmp_path / "w/reports/tiny/comparison.yaml", "comparison")
         assert record["windows"] == {"sp-kv": 8, "narrow": 8, "wide": 16}
         dense = next((tmp_path / "w/runs/tiny").glob("dense-*/final"))
-        subject = ["--model", str(dense), "--data", str(tmp_path / "project/text"), "--block-size", "32"]
+        subject = ["--model", str(dense), "--data", str(tmp_path / "project/text"), "--context", "32"]
         main(["score", *map(str, layouts), *subject, "--name", "tiny", *options])
         assert "8 keys: narrow" in capsys.readouterr().err
         assert read_record(tmp_path / "w/reports/tiny/zero-shot.yaml", "scores")["windows"] == {"narrow": 8, "wide": 16}

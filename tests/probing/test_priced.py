@@ -183,7 +183,7 @@ class TestProbe:
             workspace=tmp_path,
             model=str(tmp_path / "mine"),
             data=[str(text)],
-            block_size=32,
+            context="32",
             steps=3,
             budget="25%",
             signal="density",

@@ -67,7 +67,7 @@ def test_the_command_line_takes_a_signal_of_a_package(
     model, text = tiny_model(vocab_size=300), tmp_path / "text.txt"
     save(model, tiny_tokenizer, tmp_path / "mine")
     text.write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
-    subject = ("--model", tmp_path / "mine", "--data", text, "--block-size", "32", "-w", tmp_path)
+    subject = ("--model", tmp_path / "mine", "--data", text, "--context", "32", "-w", tmp_path)
     # Help
     help_text = re.sub(r"[│\s]+", " ", output(installed, "probe", "--help"))
     assert "value-norm: mean norm of a head's values" in help_text

@@ -142,7 +142,7 @@ class TestMeasure:
                 measure_signal(signal, model, blocks.take(0))
             with pytest.raises(UserError, match="at least 1"):
                 measure_signal(signal, model, blocks, window=0)
-            with pytest.raises(UserError, match=r"window of 128 keys.*\n.*smaller --window, or a larger --block-size"):
+            with pytest.raises(UserError, match=r"window of 128 keys.*\n.*smaller --window, or a larger --context"):
                 measure_signal(signal, model, blocks, window=128)
         with pytest.raises(UserError, match="steps must be at least 1"):
             measure_signal("duo", model, blocks, window=6, steps=0)
@@ -158,7 +158,7 @@ class TestCommand:
     def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
         save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
         (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
-        options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--block-size", 64]
+        options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--context", 64]
         return [*map(str, options), "--workspace", str(tmp_path / "w")]
 
     @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")

@@ -291,7 +291,7 @@ class TestCommand:
         self, untrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         workspace = ["-w", str(tmp_path)]
-        subject = ["--model", str(untrained / "model"), "--data", str(untrained / "text.txt"), "--block-size", "128"]
+        subject = ["--model", str(untrained / "model"), "--data", str(untrained / "text.txt"), "--context", "128"]
         few = ["--signal", "attention-mass", "--max-tokens", "1024", "--name", "mass"]
         main(["probe", *subject, *few, *workspace])
         output = " ".join("".join(capsys.readouterr()).split())

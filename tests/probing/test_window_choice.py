@@ -129,7 +129,7 @@ class TestProbe:
     @pytest.mark.parametrize("options", [{"signal": "head-gates", "steps": 2}, {"signal": "window-costs"}])
     def test_the_window_is_chosen_with_the_heads(self, options: dict[str, Any], tmp_path: Path) -> None:
         model = tiny_model(vocab_size=300)
-        table = spkv_nas.probe(model, text(24), memory="60%", context=128, **options)
+        table = spkv_nas.probe(model, text(24), memory="60%", **options)
         tried = {row.name: row.layout for row in read_tried(table.metadata)}
         assert table.metadata["recommended"] in tried
         assert table.metadata["budget"] == table.memory_budget == tried[f"one-window-{table.window}"].num_global
@@ -138,11 +138,11 @@ class TestProbe:
         assert HeadScores.read(tmp_path).content_hash == table.content_hash
         layout = spkv_nas.propose(table)["densest"]
         assert (layout.num_global, layout.window) == (table.memory_budget, table.window)
-        cost = replace(COST, context=128, window=layout.window, sinks=layout.sinks)
+        cost = replace(COST, context=text(24).block_size, window=layout.window, sinks=layout.sinks)
         assert cost.total(layout.num_global, layout.num_heads) <= 0.6 * cost.full(layout.num_heads)
 
     def test_a_given_window_is_kept(self) -> None:
-        options: dict[str, Any] = {"signal": "head-gates", "memory": 0.6, "context": 128, "steps": 2}
+        options: dict[str, Any] = {"signal": "head-gates", "memory": 0.6, "steps": 2}
         table = spkv_nas.probe(tiny_model(vocab_size=300), text(24), window=16, **options)
         assert table.window == 16
         assert "layouts_tried" not in table.metadata
@@ -150,7 +150,7 @@ class TestProbe:
 
     @pytest.mark.parametrize("options", [{"budget": 3}, {"signal": "add-one-head", "granularity": "layer"}])
     def test_options_that_exclude_a_limit(self, options: dict[str, Any]) -> None:
-        options = {"signal": "head-gates", "memory": "60%", "context": 128, **options}
+        options = {"signal": "head-gates", "memory": "60%", **options}
         with pytest.raises(UserError, match=r"limit of memory (or a budget, not both|counts single heads)"):
             spkv_nas.probe(tiny_model(vocab_size=300), text(24), **options)
 

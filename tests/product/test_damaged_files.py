@@ -368,7 +368,7 @@ class TestFlags:
             ["search", "--trials", "1000000000000"],
             ["search", "--retrain", "1000000000000"],
             ["reproduce", "palindrome", "--steps", "1000000000000"],
-            ["probe", "--block-size", "1000000000000"],
+            ["probe", "--context", "1000000000000"],
             ["plan", "attention", "--context", "9" * 30],
             ["plan", "attention", "--window", "9" * 30],
             ["calibrate", "--batch", "9" * 30],

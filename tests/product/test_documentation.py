@@ -48,15 +48,15 @@ SERVER = "localhost:8000"  # in blocks of Python that talk to a server, which an
 # Data from the hub; an engine; an exit code that depends on the models
 PARSED = ("evaluate tasks paper", "serve-check", "spkv-nas verdict", "critical-budget", "spkv-nas auto")
 LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
-    ("probe --signal density --model", "--steps 2 --block-size 64 --ablation-tokens 0"),
-    ("probe --signal add-one-head --model", "--max-tokens 256 --block-size 64"),
-    ("probe --signal head-gates --model", "--steps 2 --block-size 64"),
+    ("probe --signal density --model", "--steps 2 --context 64 --ablation-tokens 0"),
+    ("probe --signal add-one-head --model", "--max-tokens 256 --context 64"),
+    ("probe --signal head-gates --model", "--steps 2 --context 64"),
     # Of so short blocks a fifth holds no global head beside windows of 32 keys
-    ("probe --model path/to/model --data corpus/ --memory", "--block-size 128 --memory 60%"),
+    ("probe --model path/to/model --data corpus/ --memory", "--context 128 --memory 60%"),
     ("propose --memory 15%", "--memory 55%"),
     ("propose --memory 20% --constraint windows", "--context 2k"),
     ("propose --memory 20%", "--memory 60%"),
-    ("probe --model", "--steps 2 --block-size 64"),
+    ("probe --model", "--steps 2 --context 64"),
     ("probe recipe.yaml --signal head-gates", "--steps 2"),
     ("probe --signal attention-mass", "--max-tokens 2048"),
     ("probe --signal", "--steps 1 --max-tokens 1024"),
@@ -68,7 +68,7 @@ LIMITS = (  # options that keep a command short, by what it contains; the last o
     ("score layouts/stdlib-21x3", "--max-tokens 2048"),
     ("--taus 0.01..0.99", "--taus 0.2,0.8 --max-tokens 2048"),
     ("evaluate ruler", "--samples 1 --tasks niah_single_1"),
-    ("evaluate longppl", "--block-size 256"),
+    ("evaluate longppl", "--context 256"),
     ("evaluate tasks stdlib", "--limit 2"),
     ("evaluate agreement", "--max-tokens 2048 --new-tokens 16"),
     ("evaluate baselines", "--methods streaming --max-tokens 8192"),

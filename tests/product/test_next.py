@@ -78,7 +78,7 @@ def test_the_own_model_path_runs_its_suggestions(
     save_with_tokenizer(tiny_model(family, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("my model"))
     text = "'my project/text'"
     starts = {
-        "probe": f"spkv-nas probe --model 'my model' --data {text} --block-size 64 --workspace 'a place'",
+        "probe": f"spkv-nas probe --model 'my model' --data {text} --context 64 --workspace 'a place'",
         "init": f"spkv-nas init 'my model' {text} --workspace 'a place'",
     }
     lines = walk(capsys, starts[start])
@@ -106,7 +106,7 @@ class TestProbe:
     @pytest.fixture
     def subject(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
         save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("mine"))
-        return ["--model", "mine", "--data", "my project/text", "--block-size", "64"]
+        return ["--model", "mine", "--data", "my project/text", "--context", "64"]
 
     def test_head_gates_are_the_default_without_gates(
         self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
@@ -117,7 +117,7 @@ class TestProbe:
         assert table.metadata["options"] == {
             "model": str(folder / "mine"),
             "data": [str(folder / "my project/text")],
-            "block_size": 64,
+            "context": "64",
             "signal": "head-gates",
             "steps": 2,
             "budget": "25%",
@@ -164,7 +164,7 @@ class TestProbe:
         main(["probe", *subject, "--signal", "density", "--steps", "2", "--ablation-tokens", "0"])
         suggested = _suggested(capsys, "propose", "--probe", "mine", "--budget", "3")
         assert suggested[0] == (
-            "spkv-nas probe --model mine --data 'my project/text' --block-size 64 --signal head-gates --budget 3"
+            "spkv-nas probe --model mine --data 'my project/text' --context 64 --signal head-gates --budget 3"
         )
         main([*shlex.split(suggested[0])[1:], "--steps", "2"])
         capsys.readouterr()

@@ -82,7 +82,7 @@ def test_the_whole_path(
     main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *options])
     checkpoint = next((workspace / "runs" / "tiny" / "branches").glob("sp-kv-*")) / "final"
     text = recipe_file.parent / "text" / "code"
-    main(["probe", "--model", str(checkpoint), "--data", str(text), "--name", "mine", "--block-size", "32", *options])
+    main(["probe", "--model", str(checkpoint), "--data", str(text), "--name", "mine", "--context", "32", *options])
     assert (workspace / "probes" / "mine" / "density.csv").is_file()
 
 

@@ -259,7 +259,7 @@ class TestBeforeAnyPass:
                 call()
 
     def test_probe_and_learning(self, model: Any, blocks: TokenBlocks) -> None:
-        for options in ({"memory": "much"}, {"memory": 0}, {"context": 0}):
+        for options in ({"memory": "much"}, {"memory": 0}):
             with pytest.raises(UserError, match=f"^{next(iter(options))} "):
                 spkv_nas.probe(model, blocks, signal="head-gates", **options)  # type: ignore[arg-type]
         with pytest.raises(UserError, match=r"^learning_rate must be above 0; found -1"):

@@ -138,7 +138,7 @@ class TestText:
         self, checkpoint: Path, text: Path, tmp_path: Path, output_of: OutputOf
     ) -> None:
         """A shell expands ``--data corpus/*.txt`` to them."""
-        evaluate = ("evaluate", "--model", checkpoint, "--block-size", "32", "-w", tmp_path / "w")
+        evaluate = ("evaluate", "--model", checkpoint, "--context", "32", "-w", tmp_path / "w")
         shown = output_of(*evaluate, "--data", *sorted(text.glob("*.txt")), "--name", "several")
         measured = [part.split(";")[0] for part in re.findall(r"NLL \d.*", shown)]
         again = output_of(*evaluate, "--data", text, "--name", "folder")
@@ -163,7 +163,7 @@ class TestText:
         left_out = LeftOut()
         assert len(list(documents([str(tmp_path / "short.jsonl")], Path(), left_out=left_out))) == 179
         assert left_out == LeftOut(empty=2, repeated=121, read=302)
-        where = ("--data", tmp_path / "short.jsonl", "--block-size", "16", "-w", tmp_path / "w")
+        where = ("--data", tmp_path / "short.jsonl", "--context", "16", "-w", tmp_path / "w")
         for _ in range(2):  # also of blocks that are there already
             shown = output_of("evaluate", "--model", checkpoint, *where)
             assert "302 documents were read" in shown
@@ -175,7 +175,7 @@ class TestText:
     ) -> None:
         """The message names the fields, and where to name one: in the option and in a recipe."""
         (tmp_path / "rows.jsonl").write_text('{"content": "some text"}\n')
-        options = ("--model", checkpoint, "--data", tmp_path / "rows.jsonl", "--block-size", "16")
+        options = ("--model", checkpoint, "--data", tmp_path / "rows.jsonl", "--context", "16")
         message = fails(capsys, "evaluate", *options)
         assert "its fields: content" in message
         assert "--data PATH:column=FIELD" in message
@@ -193,7 +193,7 @@ class TestErrors:
             checkpoint,
             "--data",
             text,
-            "--block-size",
+            "--context",
             "32",
             "-w",
             tmp_path / "w",

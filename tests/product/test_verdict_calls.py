@@ -39,7 +39,7 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def blocks(folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> TokenBlocks:
     texts = [file.read_text() for file in sorted((folder / "text").iterdir())]
     separator = spkv_nas.measure_separator(*spkv_nas.load("dense"), texts, 32).best
-    return spkv_nas.build_blocks(texts, tiny_tokenizer, block_size=32, separator=separator)
+    return spkv_nas.build_blocks(texts, tiny_tokenizer, block_size=32, separator=separator, documents="separate")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_critical_budget_has_the_numbers_of_the_command(blocks: TokenBlocks, s
     model, _ = spkv_nas.load("dense")
     result = spkv_nas.critical_budget(model, scores, blocks, "1..8", window=4, margin="nll=1%")
     scores.write(Path("probes/mine"))
-    options = {"model": "dense", "data": ["text"], "block_size": 32, "margin": "nll=1%"}
+    options = {"model": "dense", "data": ["text"], "context": "32", "margin": "nll=1%"}
     spkv_nas.cli.main(["propose", "--probe", "mine", "--budget", "1..8", "--window", "4"])
     files = sorted(map(str, Path("layouts/p/budgets").glob("*.yaml")))
     command = critical_budget.run(CriticalBudgetOptions(budgets=files, probe="mine", **options)).value  # type: ignore[arg-type]

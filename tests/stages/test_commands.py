@@ -37,7 +37,7 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         "options",
         [
-            ProbeOptions(model=HOSTILE, data=["-x", HOSTILE], block_size=64, name="mine", budget="25%", tau=0.1 + 0.2),
+            ProbeOptions(model=HOSTILE, data=["-x", HOSTILE], context="64", name="mine", budget="25%", tau=0.1 + 0.2),
             ProbeOptions(recipe=Path("-recipe.yaml"), signal="head-gates", workspace=Path(HOSTILE)),
             ProposeOptions(budget="3", probe="mine", tau="match-budget", constraint=["uniform", "min-per-layer=1"]),
             InitOptions(model="organisation/model@main", data=["text", "stdlib"], out=Path("mine.yaml"), steps=3),

@@ -75,7 +75,7 @@ def folder(tmp_path: Path, measured: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def run(reporter: Reporter = SILENT, **options: Any) -> BudgetResult:
     chosen = {"budgets": ["1..8"], "probe": "mine", "model": "dense", "data": ["text"], "margin": "nll=10%"}
-    return critical_budget.run(CriticalBudgetOptions(**{"block_size": TOKENS} | chosen | options), reporter).value
+    return critical_budget.run(CriticalBudgetOptions(**{"context": str(TOKENS)} | chosen | options), reporter).value
 
 
 class TestAnswer:
@@ -186,7 +186,7 @@ class TestResuming:
 class TestChoice:
     def test_documents_of_the_probe_do_not_judge(self, folder: Path) -> None:
         table = probe(
-            ProbeOptions(model="dense", data=["text"], block_size=TOKENS, signal="attention-mass", name="chosen")
+            ProbeOptions(model="dense", data=["text"], context=str(TOKENS), signal="attention-mass", name="chosen")
         )
         with pytest.raises(UserError, match=r"all 200 documents .* select a layout \(probe chosen\)"):
             run(probe=table.name)
@@ -196,10 +196,10 @@ class TestChoice:
 
 
 class TestCommand:
-    TEXT = ("--against", "dense", "--data", "text", "--block-size", str(TOKENS), "--margin", "nll=10%")
+    TEXT = ("--against", "dense", "--data", "text", "--context", str(TOKENS), "--margin", "nll=10%")
 
     def test_sentences_exit_codes_and_document(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        main(["critical-budget", "1..8", "--probe", "mine", *self.TEXT, "--context", "1k"])
+        main(["critical-budget", "1..8", "--probe", "mine", *self.TEXT])
         shown = " ".join(capsys.readouterr().out.split())
         assert "6 of 8 KV heads pass: the loss is below 10 % (nll); 4 are too few; 5 is open" in shown
         assert "for all 8 budgets together, of which" in shown
@@ -213,15 +213,15 @@ class TestCommand:
         assert undecided.value.code == 3
 
     def test_memory(self, folder: Path) -> None:
-        keys = run(context="1k").memory
+        keys = run(context="64").memory
         assert keys is not None
-        head = 2 * 8 * 4 * 1024  # bytes of keys and values, head dimension 8, float32
+        head = 2 * 8 * 4 * 64  # bytes of keys and values, head dimension 8, float32
         assert keys.full == NUM_HEADS * head
-        assert keys.used == 6 * head + 2 * head * 4 // 1024
-        assert keys.sentence.startswith("384.50 KiB of keys and values at 1,024 tokens x 1, head dimension 8, float32")
-        served = run(context="1k", engine="vllm").memory
+        assert keys.used == 6 * head + 2 * head * 4 // 64
+        assert keys.sentence.startswith("24.50 KiB of keys and values at 64 tokens x 1, head dimension 8, float32")
+        served = run(context="64", engine="vllm").memory
         assert served is not None
-        assert "in vLLM 0.32 at 1,024 tokens x 1" in served.sentence
+        assert "in vLLM 0.32 at 64 tokens x 1" in served.sentence
         assert "7 global heads take no more memory there than 6" in served.sentence
         assert served.used != keys.used
 
@@ -238,7 +238,7 @@ class TestCommand:
         ],
     )
     def test_mistakes(self, folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
-        text = ["--against", "dense", "--data", "text", "--block-size", str(TOKENS)]
+        text = ["--against", "dense", "--data", "text", "--context", str(TOKENS)]
         Layout(("GG",) * 4, window=4).write("dense.yaml")
         assert message in fails(capsys, "critical-budget", *arguments.split(), *text)
 
@@ -262,7 +262,7 @@ class TestAuto:
             Path(name).symlink_to(written / name)
         return tmp_path
 
-    COMMAND = ("auto", "dense", "text", "--out", "hybrid", "--block-size", "96", "--margin", "nll=30%")
+    COMMAND = ("auto", "dense", "text", "--out", "hybrid", "--context", "96", "--margin", "nll=30%")
 
     def test_finds_the_smallest_memory_and_writes_the_hybrid(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -295,6 +295,18 @@ class TestAuto:
         assert probed < chosen_on
         assert record["left_out"]["documents"] == len(chosen_on)
 
+    def test_memory_in_bytes_is_that_of_a_batch(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        whole = 4 * NUM_HEADS * 2 * 8 * 4 * 96  # bytes of 4 sequences of 96 tokens, head dimension 8, float32
+        main([*self.COMMAND, "--batch", "4", "--memory", f"{whole * 6 // 10}"])
+        rows, _ = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail("no table")
+        assert rows["memory"].unique().tolist() == [59.99]
+        assert 0.5 * whole < rows["kv_bytes"].max() <= 0.6 * whole
+        assert "96 tokens x 4" in " ".join(capsys.readouterr().out.split())
+        # Refused before anything is measured
+        told = fails(capsys, *self.COMMAND, "--batch", "4", "--memory", str(whole), "--workspace", "other")
+        assert "holds the whole KV cache of full attention, 192.00 KiB" in told
+        assert not Path("other/probes").exists()
+
     @pytest.mark.slow
     def test_an_interrupted_run_resumes_to_the_same_files(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         main([*self.COMMAND])
@@ -316,7 +328,7 @@ class TestAuto:
         """After a run of another margin, one sentence of the page had numbers of three candidates of two runs."""
         printed = {}
         for margin in ("30", "60"):
-            main([*self.COMMAND[:3], "--out", f"hybrid-{margin}", "--block-size", "96", "--margin", f"nll={margin}%"])
+            main([*self.COMMAND[:3], "--out", f"hybrid-{margin}", "--context", "96", "--margin", f"nll={margin}%"])
             printed[margin] = capsys.readouterr().out
         # The first result and its layout are there under the hash of its inputs
         reports, layouts = Path("reports/dense-window-costs"), Path("layouts/dense-window-costs")
@@ -361,7 +373,7 @@ class TestAuto:
     def test_the_same_run_again_replaces_itself(self, folder: Path) -> None:
         """The second run left out the documents that the layout of the first was selected on, and took others."""
         for out in ("first", "second"):
-            main([*self.COMMAND[:3], "--out", out, "--block-size", "96", "--margin", "nll=60%"])
+            main([*self.COMMAND[:3], "--out", out, "--context", "96", "--margin", "nll=60%"])
         assert not list(Path("reports/dense-window-costs").glob("critical-budget-*"))
         assert not Path("layouts/dense-window-costs/earlier").exists()
 
@@ -474,7 +486,7 @@ class TestAuto:
         _, record = VERDICT.read(Path("reports/dense-window-costs")) or pytest.fail("no table")
         assert record["risk"] == 0.025
         assert record["left_out"]["documents"] == len(file.read_text().split())
-        options = {"model": "dense", "data": ["text"], "block_size": 96, "name": "later"}
+        options = {"model": "dense", "data": ["text"], "context": "96", "name": "later"}
         later = verdict.run(VerdictOptions(candidates=["hybrid"], **options)).value
         assert later.compared.num_left_out == record["left_out"]["documents"]
         assert "training" in later.compared.selected.by

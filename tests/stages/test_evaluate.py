@@ -17,6 +17,7 @@ from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import build_blocks
+from spkv_nas.data.config import SEPARATE
 from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import paired_difference
@@ -52,7 +53,7 @@ def checkpoints(workspace: Path) -> tuple[Path, Path]:
 
 
 def evaluate(workspace: Path, text: Path, model: Path, *extra: object) -> None:
-    options = ["--model", model, "--data", text, "--block-size", BLOCK, "--workspace", workspace, *extra]
+    options = ["--model", model, "--data", text, "--context", BLOCK, "--workspace", workspace, *extra]
     main(["evaluate", *map(str, options)])
 
 
@@ -62,7 +63,7 @@ class TestPair:
     ) -> None:
         hybrid, dense = checkpoints(workspace)
         evaluate(workspace, text, hybrid, "--against", dense)
-        blocks = build_blocks(documents([str(text)], Path()), load(dense)[1], BLOCK)
+        blocks = build_blocks(documents([str(text)], Path()), load(dense)[1], BLOCK, documents=SEPARATE)
         nll, baseline = (document_nll(load(folder)[0], blocks) for folder in (hybrid, dense))
         expected = paired_difference(nll, baseline)
         assert expected.standard_error > 0
@@ -145,7 +146,7 @@ class TestName:
             hybrid,
             "--data",
             text,
-            "--block-size",
+            "--context",
             BLOCK,
             "--taus",
             "0.3,0.6",

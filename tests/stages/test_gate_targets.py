@@ -69,7 +69,7 @@ class TestCommands:
         model = tiny_model(vocab_size=300)
         attach_gates(model, GateConfig(window=8, hidden_size=16, target_density=0.286, bias=4.0))
         save(model, tiny_tokenizer, tmp_path / "mine")
-        options = ["--model", tmp_path / "mine", "--data", text, "--block-size", 32, "--workspace", tmp_path / "w"]
+        options = ["--model", tmp_path / "mine", "--data", text, "--context", 32, "--workspace", tmp_path / "w"]
         return [*map(str, options)]
 
     @pytest.mark.slow

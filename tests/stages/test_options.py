@@ -79,6 +79,7 @@ def test_a_name_means_one_thing() -> None:
     allowed |= {"recipe": 2, "file": 2, "data": 2, "out": 2}  # by place or by name; a folder
     allowed |= {"memory": 2}  # one limit; a range of shares
     allowed |= {"retrain": 2}  # how many layouts; for how long
+    allowed |= {"context": 2}  # of text, or of a cache alone
     allowed |= {"model": 3}  # by place or by name; the one to compare with, by --against
     flags_of: dict[str, set[int]] = {}
     for one in CLASSES:
@@ -90,7 +91,13 @@ def test_a_name_means_one_thing() -> None:
 def test_command_line_and_stages_have_equal_options() -> None:
     option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
-    mixins |= {options.SubjectOptions, options.LayerOptions, options.EngineOptions, DecisionOptions}
+    mixins |= {
+        options.SubjectOptions,
+        options.DocumentOptions,
+        options.LayerOptions,
+        options.EngineOptions,
+        DecisionOptions,
+    }
     mixins |= {options.Measures, options.ChoosesProbe, options.RetrainsLayouts, options.CheckpointOptions}
     nested = {ShowLayoutsOptions, DiffOptions, ConvertOptions}
     assert option_classes | nested == set(CLASSES) - mixins
@@ -200,7 +207,7 @@ def test_help_states_the_defaults_of_functions() -> None:
         (InitOptions, "steps"): [str(draft["steps"])],
         (PlanOptions, "steps"): [default_of(learn_gates, "steps"), str(draft["steps"])],
         (PlanOptions, "block_size"): [f"{defaults.CONTEXT:,}"],
-        (options.SubjectOptions, "block_size"): [f"{defaults.CONTEXT:,}"],
+        (options.SubjectOptions, "context"): [f"{defaults.CONTEXT:,}"],
         (PalindromeOptions, "steps"): [str(palindrome.steps)],
         (PalindromeOptions, "batch_size"): [str(palindrome.batch_size)],
     }

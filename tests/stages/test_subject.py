@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers import Recorder, fails, gated, make_table, tiny_model
-from transformers import PreTrainedTokenizerBase
+from helpers import MessageLog, Recorder, fails, gated, make_table, tiny_model
+from model.test_cache_families import FAMILIES as CACHE_FAMILIES
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
+from spkv_nas.data.tokenizer import SeparateDocuments
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.lookup import chosen_table
 from spkv_nas.stages.options import SubjectOptions
@@ -22,7 +25,7 @@ from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.probe import probe
 from spkv_nas.stages.sized_model import model_name
-from spkv_nas.stages.subject import Subject
+from spkv_nas.stages.subject import Measured, Subject
 
 
 @pytest.fixture
@@ -39,14 +42,44 @@ def test_a_model_in_this_folder_has_the_folder_name(
     """``--model .`` is named after the current folder."""
     monkeypatch.chdir(checkpoint)
     workspace = tmp_path / "workspace"
-    main(["probe", "--model", ".", "--data", str(text), "--block-size", "32", "--workspace", str(workspace)])
+    main(["probe", "--model", ".", "--data", str(text), "--context", "32", "--workspace", str(workspace)])
     assert [path.name for path in (workspace / "probes").iterdir()] == ["checkpoint"]
     assert (workspace / "probes" / "checkpoint" / "density.csv").is_file()
 
 
+class TestDocuments:
+    """A user's documents are read alone, unless the model cannot keep them apart or packed ones are asked for."""
+
+    def load(
+        self, model: PreTrainedModel, folder: Path, text: Path, tokenizer: PreTrainedTokenizerBase, **more: Any
+    ) -> tuple[Measured, list[str]]:
+        if not (folder / "model").exists():
+            save(model, tokenizer, folder / "model")
+        options = ScoreOptions(model=str(folder / "model"), data=[str(text)], workspace=folder / "w", **more)
+        told = MessageLog()
+        return Subject.of(options, "embedded:dense", "score on").load(told.reporter), told.announced + told.cautioned
+
+    def test_alone_by_default(self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        model = tiny_model(vocab_size=len(tiny_tokenizer))
+        measured, told = self.load(model, tmp_path, text, tiny_tokenizer, context="64")
+        assert isinstance(measured.blocks.boundaries, SeparateDocuments)
+        assert measured.separator.documents == "separate"
+        assert any("or more of their own document before them" in line for line in told)
+        joined, _ = self.load(model, tmp_path, text, tiny_tokenizer, context="64", documents="joined")
+        assert not isinstance(joined.blocks.boundaries, SeparateDocuments)
+
+    def test_joined_where_states_cross(
+        self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        model = tiny_model("lfm2", **CACHE_FAMILIES["lfm2"], vocab_size=len(tiny_tokenizer))
+        measured, told = self.load(model, tmp_path, text, tiny_tokenizer, context="64")
+        assert measured.separator.documents == "joined"
+        assert any("cannot keep them apart" in line for line in told)
+
+
 @pytest.mark.slow
 def test_an_embedded_model_on_other_text_gets_another_name(text: Path, tmp_path: Path) -> None:
-    probe(ProbeOptions(model="embedded:reference", data=[str(text)], block_size=64, workspace=tmp_path / "w"))
+    probe(ProbeOptions(model="embedded:reference", data=[str(text)], context="64", workspace=tmp_path / "w"))
     assert [path.name for path in (tmp_path / "w" / "probes").iterdir()] == ["embedded-reference"]
 
 

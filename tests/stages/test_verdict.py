@@ -52,13 +52,13 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch:
 
 
 def run(*candidates: str, **options: Any) -> VerdictResult:
-    options = {"model": "dense", "data": ["text"], "block_size": 32} | options
+    options = {"model": "dense", "data": ["text"], "context": "32"} | options
     return verdict(VerdictOptions(candidates=[*candidates], **options)).value
 
 
 class TestAnswers:
     def test_full_attention_passes_at_the_smallest_margin(self, folder: Path) -> None:
-        result = run("full.yaml", margin="nll=0.001%")
+        result = run("full.yaml", margin="nll=0.001%", context="64")  # of which every document fits into one
         assert result.answers == {"full": "passes"}
         assert result.answer == "passes"
         (row,) = result.rows.to_dict("records")
@@ -119,7 +119,7 @@ class TestAnswers:
 
 class TestCommand:
     def test_exit_codes_and_document(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        text = ["--against", "dense", "--data", "text", "--block-size", "32"]
+        text = ["--against", "dense", "--data", "text", "--context", "32"]
         with pytest.raises(SystemExit) as failed:
             main(["verdict", "worse", *text, "--json"])
         assert failed.value.code == 1
@@ -196,7 +196,7 @@ class TestChoice:
 
     def chosen(self, data: str, file: str = "chosen.yaml", row: str = "GL", **options: Any) -> str:
         """Write a layout that was selected by a probe on a text, and return its file."""
-        options = {"block_size": 32, "signal": "attention-mass", "name": "mine", **options}
+        options = {"context": "32", "signal": "attention-mass", "name": "mine", **options}
         table = probe(ProbeOptions(model="dense", data=[data], **options))
         layout = Layout((row,) * 4, window=4, strategy="chosen")
         replace(layout, provenance=provenance(table, layout, 1)).write(file)
@@ -227,7 +227,7 @@ class TestChoice:
             ("text", "60 of these documents were used to select a layout (probe mine)"),
             ("other", None),
         ):
-            main(["score", layout, "--model", "dense", "--data", data, "--block-size", "32"])
+            main(["score", layout, "--model", "dense", "--data", data, "--context", "32"])
             printed = " ".join(capsys.readouterr().out.split())
             assert "used to select" not in printed if sentence is None else sentence in printed
 
@@ -256,20 +256,20 @@ class TestChoice:
         save(model, tiny_tokenizer, folder / "hybrid")
         with pytest.raises(UserError, match=r"all 60 documents .* select a layout \(probe mine\)"):
             run("hybrid")
-        main(["evaluate", "nll", "--model", "hybrid", "--against", "dense", "--data", "text", "--block-size", "32"])
+        main(["evaluate", "nll", "--model", "hybrid", "--against", "dense", "--data", "text", "--context", "32"])
         shown = " ".join(capsys.readouterr().out.split())
         assert "60 of these documents were used to select a layout (probe mine)" in shown
         assert "reports/mine/evaluation.csv" in shown  # under the name of the layout's probe
 
     def test_the_text_of_score_is_refused(self, folder: Path) -> None:
-        main(["score", "mixed.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])
+        main(["score", "mixed.yaml", "--model", "dense", "--data", "text", "--context", "32"])
         with pytest.raises(UserError, match=r"select a layout \(score dense among 1 layout scored on 60 documents\)"):
             run("mixed.yaml")
 
     def test_the_sentence_says_among_how_many_layouts_it_was_chosen(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        main(["score", "mixed.yaml", "full.yaml", "--model", "dense", "--data", "text", "--block-size", "32"])
+        main(["score", "mixed.yaml", "full.yaml", "--model", "dense", "--data", "text", "--context", "32"])
         sentence = document(run("mixed.yaml", data=["other", "text"]))["sentences"][-1]
         assert (
             "selected by score dense among 2 layouts scored on 60 documents: 60 documents of this text excluded"

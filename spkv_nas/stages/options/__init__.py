@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spkv_nas.artifacts import defaults
-from spkv_nas.base import assets, flag
+from spkv_nas.base import assets, errors, flag, limits, units
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages import flags
 
 DEFAULT_PROBE = assets.EMBEDDED.name  # name of the embedded reference's probe
 REFERENCE, DENSE = f"{assets.EMBEDDED_PREFIX}reference", f"{assets.EMBEDDED_PREFIX}dense"
 ONLY_PROBE, EMBEDDED_RECIPE = "the only one in the workspace", "the embedded models' recipe"
+# Defaults of the text that a model is measured on
+TEXT_CONTEXT = f"the model's, up to {defaults.CONTEXT:,}, or less where the text has no documents as long"
+SEPARATELY = "separate, where the model can keep them apart; of a recipe, as it says"
 LONGEST, CHECKPOINT_TAU = "128k, or the model's maximum if shorter", "the checkpoint's"
 
 
@@ -104,7 +107,24 @@ class SubjectOptions(Measures):
     data: flags.Data = None
     max_tokens: flags.OptionalMaxTokens = flag.default(None, "all")
     name: flags.Name = None
-    block_size: flags.BlockSize = flag.default(None, f"the model's context, up to {defaults.CONTEXT:,}")
+    context: flags.TextContext = flag.default(None, TEXT_CONTEXT)
+
+    @property
+    def block_size(self) -> int | None:
+        """Return the context in tokens; None if it is left to the model and the text. Raises ``UserError``."""
+        if self.context is None:
+            return None
+        tokens = units.parse_context(self.context)
+        if not 2 <= tokens <= limits.MAX_BLOCK_SIZE:
+            raise errors.UserError(f"--context {self.context}: give from 2 to {limits.MAX_BLOCK_SIZE:,} tokens")
+        return tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentOptions(SubjectOptions):
+    """Options of a command that measures a model on documents, by default each alone."""
+
+    documents: flags.Documents = flag.default(None, SEPARATELY)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from spkv_nas.artifacts import defaults
 from spkv_nas.base import errors, units
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.replace import check_new
@@ -12,7 +11,7 @@ from spkv_nas.engines.registry import ENGINES
 from spkv_nas.evaluation.verdict.criteria import parse_risk
 from spkv_nas.proposal.budget import MEMORIES, MEMORY, parse_memories
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import Trains, critical_budget
+from spkv_nas.stages.options import SEPARATELY, TEXT_CONTEXT, Trains, critical_budget
 from spkv_nas.stages.options.export import ExportOptions, ForEngine, Out
 from spkv_nas.stages.options.init import Minutes, ModelArgument, Texts
 from spkv_nas.stages.options.probe import ProbeOptions
@@ -56,13 +55,15 @@ class AutoOptions(Trains):
     retrain: Retrain = default(None, "no retraining")
     engine: ForEngine = default(None, "none")
     max_tokens: flags.OptionalMaxTokens = default(None, f"{HELD_OUT_TOKENS:,}", note="Of text not used for selection.")
-    block_size: flags.BlockSize = default(None, f"the model's context, up to {defaults.CONTEXT:,}")
+    context: flags.TextContext = default(None, TEXT_CONTEXT)
+    documents: flags.Documents = default(None, SEPARATELY)
+    batch: flags.Batch = 1
     minutes: Minutes = default(None, note="Then no further budget is tried; costs of windows are measured in any case.")
 
     @property
     def measured(self) -> dict[str, Any]:
         """Return the options that name the model, its text and its device."""
-        names = ("model", "data", "block_size", "workspace", "device")
+        names = ("model", "data", "context", "documents", "workspace", "device")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -73,7 +74,9 @@ class AutoOptions(Trains):
     def search(self, probe: str | None) -> critical_budget.CriticalBudgetOptions:
         """Return the options that find the smallest memory by the costs of a probe."""
         budget = self.budget or (MEMORY if self.memory is None else f"{MEMORY}={self.memory}")
-        return critical_budget.CriticalBudgetOptions(budgets=[budget], probe=probe, **self._decision(probe))
+        return critical_budget.CriticalBudgetOptions(
+            budgets=[budget], probe=probe, batch=self.batch, **self._decision(probe)
+        )
 
     def verdict(self, probe: str, checkpoints: list[str]) -> VerdictOptions:
         """Return the options that decide whether retrained hybrids pass, on half of twice as much text."""

@@ -36,7 +36,7 @@ class CriticalBudgetOptions(EngineOptions, verdict.DecisionOptions, ChoosesProbe
     ]
     probe: flags.OptionalProbe = flag.default(None, f"{ONLY_PROBE}, or that of the layouts")
     granularity: flags.Granularity = flag.default("head", note="Applies to a range of budgets.")
-    context: flags.OptionalContext = flag.default(None, "the length of the blocks of text")
+    batch: flags.Batch = 1
 
 
 def check(options: CriticalBudgetOptions) -> None:

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 
 from spkv_nas.artifacts import defaults, kinds
-from spkv_nas.base import errors, flag, units
+from spkv_nas.base import errors, flag
 from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS, Signal, parse_sinks
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import REFERENCE, SubjectOptions, Trains
+from spkv_nas.stages.options import REFERENCE, DocumentOptions, Trains
 
 _SCORING = ", ".join(signal.name for signal in SIGNALS if signal.computes_logits)
 
 
 @dataclass(frozen=True, kw_only=True)
 @flags.with_options_of(SIGNALS, "probe")
-class ProbeOptions(SubjectOptions, Trains):
+class ProbeOptions(DocumentOptions, Trains):
     """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
 
     Without arguments, measures the embedded reference on held-out standard library text. With --model and --data,
@@ -35,11 +35,9 @@ class ProbeOptions(SubjectOptions, Trains):
     sinks: flags.SinksOrAuto = flag.default(None, "auto")
     memory: flags.Memory = flag.default(
         None,
-        note="Replaces --budget, and chooses the window with the heads. Counted for the length of the blocks of text, "
-        "or as in 20%:context=32k.",
+        note="Replaces --budget, and chooses the window with the heads. Counted for sequences of --context tokens.",
     )
     separator: flags.Separator = flag.default(None, "measured on the model")
-    documents: flags.Documents = flag.default(None, "joined, or the recipe's")
     # Options of signals that the stage reads too
     tau: float | None = None
     ablation_tokens: int | None = None
@@ -58,7 +56,7 @@ def check(options: ProbeOptions) -> None:
         chosen_signal(options)
     check_tau(options.tau)
     parse_sinks(options.sinks)
-    memory_limit(options)
+    check_memory(options)
     # Check the model and its text, or the recipe
     if options.recipe is None:
         subject.Subject.of(options, REFERENCE, "probe on").check()
@@ -68,21 +66,19 @@ def check(options: ProbeOptions) -> None:
         checks.check_recipe(options.recipe)
 
 
-def memory_limit(options: ProbeOptions) -> tuple[str | None, int | None]:
-    """Return the limit of memory and its context, if given. Raises ``UserError`` if other options exclude the limit."""
+def check_memory(options: ProbeOptions) -> None:
+    """Check the limit of memory, if it is given. Raises ``UserError`` if other options exclude it."""
     from spkv_nas.cost.cache_cost import parse_memory
 
     if options.memory is None:
-        return None, None
-    memory, setting, context = options.memory.partition(":context=")
-    parse_memory(memory)
+        return
+    parse_memory(options.memory)
     if options.budget is not None:
         raise errors.UserError("give --memory or --budget, not both: the memory says how many heads are global")
     if options.signal is not None and SIGNALS[options.signal].needs_gates:
         raise errors.UserError(f"signal {options.signal} has the window of its gates: give --memory to propose instead")
     if options.granularity == kinds.LAYER:
         raise errors.UserError("--memory counts single heads: leave out --memory, or --granularity layer")
-    return memory, units.parse_context(context) if setting else None
 
 
 def chosen_signal(options: ProbeOptions) -> Signal:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from spkv_nas.artifacts import defaults
 from spkv_nas.base.flag import default
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import DENSE, SubjectOptions
+from spkv_nas.stages.options import DENSE, DocumentOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreOptions(SubjectOptions):
+class ScoreOptions(DocumentOptions):
     """Score layouts without training, by a checkpoint's NLL with each of them. Writes reports/NAME/zero-shot.csv.
 
     The checkpoint may be dense or SP-KV. With --probe, the table includes the layouts' coverage. Finished scores are

@@ -9,7 +9,7 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.evaluation.verdict.criteria import Margins, criteria_help, options_help, parse_margins, parse_risk
 from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import DENSE, SubjectOptions
+from spkv_nas.stages.options import DENSE, DocumentOptions
 
 Margin = Annotated[
     str,
@@ -23,7 +23,7 @@ Risk = Annotated[str, Flag("Largest probability of a wrong pass, and of a wrong 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecisionOptions(SubjectOptions):
+class DecisionOptions(DocumentOptions):
     """Options of the commands that compare candidates with a dense model until the answer is known."""
 
     model: Annotated[

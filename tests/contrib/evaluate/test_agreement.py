@@ -269,7 +269,7 @@ class TestCommand:
         (tmp_path / "text").mkdir()
         for number in range(4):
             (tmp_path / "text" / f"{number}.txt").write_text(f"the quick brown fox {number} jumps over " * 12)
-        options = ["--data", tmp_path / "text", "--block-size", 32, "--workspace", tmp_path / "w"]
+        options = ["--data", tmp_path / "text", "--context", 32, "--workspace", tmp_path / "w"]
         return ["evaluate", "agreement", "--model", str(tmp_path / "hybrid"), *map(str, options)]
 
     def test_table_and_reuse(

@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 from data.test_separate_documents import TEXTS, alone
+from family_cases import SHARED, SLOW
 from helpers import BLOCK, equal_up_to_rounding, fails, gated, logits, sharpen_attention, tiny_model
-from model.test_cache_families import SHARED, SLOW
 from model.test_unequal_heads import SLOW as UNEQUAL_SLOW
 from model.test_unequal_heads import UNEQUAL
 from paths import TESTS
@@ -325,7 +325,7 @@ class TestCommand:
     def test_all_methods(
         self, dense: Path, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        options = ["--model", dense, "--data", text, "--block-size", 128, "--sinks", "0,2"]
+        options = ["--model", dense, "--data", text, "--context", 128, "--sinks", "0,2"]
         options += ["--against", checkpoint, "--taus", "0.6,0.7", "--density", "30%,0.2", "-w", tmp_path / "w"]
         main(["evaluate", "baselines", *map(str, options)])
         folder = tmp_path / "w" / "reports" / "dense"
@@ -345,7 +345,7 @@ class TestCommand:
 
     def test_a_single_method(self, dense: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A method without thresholds is printed."""
-        options = ["--model", dense, "--data", text, "--block-size", BLOCK, "--methods", "streaming", "--sinks", "0,2"]
+        options = ["--model", dense, "--data", text, "--context", BLOCK, "--methods", "streaming", "--sinks", "0,2"]
         main(["evaluate", "baselines", *map(str, options), "--protocol", "kvpress", "-w", str(tmp_path / "w")])
         assert "│ streaming │ 2 " in " ".join(capsys.readouterr().out.replace("│", " │ ").split())
         rows = pd.read_csv(tmp_path / "w" / "reports" / "dense" / "baselines.csv")
@@ -364,7 +364,7 @@ class TestCommand:
     def test_bad_input(
         self, options: str, message: str, dense: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        arguments = ["--model", dense, "--data", text, "--block-size", str(BLOCK), "--methods", "streaming"]
+        arguments = ["--model", dense, "--data", text, "--context", str(BLOCK), "--methods", "streaming"]
         assert message in fails(capsys, "evaluate", "baselines", *arguments, *options.split(), "-w", tmp_path / "w")
         assert not list(tmp_path.rglob("*.csv"))
 
@@ -381,5 +381,5 @@ class TestCommand:
             (dense, ["--against", dense], "has no gates"),
             (dense, ["--against", checkpoint, "--window", "8"], "differs from the window of --against, 6"),
         ):
-            command = ["evaluate", "baselines", "--model", model, "--data", text, "--block-size", "24", *options]
+            command = ["evaluate", "baselines", "--model", model, "--data", text, "--context", "24", *options]
             assert problem in fails(capsys, *command, "--methods", "streaming", "-w", tmp_path / "w")

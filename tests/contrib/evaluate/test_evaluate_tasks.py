@@ -222,7 +222,7 @@ class TestCommand:
         [
             (["stdlib_completion"], "similar names: stdlib_completions"),
             (["choices", "--include", "gone"], "folder of tasks not found: gone"),
-            (["choices", "--block-size", "64"], "No such option: --block-size"),
+            (["choices", "--context", "64"], "No such option: --context"),
             (["choices", "--samples", "3"], "No such option: --samples"),
             (["--limit", "5"], "Missing argument 'TASK'"),
             (["choices", "--tau", "2"], "--tau must lie in [0, 1]"),

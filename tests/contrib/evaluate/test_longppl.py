@@ -352,9 +352,9 @@ class TestCommand:
         [
             (["--tau", "2"], "--tau must lie in [0, 1]"),
             (["--short-context", "128"], "the short context (128 tokens) must be shorter than a text (128 tokens)"),
-            (["--short-context", "900", "--block-size", "1000"], "no document is longer than the short context"),
+            (["--short-context", "900", "--context", "1000"], "no document is longer than the short context"),
             (["--short-context", "90", "--max-tokens", "80"], "--max-tokens 80 must exceed the short context"),
-            (["--block-size", "100000"], "more than 16 times as long"),
+            (["--context", "100000"], "more than 16 times as long"),
             (["--samples", "5"], "No such option: --samples"),
         ],
         ids=" ".join,

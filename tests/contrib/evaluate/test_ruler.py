@@ -282,7 +282,7 @@ class TestCommand:
             (["--lengths", "512,x"], "'x'"),
             (["--lengths", "512", "--tasks", "vt,other"], "unknown RULER task 'other'"),
             (["--lengths", "512", "--tasks", "qa_2"], "give --qa FILE.json in HotpotQA format"),
-            (["--lengths", "512", "--block-size", "64"], "No such option: --block-size"),
+            (["--lengths", "512", "--context", "64"], "No such option: --context"),
             (["--lengths", "512", "--tau", "2"], "--tau must lie in [0, 1]"),
             (["--lengths", "100", "--tasks", "vt"], "vt needs at least"),
             (["--lengths", "512", "--qa", "gone.json"], "questions not found: gone.json"),

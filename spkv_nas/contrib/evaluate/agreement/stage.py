@@ -174,7 +174,7 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
         raise errors.UserError(f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
     model = samples.Checkpoint(subject.source, measured.model, measured.tokenizer, options.tau)
     dense = samples.Checkpoint.load(options, options.dense, None, reporter)
-    micro_batch.check_positions(dense.model, length, "--block-size")
+    micro_batch.check_positions(dense.model, length, "--context")
     sizes = model_shape.vocabulary_size(model.model), model_shape.vocabulary_size(dense.model)
     if sizes[0] != sizes[1]:
         raise errors.UserError(

@@ -64,7 +64,7 @@ class Protocol:
         if self.window + self.sinks >= length:
             raise UserError(
                 f"texts of {length} tokens have no keys to prune beyond a window of {self.window} keys and "
-                f"{self.sinks} sinks\ngive a smaller --window, or a larger --block-size"
+                f"{self.sinks} sinks\ngive a smaller --window, or a larger --context"
             )
 
     def chunks(self, length: int) -> Iterator[Chunk]:
@@ -199,7 +199,7 @@ class LayerReader:
             if length > native:
                 raise UserError(
                     f"texts of {length} tokens are longer than the model's own sliding window of {native} keys, which "
-                    "these rules do not apply\ngive a smaller --block-size"
+                    "these rules do not apply\ngive a smaller --context"
                 )
             out, until = self.reading.rule(part._replace(decided=decided[number].to(k.device) if decided else None))
             outputs.append(out)

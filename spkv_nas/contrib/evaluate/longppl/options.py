@@ -25,7 +25,7 @@ class LongPPLOptions(CheckpointOptions, SubjectOptions):
     are kept in runs/NAME/longppl/ and reused.
     """
 
-    block_size: flags.BlockSize = default(
+    context: flags.TextContext = default(
         None, f"the models' maximum, at most {MAX_LENGTH >> 10}k", note="Here the maximum per text."
     )
     evaluator: Evaluator = default(None, "--against, or the model")

@@ -69,7 +69,7 @@ class Criterion:
         if short >= length:
             raise errors.UserError(
                 f"the short context ({short} tokens) must be shorter than a text ({length} tokens)\n"
-                "use a smaller --short-context or a larger --block-size"
+                "use a smaller --short-context or a larger --context"
             )
         return cls(short, max(1, short // _PART), LONGPPL_ALPHA, LONGPPL_BETA)
 
@@ -228,7 +228,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Int, list[t
 def sequence_nll(model: PreTrainedModel, ids: Int, opening: tuple[int, ...]) -> Float:
     """Compute the finite NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``."""
     begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
-    model_shape.check_length(model, begun.shape[1], "give a smaller --block-size", warns=False)
+    model_shape.check_length(model, begun.shape[1], "give a smaller --context", warns=False)
     losses = (
         loss.token_nll(model, torch.from_numpy(begun).to(input_device(model))).cpu().double().numpy()[:, len(opening) :]
     )
@@ -256,7 +256,7 @@ class KeyTokenRounds(criterion.Rounds):
         if not parts:
             raise errors.UserError(
                 f"no document has more than the short context of {key.short} tokens in a block\n"
-                "use longer text, a larger --block-size, or a smaller short-context"
+                "use longer text, a larger --context, or a smaller short-context"
             )
         self._documents = [parts[document] for document in sorted(parts)]
         self.num_samples = len(self._documents)  # including those that turn out to have no key tokens

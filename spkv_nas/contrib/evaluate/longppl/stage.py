@@ -58,7 +58,7 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
         """Return (a checkpoint's readings of the texts, a row each; its origin); finished readings are reused."""
         checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
         model, tokenizer, origin = checkpoint.model, checkpoint.tokenizer, checkpoint.origin
-        micro_batch.check_positions(model, length, "--block-size")
+        micro_batch.check_positions(model, length, "--context")
         identity = checkpoint.identity(f"{origin['tau']} {_depends_on(tokenizer, texts, spans)}")
         # Read every text, with hard gates
         title = f"scoring with {sized_model.model_name(source)}"
@@ -92,7 +92,7 @@ def _keys(
     # Load the evaluator and the texts
     evaluator = samples.Checkpoint.load(options, source, None, reporter)
     model, tokenizer = evaluator.model, evaluator.tokenizer
-    micro_batch.check_positions(model, length, "--block-size")
+    micro_batch.check_positions(model, length, "--context")
     texts = _texts(options, tokenizer, length, criterion.short)
     reporter.detail(f"{len(texts)} texts of at most {length} tokens")
     identity = evaluator.identity(f"open {criterion} {_depends_on(tokenizer, texts)}")

@@ -144,7 +144,7 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
         raise errors.UserError(
             f"blocks of {length} tokens with {len(vocabulary)} distinct tokens cannot hold a needle of {needle_length} "
             f"tokens and its copy more than a window of {window} keys later\n"
-            "give a smaller --window, or a larger --block-size"
+            "give a smaller --window, or a larger --context"
         )
     depth = rng.integers(first, deepest + 1, size=blocks.num_blocks)
     tokens = [rng.choice(vocabulary, needle_length, replace=False) for _ in range(blocks.num_blocks)]

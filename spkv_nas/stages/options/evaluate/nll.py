@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from spkv_nas.base import errors, flag
 from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import CheckpointOptions, SubjectOptions
+from spkv_nas.stages.options import CheckpointOptions, DocumentOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class NLLOptions(CheckpointOptions, SubjectOptions):
+class NLLOptions(CheckpointOptions, DocumentOptions):
     """Measure a checkpoint's NLL on held-out text, optionally against another checkpoint.
 
     The checkpoint may be dense, a hybrid, or have gates. Without --data, the text is the held-out standard library text
