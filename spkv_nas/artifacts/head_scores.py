@@ -388,7 +388,7 @@ class HeadScores(grid.OnGrid):
         values = self.rows[column].to_numpy(np.float64)[order].reshape(-1, self.num_heads)
         return head_tables.on_grid(values, self.heads_per_layer)
 
-    @property
+    @cached_property
     def domain_shares(self) -> NDArray[np.float64]:
         """Return the domains' shares of the tokens, [P], in the order of ``domains``."""
         tokens = self._by_domain("num_tokens")[:, 0, 0]

@@ -99,6 +99,8 @@ class ProbeFile(schema.Section):
     budget: int | None = Field(default=None, ge=1)
     options: dict[str, Any] | None = None
     gains: dict[str, Any] | None = None
+    prediction_check: dict[str, Any] | None = None
+    head_gates: list[list[Annotated[float, Field(ge=0, le=1)]]] | None = None
     selection: str | None = None
     inputs: str | None = None
 

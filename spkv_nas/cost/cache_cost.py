@@ -64,7 +64,8 @@ class CacheCost:
 
     def layout_bytes(self, layout: Layout, layers: Sequence[int]) -> int:
         """Return the bytes of a layout, of which ``layers`` are those whose heads can be global."""
-        return self.of_heads(window for layer in layers for window in layout.head_windows[layer])
+        head_windows = layout.head_windows
+        return self.of_heads(window for layer in layers for window in head_windows[layer])
 
     def full(self, num_heads: int) -> int:
         """Return the bytes of full attention."""

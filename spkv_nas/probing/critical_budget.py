@@ -14,7 +14,7 @@ from spkv_nas.evaluation import separators
 from spkv_nas.evaluation.verdict import contenders, criteria
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
 from spkv_nas.evaluation.verdict.trial import trial_in_memory
-from spkv_nas.probing import measure, window_costs
+from spkv_nas.probing import measure
 from spkv_nas.probing.rivals import Rivals
 from spkv_nas.proposal import budget, propose, requirements, windows
 
@@ -132,7 +132,7 @@ def auto(
     Raises ``UserError``: the margin or a memory budget is invalid, or the text has too few documents.
     """
     blocks = texts if isinstance(texts, TokenBlocks) else separators.text_blocks(model, texts, tokenizer)
-    part = measure.half_of(blocks, window_costs.NUM_BLOCKS)
+    part = measure.half_of(blocks, measure.COST_BLOCKS)
     scores = measure.measure_signal("window-costs", model, part, progress=progress)
     budgets = budget.MEMORY if memory is None else f"{budget.MEMORY}={memory}"
     comparing: dict[str, Any] = {"margin": margin, "risk": risk, "tokenizer": tokenizer, "max_tokens": max_tokens}

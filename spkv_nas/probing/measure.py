@@ -9,6 +9,9 @@ a wider window leaves fewer of them. Which trade loses least depends on the mode
 ranked once, and layouts without training are compared on documents that the ranking has not seen
 (``evaluation.contest``). For each number of global heads only the widest window that fits is tried, because it loses
 least; where the signal measures costs of windows, layouts of several kinds are (``proposal.windows.rival_layouts``).
+
+Costs of windows are checked on documents that ranked no head, whether there is a limit of memory or not. Where they do
+not order random layouts by what these lose, head gates are learned, too (``probing.prediction_check``).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,20 +20,22 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts import kinds
+from spkv_nas.artifacts import defaults, kinds
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.local_layers import cache_facts, config_layers, native_windows
+from spkv_nas.artifacts.prediction_check import CHECK, HEAD_GATES
 from spkv_nas.base import device
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Progress, in_sequence
+from spkv_nas.base.progress import SILENT, Progress, in_sequence
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.held_out import hold_out
+from spkv_nas.data.held_out import HELD_OUT_TOKENS, hold_out
 from spkv_nas.evaluation import micro_batch, separators
-from spkv_nas.evaluation.contest import Entrant, passes_of_contest, run_contest
+from spkv_nas.evaluation.contest import Contest, Entrant, passes_of_contest, run_contest
 from spkv_nas.model import attention, config_section, model_shape, windows
+from spkv_nas.probing import prediction_check, window_costs
 from spkv_nas.probing.heads import check_window
-from spkv_nas.probing.signals import DENSITY, SIGNALS, Signal
+from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS, Signal
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.windows import (
     NARROWEST,
@@ -41,11 +46,17 @@ from spkv_nas.proposal.windows import (
     one_window_layout,
     predicted_loss,
     rival_layouts,
+    typical_windows,
 )
 
+COST_BLOCKS = window_costs.NUM_BLOCKS + prediction_check.NUM_BLOCKS  # text to measure costs of windows and check them
 _RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options of a signal
-_LOCAL_PART = 0.6  # of the memory for the window that heads are ranked at; the best took 42 to 62 % (reports/LOG.md)
+# Shares of the KV cache at which costs are checked without a limit of memory: the first with enough layouts. In blocks
+# of 128 tokens, windows of 32 alone take a quarter
+_CHECKED = (0.25, 0.5)
 _LARGEST = 4096  # blocks of a text of which half is taken
+_USUAL_RIVALS = 4  # layouts with costs of windows: a window per head, two single windows, and whole layers
+_Measure = Callable[[Signal, TokenBlocks, int, Progress | None], HeadScores]
 
 
 def probe(
@@ -132,7 +143,9 @@ def measure_signal(
         return signal.measure(model, text, reach, name=name, metadata=metadata, progress=progress, **run)
 
     # Measure, within a limit of memory with the window that loses least
-    if memory is None:
+    if memory is None and entry.name == WINDOW_COSTS.name:
+        table = _measure_costs(model, blocks, entry, measured, first_window, number, progress)
+    elif memory is None:
         table = measured(entry, blocks, first_window, progress)
     else:
         reach: dict[str, Any] = {"window": first_window if entry.needs_gates else window, "sinks": number}
@@ -188,7 +201,7 @@ def measure_within(
     model: PreTrainedModel,
     blocks: TokenBlocks,
     signal: Signal,
-    measure: Callable[[Signal, TokenBlocks, int, Progress | None], HeadScores],
+    measure: _Measure,
     *,
     window: int | None = None,
     sinks: int = 0,
@@ -218,7 +231,7 @@ def measure_within(
     else:
         candidates = [TriedWindow(window, cost.largest_budget(limit, num_heads), limit / full)]
     # Rank the heads at a typical window
-    first = min(candidates, key=lambda row: abs(row.window / context - _LOCAL_PART * limit / full))
+    first = typical_windows(candidates, cost, limit, num_heads)[0]
     if "budget" in signal.options():
         signal = signal.with_options({"budget": str(first.num_global)})
     record: dict[str, Any] = {"memory": round(limit / full, 6), "context": context, "budget": first.num_global}
@@ -227,19 +240,112 @@ def measure_within(
     else:
         # Choose the window on documents that the ranking has not seen
         ranking, held_out = hold_out(blocks)
-        # Count both steps in passes over a block; the layouts to compare are about as many as the windows
-        work = signal.work(model_shape.config_shape(model.config).grid, ranking.tokens.size, ranking.block_size)
-        passes = work.passes * work.effort * work.tokens / ranking.block_size
-        rank, compare = in_sequence(progress, [passes, passes_of_contest(len(candidates), held_out.num_blocks)])
-        table = measure(signal, ranking, first.window, rank)
+        # Count all steps in passes over a block; the layouts to compare are about as many as the windows
+        sizes = [_passes(signal, model, ranking), passes_of_contest(len(candidates), held_out.num_blocks)]
+        if signal.name == WINDOW_COSTS.name:
+            sizes.insert(1, prediction_check.passes())
+        table = measure(signal, ranking, first.window, in_sequence(progress, sizes)[0])
+        if table.window_costs is not None:
+            texts = ranking, held_out
+            table, sizes = _checked(table, model, texts, cost, [limit / full], measure, sizes, progress)
         entrants = _entrants(table, cost, limit, candidates)
-        size = micro_batch.fitting_batch(model, held_out)
-        contest = run_contest(model, held_out, entrants, batch_size=size, progress=compare)
+        contest = _contest(model, held_out, entrants, in_sequence(progress, sizes)[-1])
         # The window of the table is that of the best layout with one window
         best = next(entrant.layout for entrant in contest.ranked if entrant.name.startswith(ONE_WINDOW))
         table = replace(at_window(table, best.window), probe_hash=None)  # this is the probe
         record |= {"budget": best.num_global, "ranked_at": first.window, **contest.record()}
     return replace(table, metadata={**table.metadata, **record})
+
+
+def _measure_costs(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    signal: Signal,
+    measure: _Measure,
+    window: int,
+    sinks: int,
+    progress: Progress | None,
+) -> HeadScores:
+    """Measure costs of windows without a limit of memory, and check them on documents that ranked no head.
+
+    A text that leaves no such document is measured without a check. Must be called on all ranks.
+    """
+    try:
+        ranking, held_out = hold_out(blocks, prediction_check.NUM_BLOCKS * blocks.block_size)
+    except UserError:
+        return measure(signal, blocks, window, progress)
+    sizes = [_passes(signal, model, ranking), prediction_check.passes()]
+    table = measure(signal, ranking, window, in_sequence(progress, sizes)[0])
+    cost, _ = _cache_cost(model, blocks.block_size, NARROWEST, sinks)
+    return _checked(table, model, (ranking, held_out), cost, _CHECKED, measure, sizes, progress)[0]
+
+
+def _passes(signal: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> float:
+    """Return the passes over a block that a signal takes on a text."""
+    work = signal.work(model_shape.config_shape(model.config).grid, blocks.tokens.size, blocks.block_size)
+    return work.passes * work.effort * work.tokens / blocks.block_size
+
+
+def passes_after(signal: Signal, blocks: TokenBlocks, *, has_memory: bool) -> float:
+    """Return about how many passes over a block follow a signal: the check of costs, and the comparison of layouts."""
+    if signal.name != WINDOW_COSTS.name:
+        return 0.0
+    held_out = min(HELD_OUT_TOKENS // blocks.block_size, blocks.num_blocks // 4)
+    return prediction_check.passes() + (passes_of_contest(_USUAL_RIVALS, held_out) if has_memory else 0.0)
+
+
+def _checked(
+    table: HeadScores,
+    model: PreTrainedModel,
+    texts: tuple[TokenBlocks, TokenBlocks],
+    cost: CacheCost,
+    shares: Sequence[float],
+    measure: _Measure,
+    sizes: list[float],
+    progress: Progress | None,
+) -> tuple[HeadScores, list[float]]:
+    """Check a table's costs of windows, and learn head gates where they are no guide.
+
+    Args:
+        table: scores with costs of windows.
+        model: the model that they were measured on.
+        texts: the text that ranked the heads, and one that ranked none.
+        cost: size of the KV cache.
+        shares: shares of full attention's KV cache, of which the first with enough layouts is checked.
+        measure: measures a signal, as in ``measure_within``.
+        sizes: passes over a block of all steps of the command: the costs, the check, and what follows.
+        progress: called with (passes over a block done, total).
+
+    Returns:
+        The table with the check in its record, and the head gates if they were learned; and the passes of all steps.
+    """
+    ranking, held_out = texts
+    check = None
+    for share in shares:
+        # Head gates, if they are needed, choose global heads: the memory must leave one
+        limit = int(share * cost.full(table.num_heads))
+        try:
+            candidates = candidate_windows(cost, table.num_heads, limit, ranking.block_size // 2)
+        except UserError:
+            continue
+        step = in_sequence(progress, sizes)[1]
+        check = prediction_check.check_predictions(model, table, held_out, cost, share, progress=step)
+        if check is not None:
+            break
+    if check is None:
+        return table, sizes
+    table = replace(table, metadata={**table.metadata, CHECK: check.as_mapping()})
+    if not check.has_failed:
+        return table, sizes
+    # Learn gates for the memory of the check, at a typical window
+    SILENT.caution(f"{check.sentence}; head gates are learned, too")
+    typical = typical_windows(candidates, cost, limit, table.num_heads)[0]
+    signal = SIGNALS[defaults.RECOMMENDED].with_options({"budget": str(typical.num_global)})
+    sizes = [*sizes[:2], _passes(signal, model, ranking), *sizes[2:]]
+    learned = measure(signal, ranking, typical.window, in_sequence(progress, sizes)[2])
+    by_layer = zip(learned.values, learned.heads_per_layer, strict=True)
+    gates = [[round(float(gate), 4) for gate in values[:number]] for values, number in by_layer]
+    return replace(table, metadata={**table.metadata, HEAD_GATES: gates}), sizes
 
 
 def _cache_cost(model: PreTrainedModel, context: int, window: int, sinks: int) -> tuple[CacheCost, int]:
@@ -248,6 +354,12 @@ def _cache_cost(model: PreTrainedModel, context: int, window: int, sinks: int) -
         heads, sizes = attention.heads_per_layer(states), [state.head_dim for state in states]
         facts = cache_facts(config_layers([state.native_window for state in states]), heads, sizes)
     return CacheCost(context, 1, window, dtype=device.dtype_name(model.dtype), sinks=sinks, **facts), sum(heads)
+
+
+def _contest(model: PreTrainedModel, blocks: TokenBlocks, entrants: Sequence[Entrant], progress: Progress) -> Contest:
+    """Compare layouts with as many blocks in a pass as fit in memory."""
+    size = micro_batch.fitting_batch(model, blocks)
+    return run_contest(model, blocks, entrants, batch_size=size, progress=progress)
 
 
 def _entrants(table: HeadScores, cost: CacheCost, limit: int, candidates: Sequence[TriedWindow]) -> list[Entrant]:

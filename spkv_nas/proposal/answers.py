@@ -243,9 +243,8 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
         random = [file.name for pattern in draws for file in folder.glob(pattern)]
         kinds = CONSTRAINED, ROBUST, windows.WINDOW_PER_HEAD, defaults.RECOMMENDED, RECOMMENDED
         optional = [f"{name}.yaml" for name in kinds]
-        compared = [
-            file.name for kind in (windows.ONE_WINDOW, windows.WHOLE_LAYERS) for file in folder.glob(f"{kind}*.yaml")
-        ]
+        of_windows = windows.ONE_WINDOW, windows.WHOLE_LAYERS, windows.BY_GATES
+        compared = [file.name for kind in of_windows for file in folder.glob(f"{kind}*.yaml")]
         stale = [*random, *optional, *compared, _HEADS]
         files = {*names, *stale, _COVERAGE, _CURVE}
         # Keep or report an earlier proposal

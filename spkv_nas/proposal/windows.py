@@ -15,8 +15,9 @@ import scipy  # submodules load lazily on use
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.head_tables import WindowCosts
+from spkv_nas.artifacts.head_tables import WindowCosts, on_grid
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.prediction_check import HEAD_GATES
 from spkv_nas.base import arrays, errors, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.proposal import coverage, integer_program
@@ -31,6 +32,9 @@ MOST_WINDOWS = 3  # of a layout, unless a constraint allows more: as many as vLL
 WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
 ONE_WINDOW = "one-window-"  # before the window, in the names of layouts with one window
 WHOLE_LAYERS = "whole-layers-"  # before the window, in the names of layouts with whole global layers
+BY_GATES = "head-gates-"  # before the window, in the names of layouts with one window whose heads head gates chose
+_LOCAL_PART = 0.6  # of the memory for a typical window; the best took 42 to 62 % (reports/LOG.md)
+_MOST_BY_GATES = 2  # windows of layouts whose heads head gates choose
 Row = tuple[Any, Any, Any]  # low <= A v <= high: A, low, high
 _SCALE = 1e6  # factor on the costs, whose sum of sizes is 1, because HiGHS stops at an absolute gap of 1e-6
 _MOST_TRIES, _LOWERED = 12, 0.99  # solutions for a limit that is lowered, to what fits and by this factor
@@ -75,6 +79,17 @@ def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int) 
     ]
 
 
+def typical_windows(
+    candidates: Sequence[TriedWindow], cost: CacheCost, limit: int, num_heads: int
+) -> list[TriedWindow]:
+    """Return candidates, the most typical window first: that whose local heads take 60 % of ``limit`` bytes.
+
+    Arguments are those of ``candidate_windows``.
+    """
+    typical = _LOCAL_PART * limit / cost.full(num_heads)
+    return sorted(candidates, key=lambda row: abs(row.window / cost.context - typical))
+
+
 def at_window(table: HeadScores, window: int) -> HeadScores:
     """Return a table whose layouts have a window, and whose scores are the costs of it if they were measured."""
     if table.window_costs is None:
@@ -105,9 +120,13 @@ def one_window_layout(table: HeadScores, row: TriedWindow) -> Layout:
 
     Heads of layers that are local by design are never among them.
     """
-    table = at_window(table, row.window)
+    return _one_window_by(at_window(table, row.window).values, table, row)
+
+
+def _one_window_by(values: arrays.Float, table: HeadScores, row: TriedWindow) -> Layout:
+    """Return the layout whose global heads have the highest of ``values`` [L, Hkv]; as ``one_window_layout``."""
     scores = np.full(table.grid, -np.inf)
-    scores[table.layers] = table.values[table.layers]
+    scores[table.layers] = values[table.layers]
     mask = np.zeros(table.grid, dtype=bool)
     mask.flat[np.argsort(-scores, axis=None, kind="stable")[: row.num_global]] = True
     heads = table.heads_per_layer
@@ -257,13 +276,14 @@ def predicted_loss(table: HeadScores, layout: Layout) -> float:
     if costs is None:
         return float("nan")
     falling = replace(costs, values=costs.falling)
+    head_windows = layout.head_windows
     by_window = {
         window: np.tensordot(table.domain_shares, falling.at(window), 1)
-        for window in {window for row in layout.head_windows for window in row if window is not None}
+        for window in {window for row in head_windows for window in row if window is not None}
     }
     total = 0.0
     for layer in table.layers:
-        for head, window in enumerate(layout.head_windows[layer]):
+        for head, window in enumerate(head_windows[layer]):
             if window is not None:
                 total += float(by_window[window][layer, head])
     return total
@@ -275,7 +295,8 @@ def rival_layouts(
     """Return layouts of several kinds that take at most ``memory`` bytes, by name, to be compared on text.
 
     They are a window per head and the best single windows by the costs of windows, and whole layers at a fixed period
-    with the window that costs least. Constraints leave the first alone, which is the only one that is solved for them.
+    with the window that costs least; and typical single windows by head gates, where the table has some. Constraints
+    leave the first alone, which is the only one that is solved for them.
 
     Raises ``UserError`` as ``window_per_head``.
     """
@@ -295,7 +316,20 @@ def rival_layouts(
     if fitting:
         best = min(fitting, key=lambda layout: predicted_loss(table, layout))
         layouts[best.strategy] = _recorded(table, best, memory, cost)
+    if HEAD_GATES in table.metadata:
+        gates = _head_gates(table)
+        for row in typical_windows(single, cost, memory, table.num_heads)[:_MOST_BY_GATES]:
+            layout = replace(_one_window_by(gates, table, row), strategy=f"{BY_GATES}{row.window}")
+            layouts[layout.strategy] = _recorded(table, layout, memory, cost)
     return _distinct(layouts)
+
+
+def _head_gates(table: HeadScores) -> arrays.Float:
+    """Return the head gates [L, Hkv] in a table's record; ``UserError`` if they are of other heads."""
+    rows = table.metadata[HEAD_GATES]
+    if tuple(map(len, rows)) != table.heads_per_layer:
+        raise errors.UserError(f"'{table.name}' has {HEAD_GATES} of other heads than its scores: probe again")
+    return on_grid(np.concatenate(rows), table.heads_per_layer)
 
 
 def _distinct(layouts: dict[str, Layout]) -> dict[str, Layout]:

@@ -12,6 +12,7 @@ import pandas as pd
 from spkv_nas.artifacts import comparison, head_scores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.measurement import Measurement, measurements
+from spkv_nas.artifacts.prediction_check import PredictionCheck, read_check
 from spkv_nas.artifacts.result_tables import ALARM, ResultTable, is_kept
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
@@ -115,6 +116,11 @@ class ReportInputs:
     def alarm(self) -> str | None:
         """Return why the page concludes nothing: measurements of the probe or of results make no sense; else None."""
         return next((str(each) for each in (self.table.metadata.get(ALARM), *self.alarms) if each is not None), None)
+
+    @property
+    def prediction_check(self) -> PredictionCheck | None:
+        """Return how well costs of windows predict the losses of random layouts; None if that was not measured."""
+        return read_check(self.table.metadata)
 
     @cached_property
     def certainty(self) -> Certainty | None:

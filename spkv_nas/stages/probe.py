@@ -23,6 +23,7 @@ from spkv_nas.artifacts.defaults import (
     STRONG_SINK,
 )
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.prediction_check import CHECK, read_check
 from spkv_nas.artifacts.tried_layouts import FAR_ERRORS, RECOMMENDED, TRIED, TriedLayout, read_tried
 from spkv_nas.base import progress
 from spkv_nas.base.assets import EMBEDDED_PREFIX
@@ -36,7 +37,7 @@ from spkv_nas.evaluation import alarms, micro_batch
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model import model_shape, windows
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
-from spkv_nas.probing import measure, priced, signals, window_costs
+from spkv_nas.probing import measure, priced, signals
 from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.signals import Signal, parse_sinks
 from spkv_nas.probing.sinks import choose_sinks
@@ -51,7 +52,7 @@ from spkv_nas.training.run_files import run_lock
 _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned
 _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
 # Entries of the record in the JSON
-_SHOWN = ("sink_mass", "massive_activation", "memory", TRIED, RECOMMENDED, "alarm")
+_SHOWN = ("sink_mass", "massive_activation", "memory", TRIED, RECOMMENDED, CHECK, "alarm")
 _LEARNING_GATES, _PROBING, _VALIDATING = "learning gates", "probing", "validating the ranking"  # titles of bars
 _MAX_TARGET = 0.99  # maximum target density of learned gates
 
@@ -97,8 +98,7 @@ def probe(
     name = on_main(lambda: _free_name(options.folders, subject.name, inputs, reporter))
     folder = options.folders.probe_dir(name)
     if is_step and probe_records(options.folders).get(name, {}).get("environment") == environment():
-        reporter.announce(f"reused probe {name} of the same model, text and options")
-        return HeadScores.read(folder)
+        return _reused(folder, reporter)
     with reporter.bar(_PROBING, _unit(signal)) as bar:
         table = measure.measure_signal(
             signal,
@@ -116,6 +116,15 @@ def probe(
     # Write the table, then measure gains
     on_main(lambda: table.write(folder))
     return _with_gains(table, measured, options, folder, reporter) if _GAINS in signal.options() else table
+
+
+def _reused(folder: Path, reporter: Reporter) -> HeadScores:
+    """Return the table of an earlier probe, and repeat the warning if its costs of windows are no guide."""
+    table = HeadScores.read(folder)
+    reporter.announce(f"reused probe {table.name} of the same model, text and options")
+    check = read_check(table.metadata)
+    reporter.caution(check.sentence if check is not None and check.has_failed else None)
+    return table
 
 
 def _with_gains(
@@ -137,7 +146,8 @@ def _expect(signal: Signal, measured: Measured, options: ProbeOptions, reporter:
         reporter.expect(_LEARNING_GATES, steps * LEARNING_TOKENS * FROZEN_STEP_PASSES, progress.GRADIENT)
     work = signal.work(grid, blocks.tokens.size, length)
     unit = progress.FORWARD if work.effort == 1.0 else progress.GRADIENT
-    reporter.expect(_PROBING, work.passes * work.tokens * work.effort, unit)
+    following = measure.passes_after(signal, blocks, has_memory=options.memory is not None and options.window is None)
+    reporter.expect(_PROBING, work.passes * work.tokens * work.effort + following * length, unit)
     tokens = ABLATION_TOKENS if options.ablation_tokens is None else options.ablation_tokens
     if _GAINS in signal.options() and tokens:
         tokens = max(1, min(tokens // length, measured.whole.num_blocks)) * length
@@ -171,7 +181,7 @@ def _half(measured: Measured, options: ProbeOptions, reporter: Reporter, *, is_n
     """Leave half of the documents unseen, for verdicts on the same text; few blocks are enough for costs of windows."""
     whole = measured.blocks
     try:
-        part = measure.half_of(whole, window_costs.NUM_BLOCKS if options.memory is None else None)
+        part = measure.half_of(whole, measure.COST_BLOCKS if options.memory is None else None)
     except UserError:
         if is_needed:
             raise
@@ -318,6 +328,8 @@ def show(table: HeadScores) -> None:
         out.print(_layouts_tried(tried, recommended, table.metadata["block_size"]))
         say(f"recommended: {recommended}, of those that lose least within the errors the one with the fewest windows")
         caution(_about_predictions(tried))
+    if (check := read_check(table.metadata)) is not None and not check.has_failed:  # a failure was said at once
+        say(check.sentence)
     # Print remarks and warnings
     say(_about_sinks(table))
     say(diagnosis.about_small_domains(table.rows))

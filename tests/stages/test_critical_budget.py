@@ -40,9 +40,9 @@ TOKENS = 48  # per document
 NUM_HEADS = 8
 
 
-def write_model_and_text(folder: Path, size: int = TOKENS) -> None:
+def write_model_and_text(folder: Path, size: int = TOKENS, decisive: float = 20.0) -> None:
     """Write a model, and a folder of text that it wrote itself."""
-    documents = write_model(folder / "dense", size)
+    documents = write_model(folder / "dense", size, decisive=decisive)
     (folder / "text").mkdir()
     for number, text in enumerate(documents):
         (folder / "text" / f"{number}.txt").write_text(text)
@@ -247,7 +247,7 @@ class TestCommand:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder with a model and documents of 96 tokens."""
     folder = tmp_path_factory.mktemp("written")
-    write_model_and_text(folder, 96)
+    write_model_and_text(folder, 96, decisive=25.0)
     return folder
 
 
