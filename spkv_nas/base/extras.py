@@ -25,6 +25,7 @@ EXTRAS = {  # packages by extra; pyproject.toml has their versions
         "transformers",
         "wonderwords",
     ),
+    "gguf": ("gguf",),
     "lora": ("peft",),
     "search": ("optuna", "sqlalchemy"),
     "postgresql": ("psycopg",),

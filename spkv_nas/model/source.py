@@ -1,7 +1,7 @@
-"""Locate a model's files: in a folder, embedded in the package, or on the hub at a revision.
+"""Locate a model's files: in a folder or a GGUF file, embedded in the package, or on the hub at a revision.
 
-A model is one string: a folder, ``embedded:dense``, a hub id, or ``ID@REVISION``. A branch may move while a command
-runs, so its commit is looked up once, and everything is read at that commit.
+A model is one string: a folder, a file ``*.gguf``, ``embedded:dense``, a hub id, or ``ID@REVISION``. A branch may move
+while a command runs, so its commit is looked up once, and everything is read at that commit.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath, read_json
-from spkv_nas.model import weight_files
+from spkv_nas.model import gguf, weight_files
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONFIG = "config.json"
@@ -25,8 +25,13 @@ _COMPANIONS = (  # files of a hub repository to download besides config, weights
 
 
 def resolve(path_or_id: StrPath) -> Path:
-    """Return a path, or the folder of an embedded checkpoint: ``embedded:dense`` or ``embedded:reference``."""
+    """Return a path, or the folder of an embedded checkpoint: ``embedded:dense`` or ``embedded:reference``.
+
+    Of a GGUF file it is the folder that the file was converted to (``gguf.converted``).
+    """
     text = os.fspath(path_or_id)
+    if gguf.is_gguf(text):
+        return gguf.converted(Path(text).expanduser())
     if not text.startswith(EMBEDDED_PREFIX):
         return Path(text).expanduser()
     folder = EMBEDDED / text.removeprefix(EMBEDDED_PREFIX)

@@ -19,7 +19,7 @@ MEMORY = "Constraints and memory"
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe file (YAML): model, text, training and gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
-_MODEL = Flag("Checkpoint: a folder, a Hugging Face ID, ID@REVISION, or embedded:NAME (ships with spkv-nas).")
+_MODEL = Flag("Checkpoint: a folder, a GGUF file, a Hugging Face ID, ID@REVISION, or embedded:NAME (in the package).")
 _LAYOUT = Flag("Layout file (YAML), or hub:ORG/NAME.", argument=True)
 _LAYOUTS = Flag("Layout files (YAML), or hub:ORG/NAME.", argument=True)
 _PROBE = Flag(

@@ -13,7 +13,10 @@ from spkv_nas.stages.options import InWorkspace, OnDevice
 
 Minutes = Annotated[float | None, Flag("Total time in minutes.", low=1e-4, high=1e6)]
 ModelArgument = Annotated[
-    str, Flag("Hugging Face decoder model to start from: folder, ID, ID@REVISION or embedded:NAME.", argument=True)
+    str,
+    Flag(
+        "Hugging Face decoder model to start from: folder, GGUF file, ID, ID@REVISION or embedded:NAME.", argument=True
+    ),
 ]
 Texts = Annotated[
     list[str], Flag("Text: files or folders, stdlib (Python's library) or installed (pinned packages).", argument=True)
