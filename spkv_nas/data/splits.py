@@ -18,7 +18,7 @@ from spkv_nas.base import arrays, errors, files, manifest
 from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
 from spkv_nas.data.block_files import BlockCache, ContentKey, is_written, map_blocks, publish, read_notes, write_blocks
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, packed, spread_order
-from spkv_nas.data.config import AUTO, JOINED, Bos, DataConfig, SourceConfig
+from spkv_nas.data.config import AUTO, JOINED, SEPARATE, Bos, DataConfig, SourceConfig
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout, only_texts, tokenised
 from spkv_nas.data.tokenizer import (
     PLAIN,
@@ -37,7 +37,7 @@ BPE_SAMPLE_CHARACTERS = 20_000_000
 _TRAIN, _TEXT = "train", "text"  # subfolders of a cache folder
 _SAMPLE, _NOTES = "sample.npz", "sample-notes.json"
 _REACH, _MIN_REACH = 400, 2_000_000  # characters that a sample is chosen from: per token, and at least
-RULE = 3  # version of the choice of held-out tokens, so that results of another choice are not reused
+RULE = 2  # version of the choice of held-out tokens, so that results of another choice are not reused
 _MAX_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
 _MIN_DOCUMENTS = 2  # minimum number of held-out documents, as a single one gives no standard error
 
@@ -260,7 +260,7 @@ def load_text(
     ``bos``, ``separator`` and ``documents``. Raises ``UserError`` if the text is missing or too short, or its blocks
     are damaged.
     """
-    settings = f"{max_tokens} {'whole' if max_tokens is None else f'sample-{RULE}'}"
+    settings = f"{max_tokens} {'whole' if max_tokens is None else f'sample-{_rule(documents)}'}"
     block_cache = BlockCache(cache, sources, base, tokenizer, settings, block_size, separator, bos, documents)
 
     def has_text(folder: Path) -> bool:
@@ -394,8 +394,13 @@ def _reading(
         yield content.pass_on(texts), content, left_out
 
 
+def _rule(documents: str) -> str:
+    """Return the name of the choice of held-out tokens: of separate documents, the beginnings come first."""
+    return f"{RULE}-beginnings" if documents == SEPARATE else str(RULE)
+
+
 def _heldout_file(folder: Path, config: DataConfig, stretch: int | None) -> Path:
-    return folder / f"heldout-{RULE}-{config.max_heldout_tokens}-{stretch or config.block_size}.npz"
+    return folder / f"heldout-{_rule(config.documents)}-{config.max_heldout_tokens}-{stretch or config.block_size}.npz"
 
 
 def _empty_sample(max_tokens: int, stretch: int, cache: BlockCache) -> SpreadSample:

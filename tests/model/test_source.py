@@ -160,7 +160,7 @@ def test_results_name_the_commit(repository: Repository, text: Path, tmp_path: P
     Layout(("GL", "LL", "LG", "GG"), 6).write(tmp_path / "layout.yaml")
     score(
         ScoreOptions(
-            layouts=[tmp_path / "layout.yaml"], model=source, data=[str(text)], block_size=32, workspace=tmp_path
+            layouts=[tmp_path / "layout.yaml"], model=source, data=[str(text)], context="32", workspace=tmp_path
         )
     )
     record = read_record(tmp_path / "reports" / model_name(source) / "zero-shot.yaml", "scores")
