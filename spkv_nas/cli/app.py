@@ -33,7 +33,6 @@ from spkv_nas.stages.serve_check import serve_check
 
 _TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")  # files, as a shell expands *.txt
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
-_RENAMED = {"--block-size": "--context"}  # options that scripts may still have, by their old names
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # names itself in a RuntimeError that has no class of its own
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
@@ -235,8 +234,6 @@ def explained(error: Exception) -> tuple[str, int]:
         return str(missing), 2
     if hasattr(error, "format_message"):  # a usage error raised by typer or click
         command_path, message = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"), error.format_message()
-        if (new_name := _RENAMED.get(getattr(error, "option_name", ""))) is not None:
-            message = f"{message}\nit is called {new_name} now"
         # Empty where no command was named: typer has printed the help already
         return message and f"{message}\nsee '{command_path} --help'{registry.reinstall_hint()}", 2
     if is_lost_process(error):

@@ -95,6 +95,7 @@ TextContext = Annotated[
     Flag(
         "Tokens per sequence of --data: the length at which losses are measured and memory is counted; windows go up "
         "to half of it. 1k is 1,024.",
+        ("--context", "--block-size"),  # the second is the name that older scripts have
         metavar="N|Nk",
     ),
 ]

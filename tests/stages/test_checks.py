@@ -68,7 +68,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("evaluate ruler --lengths 512 --haystack {}/none", "text source not found"),
     ("evaluate ruler", "Missing option '--lengths'"),
     ("evaluate --alpha 1", "No such option: --alpha"),
-    ("probe --block-size 64", "it is called --context now"),
+    ("probe --model embedded:dense --data stdlib --block-size many", "context 'many'"),  # its former name
     ("evaluate longppl --evaluator {}/none", "the folder does not exist"),
     ("evaluate tasks paper --include {}/none", "folder of tasks not found"),
     ("evaluate --dtype float8", "--dtype 'float8' is unknown"),
