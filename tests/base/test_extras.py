@@ -173,4 +173,4 @@ def test_every_package_of_an_extra_is_known() -> None:
     assert external == {
         extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()
     }  # it comes with jinja2
-    assert declared["all"] == ["spkv-nas[lora,postgresql,search,tasks,tensorboard]"]
+    assert declared["all"] == ["spkv-nas[gguf,lora,postgresql,search,tasks,tensorboard]"]
