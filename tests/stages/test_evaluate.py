@@ -138,8 +138,8 @@ class TestName:
     @pytest.mark.filterwarnings("ignore:sequences of")  # the questions are longer than the model's context
     def test_every_evaluation_takes_the_recipe_name(self, workspace: Path, text: Path) -> None:
         """--name takes precedence, and a checkpoint without a run has its folder's name."""
-        hybrid, _ = checkpoints(workspace)
-        save(gated(), load(hybrid)[1], hybrid)  # gates, as a reference's run has them
+        hybrid, dense = checkpoints(workspace)
+        save(gated(), load(dense)[1], hybrid)  # gates, as a reference's run has them
         write_run(hybrid, "sp-kv")
         options = [
             "--model",
