@@ -29,7 +29,7 @@ class ValueNorm(Signal):
             norms = []  # [B, Hkv, T] per layer
             for state in states:
                 state.observer = lambda q, k, v, scale, sink_logits: norms.append(v.float().norm(self.order, dim=-1))
-            model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)  # documents apart, if they are
+            model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
             return norms
 
         def add(start, norms):
