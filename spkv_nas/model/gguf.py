@@ -62,7 +62,8 @@ def _convert(file: Path, folder: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     except ImportError as error:
         raise errors.UserError(
-            f"cannot load model {file}: reading GGUF files takes the package gguf\npip install gguf installs it"
+            f"cannot load model {file}: reading GGUF files takes the package gguf\n"
+            "pip install 'spkv-nas[gguf]' installs it"
         ) from error
     except (ValueError, KeyError, OSError, RuntimeError, NotImplementedError) as error:
         raise errors.UserError(

@@ -124,8 +124,8 @@ class Subject:
             if has_chats and folder.is_dir() and not chats.may_have_template(folder):
                 raise errors.UserError(chats.no_template(source))
         options = self.options
-        given = options.block_size  # raises
-        length = given if options.data else self.recipe.data.block_size
+        context = options.block_size  # raises if it is malformed
+        length = context if options.data else self.recipe.data.block_size
         if in_blocks and options.max_tokens is not None and options.max_tokens < (length or 0):
             raise errors.UserError(f"--max-tokens {options.max_tokens} is less than one block of {length} tokens")
 

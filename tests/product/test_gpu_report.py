@@ -102,7 +102,7 @@ def test_bars_are_read_from_what_the_benchmarks_print(gpu_run: ModuleType) -> No
 
 
 def test_outcomes_of_tests_are_counted_in_both_formats(gpu_run: ModuleType) -> None:
-    """Of pytest alone and of several processes, which print the outcome first; a stopped run has no summary."""
+    """Check outputs of one and of several processes, which print the outcome first; a stopped run has no summary."""
     tests = import_module("figures").tests
     alone = "tests/a.py::test_x[soft-1] PASSED    [ 50%]\ntests/a.py::test_y FAILED   [100%]\n"
     several = "[gw0] [ 50%] PASSED tests/a.py::test_x[soft-1] \n[gw1] [100%] FAILED tests/a.py::test_y \n"

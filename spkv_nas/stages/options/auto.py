@@ -37,10 +37,11 @@ Retrain = Annotated[
 class AutoOptions(Trains):
     """Find the smallest KV cache with which a model loses less than a margin, and export that hybrid.
 
-    Measures on part of the text what each window of local attention costs each KV head, makes a layout with a window
-    per head for each memory budget, and bisects these for the smallest whose loss is below --margin, on documents not
-    used for selection. A wrong pass has a probability of at most --risk. Exports the model with this layout, and writes
-    a report. Without --retrain no weight changes. After an interruption, the same command reuses what was measured.
+    Measures on part of the text what each window of local attention costs each KV head, compares layouts of several
+    kinds for each memory budget that it looks at, and bisects the budgets for the smallest whose loss is below
+    --margin, on documents not used for selection. A wrong pass has a probability of at most --risk. Exports the model
+    with this layout, and writes a report. Without --retrain no weight changes. After an interruption, the same command
+    reuses what was measured.
 
     Exits with 0 if a layout passes, 1 if all fail, 3 otherwise.
     """
