@@ -200,18 +200,23 @@ def _retrained(
 
 def _expect(options: AutoOptions, stages: Stages, unseen_tokens: int) -> None:
     """Say how much work later stages are going to be, with a text that leaves so many tokens to compare on."""
+    from spkv_nas.data.held_out import HELD_OUT_SHARE
     from spkv_nas.evaluation.verdict.trial import USUAL_SHARE
+    from spkv_nas.probing.rivals import passes_of_choices
+    from spkv_nas.stages.subject import sequence_length
 
     tokens = min(unseen_tokens, options.max_tokens or HELD_OUT_TOKENS)
     comparing = (1.0 + _LOOKS) * USUAL_SHARE * tokens
-    stages.expect(_SEARCH, "comparing", comparing)
+    length = sequence_length(options.search(None))
+    choosing = length * passes_of_choices(_LOOKS, int(HELD_OUT_SHARE * unseen_tokens / length))
+    stages.expect(_SEARCH, "comparing", comparing + choosing)
     if options.retrain is not None:
         stages.expect(_VERDICT, "comparing", comparing)
-        length = units.parse_length(options.retrain)
-        if isinstance(length, float):
-            stages.expect(_RETRAINING, _RETRAINING, length, SECONDS)
+        retraining = units.parse_length(options.retrain)
+        if isinstance(retraining, float):
+            stages.expect(_RETRAINING, _RETRAINING, retraining, SECONDS)
         else:
-            stages.expect(_RETRAINING, _RETRAINING, _LOOKS * length * _STEP_TOKENS * _TRAINING_PASSES, GRADIENT)
+            stages.expect(_RETRAINING, _RETRAINING, _LOOKS * retraining * _STEP_TOKENS * _TRAINING_PASSES, GRADIENT)
     for title, starts in _STARTS.items():
         stages.expect(title, "", starts, START)
 

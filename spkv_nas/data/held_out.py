@@ -8,7 +8,8 @@ import numpy as np
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 
-HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see; at most a quarter of the text
+HELD_OUT_TOKENS = 32_768  # of the documents that the ranking does not see
+HELD_OUT_SHARE = 0.25  # of the text, at most
 
 
 def hold_out(
@@ -26,7 +27,7 @@ def hold_out(
     Raises ``UserError``: the documents that can be held out are shorter than a block.
     """
     lengths = dict(zip(*np.unique(blocks.document, return_counts=True), strict=True))
-    share = min(tokens / blocks.tokens.size, 0.25) if share is None else share
+    share = min(tokens / blocks.tokens.size, HELD_OUT_SHARE) if share is None else share
     held: dict[str, int] = {}  # tokens by text
     # Hold out documents of each domain, in an order that does not depend on the rest of the text
     infos = sorted(enumerate(blocks.documents), key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest())

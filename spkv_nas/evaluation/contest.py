@@ -2,7 +2,8 @@
 
 What a head score predicts of a layout is an estimate to first or second order, and which estimate is right depends on
 the model (reports/LOG.md). So layouts that were chosen in several ways are measured: successive halving spends most of
-the text on the best of them, and errors are paired by document.
+the text on the best of them, and errors are paired by document. The last two are measured on more text until they are
+told apart.
 """
 
 import math
@@ -23,8 +24,12 @@ from spkv_nas.evaluation import paired
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
 
 FIRST_ROUND = 4  # blocks of the first round, in which every layout is measured; each round doubles them
+USUAL_BLOCKS = 16  # after which most contests are decided, for forecasts
 _FINALISTS = 2  # layouts that are measured in every round, because one alone is compared with nothing
 _EQUAL = 1.0  # layouts whose difference is within this number of standard errors count as equal
+_TOLD_APART = 2.0  # standard errors of a difference from which on it is taken for one
+# Percent of the NLL by which layouts need not be told apart: a tenth of the margin that is asked for most
+_NEGLIGIBLE = 0.1
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,14 @@ def run_contest(
 ) -> Contest:
     """Measure layouts on unseen ``blocks`` by successive halving; must be called on all ranks.
 
-    All are measured on the first blocks, the better half of them on as many again, and so on. Of those that were
-    measured on all rounds, the one of the smallest loss is recommended; or one with fewer windows, if the difference of
-    the two is within one standard error, as engines serve fewer windows with less overhead.
+    All are measured on the first blocks, the better half of them on as many again, and so on, until the two that lose
+    least differ by more than two standard errors, or their difference is known to .1 % of the NLL. Of those that were
+    measured in all rounds, the one of the smallest loss is recommended; or one with fewer windows, as engines serve
+    fewer windows with less overhead, if it loses more by at most one standard error both as measured and as predicted.
 
     Args:
         model: any supported decoder; it is left unchanged.
-        blocks: text on which no entrant was chosen.
+        blocks: text on which no entrant was chosen; less of it is read where less decides.
         entrants: layouts under different names, at least one.
         batch_size: blocks per forward pass.
         cache: gives the folder of finished scores on a part of the text (``zero_shot.cache_folder``).
@@ -94,10 +100,14 @@ def run_contest(
             sums[name] = sums[name].plus(score)
         for entrant in left:
             measured[entrant.name] = _tried(entrant, sums[entrant.name], sums[None], num_blocks)
-        # Keep the better half
+        # Keep the better half, unless the two best are told apart
         finalists = sorted((measured[entrant.name] for entrant in left), key=lambda tried: tried.change)
+        if len(finalists) <= _FINALISTS and _is_decided(finalists, sums):
+            break
         num_left = _num_left(len(left))
         left = sorted(left, key=lambda entrant: measured[entrant.name].change)[:num_left]
+    for rest in shown:  # rounds that were not needed
+        rest(1, 1)
     ordered = sorted(measured.values(), key=lambda tried: (-tried.blocks, tried.change))
     return Contest(_recommended(finalists, sums), tuple(ordered), passes)
 
@@ -141,15 +151,34 @@ def _tried(entrant: Entrant, score: paired.DocumentNLL, full: paired.DocumentNLL
     )
 
 
+def _difference(
+    tried: TriedLayout, other: TriedLayout, sums: Mapping[str | None, paired.DocumentNLL]
+) -> paired.PairedDifference:
+    """Return by how much a layout's NLL exceeds another's, paired by document, in percent of full attention's."""
+    full = sums[None]
+    ratio, error = statistics.jackknife_ratio(sums[tried.name].total - sums[other.name].total, full.total)
+    return paired.PairedDifference(100.0 * float(ratio), 100.0 * float(error))
+
+
+def _is_decided(finalists: Sequence[TriedLayout], sums: Mapping[str | None, paired.DocumentNLL]) -> bool:
+    """Return whether the two layouts that lose least are told apart, or their difference is too small to matter."""
+    if len(finalists) < _FINALISTS:
+        return True
+    best, second = finalists[:_FINALISTS]
+    difference = _difference(second, best, sums)
+    error = _TOLD_APART * difference.standard_error
+    return difference.percent > error or error < _NEGLIGIBLE
+
+
 def _recommended(finalists: Sequence[TriedLayout], sums: Mapping[str | None, paired.DocumentNLL]) -> TriedLayout:
     """Return the finalist of the smallest loss, or one of fewer windows that loses as little within the errors."""
     best = finalists[0]
-    full = sums[None]
 
     def equals_best(tried: TriedLayout) -> bool:
-        difference = sums[tried.name].total - sums[best.name].total
-        ratio, error = statistics.jackknife_ratio(difference, full.total)
-        return float(ratio) <= _EQUAL * float(error)
+        difference = _difference(tried, best, sums)
+        allowed = _EQUAL * difference.standard_error
+        is_predicted_worse = tried.predicted - best.predicted > allowed  # False where one has no prediction
+        return difference.percent <= allowed and not is_predicted_worse
 
     equals = [tried for tried in finalists if tried is best or equals_best(tried)]
     return min(equals, key=lambda tried: (len(tried.layout.legend), tried.change))

@@ -86,13 +86,13 @@ def _by_memory(
     assert cost is not None  # there is a context
     by_memory = windows.layouts_by_memory(scores, cost, budget.parse_memories(budgets))
     trial = trial_in_memory(model, blocks, margin, with_contest=True, **text)
-    choose = None
+    chooser = None
     if trial.contest is not None:
-        choose = Rivals(model, trial.contest, scores, cost, list(by_memory), progress=progress).choose
+        chooser = Rivals(model, trial.contest, scores, cost, list(by_memory))
     candidates = _contenders(by_memory.values())
     nll = scores.metadata.get("nll")
     reporter = Reporter.of(progress)
-    return find_critical_budget(trial, candidates, risk, reporter, list(by_memory), nll, choose=choose)
+    return find_critical_budget(trial, candidates, risk, reporter, list(by_memory), nll, chooser=chooser)
 
 
 def _contenders(layouts: Iterable[Layout]) -> list[contenders.Contender]:

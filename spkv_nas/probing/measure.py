@@ -31,7 +31,7 @@ from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.held_out import HELD_OUT_TOKENS, hold_out
 from spkv_nas.evaluation import micro_batch, separators
-from spkv_nas.evaluation.contest import Contest, Entrant, passes_of_contest, run_contest
+from spkv_nas.evaluation.contest import USUAL_BLOCKS, Contest, Entrant, passes_of_contest, run_contest
 from spkv_nas.model import attention, config_section, model_shape, windows
 from spkv_nas.probing import prediction_check, window_costs
 from spkv_nas.probing.heads import check_window
@@ -241,7 +241,8 @@ def measure_within(
         # Choose the window on documents that the ranking has not seen
         ranking, held_out = hold_out(blocks)
         # Count all steps in passes over a block; the layouts to compare are about as many as the windows
-        sizes = [_passes(signal, model, ranking), passes_of_contest(len(candidates), held_out.num_blocks)]
+        usual_blocks = min(held_out.num_blocks, USUAL_BLOCKS)
+        sizes = [_passes(signal, model, ranking), passes_of_contest(len(candidates), usual_blocks)]
         if signal.name == WINDOW_COSTS.name:
             sizes.insert(1, prediction_check.passes())
         table = measure(signal, ranking, first.window, in_sequence(progress, sizes)[0])
@@ -290,7 +291,7 @@ def passes_after(signal: Signal, blocks: TokenBlocks, *, has_memory: bool) -> fl
     """Return about how many passes over a block follow a signal: the check of costs, and the comparison of layouts."""
     if signal.name != WINDOW_COSTS.name:
         return 0.0
-    held_out = min(HELD_OUT_TOKENS // blocks.block_size, blocks.num_blocks // 4)
+    held_out = min(HELD_OUT_TOKENS // blocks.block_size, blocks.num_blocks // 4, USUAL_BLOCKS)
     return prediction_check.passes() + (passes_of_contest(_USUAL_RIVALS, held_out) if has_memory else 0.0)
 
 

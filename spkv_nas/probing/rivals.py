@@ -10,13 +10,15 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.selection import SELECTION, digest
-from spkv_nas.base.progress import Announce, Progress, silent
+from spkv_nas.base.progress import Progress
 from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import micro_batch
-from spkv_nas.evaluation.contest import Contest, Entrant, run_contest
+from spkv_nas.evaluation.contest import USUAL_BLOCKS, Contest, Entrant, passes_of_contest, run_contest
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.windows import predicted_loss, rival_layouts
+
+_KINDS, _FINALISTS = 4, 2  # layouts that are usually compared for the first budget, and for a later one
 
 
 @dataclass
@@ -33,8 +35,6 @@ class Rivals:
     percents: Sequence[float]  # budgets in percent of full attention's KV cache, by position
     constraints: Constraints | None = None
     cache: Callable[[TokenBlocks], Path] | None = None  # as in ``run_contest``
-    progress: Progress | None = None
-    announce: Announce = silent  # called with what was compared
     contests: dict[int, Contest] = field(default_factory=dict)  # by position
 
     @property
@@ -42,14 +42,21 @@ class Rivals:
         """Return the documents that the layouts were selected on: those of the head scores, and of the contests."""
         return self.text.text_ids | (self.table.selected_on or frozenset())
 
-    def choose(self, position: int) -> Layout:
-        """Return the layout of a budget that loses least, measured once. Raises ``UserError`` as ``rival_layouts``."""
+    def choose(self, position: int, progress: Progress | None = None) -> Layout:
+        """Return the layout of a budget that loses least, measured once. Raises ``UserError`` as ``rival_layouts``.
+
+        ``progress`` is called with (passes over a block done, total).
+        """
         if position not in self.contests:
-            self.contests[position] = self._compare(self.percents[position])
+            self.contests[position] = self._compare(self.percents[position], progress)
         best = self.contests[position].best.layout
         return replace(best, provenance={**best.provenance, SELECTION: digest(self.selected_on)})
 
-    def _compare(self, percent: float) -> Contest:
+    def passes_left(self, number: int) -> float:
+        """Return about how many passes over a block it takes to choose the layouts of ``number`` more budgets."""
+        return passes_of_choices(number, self.text.num_blocks, is_first=not self.contests)
+
+    def _compare(self, percent: float, progress: Progress | None) -> Contest:
         """Compare the layouts of a budget, of the kinds that have not been ruled out."""
         memory = int(percent / 100.0 * self.cost.full(self.table.num_heads))
         layouts = rival_layouts(self.table, self.cost, memory, self.constraints)
@@ -58,7 +65,7 @@ class Rivals:
             layouts = {name: layout for name, layout in layouts.items() if _kind(name) in finalists}
         entrants = [Entrant(name, layout, predicted_loss(self.table, layout)) for name, layout in layouts.items()]
         size = micro_batch.fitting_batch(self.model, self.text)
-        return run_contest(self.model, self.text, entrants, batch_size=size, cache=self.cache, progress=self.progress)
+        return run_contest(self.model, self.text, entrants, batch_size=size, cache=self.cache, progress=progress)
 
     def record(self) -> dict[str, list[dict[str, Any]]]:
         """Return the entries for a record: the layouts that were compared for each budget, best first."""
@@ -74,6 +81,14 @@ class Rivals:
             most = contest.ranked[0].blocks
             kinds |= {_kind(tried.name) for tried in contest.ranked if tried.blocks == most}
         return kinds
+
+
+def passes_of_choices(number: float, num_blocks: int, *, is_first: bool = True) -> float:
+    """Return about how many passes over a block ``Rivals`` takes for ``number`` budgets, the first with all kinds."""
+    num_blocks = min(num_blocks, USUAL_BLOCKS)
+    of_finalists = passes_of_contest(_FINALISTS, num_blocks)
+    of_first = passes_of_contest(_KINDS, num_blocks) - of_finalists if is_first and number > 0 else 0.0
+    return number * of_finalists + of_first
 
 
 def _kind(name: str) -> str:

@@ -93,7 +93,7 @@ def run(
         memories,
         None if memories is None else table.metadata.get("nll"),
         deadline,
-        choose=None if rivals is None else rivals.choose,
+        chooser=rivals,
     )
     compared = _with_chosen(compared, outcome)
     table = propose.with_sinks(table, outcome.layouts[0].sinks)
@@ -189,7 +189,6 @@ def _rivals(
         memories,
         requirements.constraints,
         cache=lambda part: zero_shot.cache_folder(root, model, options.model, part),
-        announce=reporter.announce,
     )
 
 

@@ -213,11 +213,14 @@ def _free_name(workspace: Workspace, name: str, inputs: str, reporter: Reporter)
         free = name if number == 1 else f"{name}-{number}"
         if free not in records or records[free].get("inputs") == inputs:
             break
-    if free != name:
+    if free != name and records[name]:
         reporter.announce(
             f"probe '{name}' was measured on another model or text, or with other options, and is kept; this one is "
             f"called '{free}'"
         )
+    elif free != name:
+        folder = workspace.probe_dir(name)
+        reporter.caution(f"probe '{name}' has no readable record and is kept ({folder}); this one is called '{free}'")
     return free
 
 
@@ -326,7 +329,7 @@ def show(table: HeadScores) -> None:
     if tried := read_tried(table.metadata):
         recommended = table.metadata[RECOMMENDED]
         out.print(_layouts_tried(tried, recommended, table.metadata["block_size"]))
-        say(f"recommended: {recommended}, of those that lose least within the errors the one with the fewest windows")
+        say(f"recommended: {recommended}; fewer windows are preferred where neither loss tells two layouts apart")
         caution(_about_predictions(tried))
     if (check := read_check(table.metadata)) is not None and not check.has_failed:  # a failure was said at once
         say(check.sentence)

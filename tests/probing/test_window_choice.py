@@ -19,7 +19,7 @@ from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.contest import Entrant, run_contest
-from spkv_nas.evaluation.paired import paired_difference
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.probing.measure import hold_out
 from spkv_nas.proposal.windows import TriedWindow, candidate_windows, one_window_layout
@@ -104,10 +104,50 @@ class TestContest:
         assert contest.ranked[0].name == min(changes, key=changes.__getitem__)
         assert contest.best.predicted == pytest.approx(1.0 / full.mean)
 
-    def test_halving_measures_the_better_half_and_at_least_two_on_more_text(self) -> None:
+    @pytest.fixture
+    def changes(self, monkeypatch: pytest.MonkeyPatch) -> dict[int | None, float]:
+        """Return the changes of NLL in percent by window, which a test sets; documents scatter by 1 %."""
+        by_window: dict[int | None, float] = {}
+        noise = np.random.default_rng(0).normal(0.0, 0.01, size=(256, 64))
+
+        def measure(model: Any, layouts: list[Layout | None], part: Any, **_: Any) -> list[DocumentNLL]:
+            tokens = np.bincount(part.document.ravel(), minlength=len(part.documents))
+            window_of = [None if layout is None else next(iter(layout.legend.values())) for layout in layouts]
+            rows = [
+                (1.0 + by_window[window] / 100.0) + noise[window, : len(tokens)] if window else np.ones(len(tokens))
+                for window in window_of
+            ]
+            return [DocumentNLL(row * tokens, tokens) for row in rows]
+
+        monkeypatch.setattr("spkv_nas.evaluation.contest.zero_shot", measure)
+        return by_window
+
+    def test_halving_measures_the_better_half_and_at_least_two_on_more_text(self, changes: dict[int, float]) -> None:
+        changes.update({8: 5.0, 16: 5.0, 24: 5.0, 32: 5.0, 40: 1.0, 48: 1.01})
         contest = run_contest(tiny_model(vocab_size=300), text(16), entrants([8, 16, 24, 32, 40, 48]))
         assert sorted(entrant.blocks for entrant in contest.ranked) == [4, 4, 4, 8, 16, 16]
         assert contest.best.blocks == 16
+
+    def test_two_layouts_that_are_told_apart_need_no_more_text(self, changes: dict[int, float]) -> None:
+        changes.update({8: 5.0, 16: 1.0, 24: 9.0})
+        contest = run_contest(tiny_model(vocab_size=300), text(32), entrants([8, 16, 24]))
+        assert [(entrant.name, entrant.blocks) for entrant in contest.ranked] == [
+            ("one-window-16", 8),
+            ("one-window-8", 8),
+            ("one-window-24", 4),
+        ]
+
+    @pytest.mark.parametrize(("predicted", "best"), [(0.9, "fewer"), (3.0, "several")])
+    def test_fewer_windows_replace_the_best_only_where_no_prediction_objects(
+        self, changes: dict[int, float], predicted: float, best: str
+    ) -> None:
+        changes.update({8: 1.0, 16: 1.1})
+        several = Layout.from_windows([[8, None]] * 2 + [[12, None]] * 2, strategy="several")
+        fewer = Layout.from_windows([[16, None]] * 4, strategy="fewer")
+        rivals = [Entrant("several", several, 0.009), Entrant("fewer", fewer, predicted / 100.0)]
+        contest = run_contest(tiny_model(vocab_size=300), text(8), rivals)
+        assert contest.ranked[0].name == "several"
+        assert contest.best.name == best
 
     def test_fewer_windows_win_among_equals(self) -> None:
         """A window that reaches over the whole block is global attention, so both layouts lose nothing."""

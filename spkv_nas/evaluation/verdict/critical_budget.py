@@ -20,18 +20,30 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import pandas as pd
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
-from spkv_nas.base.progress import SILENT, Bar, Reporter
+from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.evaluation.verdict.criteria import Margins
 from spkv_nas.evaluation.verdict.trial import ROUNDS, Answer, Levels, Outcome, Pairs, Trial, nll_alarm
 
 Test = Callable[[int, float], Answer]  # position, level -> answer
+
+
+class Chooser(Protocol):
+    """Choose the layout of a budget when it is looked at, by measuring several on text that is no sample."""
+
+    def choose(self, position: int, progress: Progress) -> Layout:
+        """Return the layout of a position, and call ``progress`` with (forward passes over a block done, total)."""
+
+    def passes_left(self, number: int) -> float:
+        """Return about how many forward passes over a block it takes to choose for ``number`` more positions."""
+
+
 # Margins above which a layout's recorded cost rules it out where only unordered losses could let it pass. The costs of
 # a small model were 0.9 to 1.5 times its losses
 RULED_OUT = 2.5
@@ -189,7 +201,7 @@ def find_critical_budget(
     memories: Sequence[float] | None = None,
     nll: float | None = None,
     deadline: float | None = None,
-    choose: Callable[[int], Layout] | None = None,
+    chooser: Chooser | None = None,
 ) -> CriticalBudget:
     """Bisect layouts, by ascending budget, for the smallest that passes against the dense model.
 
@@ -198,7 +210,7 @@ def find_critical_budget(
     ``nll`` on other text, the first look is at the smallest that passes by the costs that layouts were chosen by. After
     the ``deadline``, in seconds of ``time.monotonic``, no further budget is looked at; at least one is.
 
-    ``choose`` returns the layout of a position when it is first looked at, in place of the candidate's; it must not
+    ``chooser`` gives the layout of a position when it is first looked at, in place of the candidate's; it must not
     depend on the trial's samples.
     """
     layouts = [each.layout for each in candidates if each.layout is not None]
@@ -207,7 +219,7 @@ def find_critical_budget(
     candidates = list(candidates)
     measured: dict[int, Pairs] = {}
     with reporter.bar("comparing", ROUNDS) as bar:
-        course = _Course(trial, candidates, _budget_names(layouts, memories), bar, first, ruled_out)
+        course = _Course(trial, candidates, _budget_names(layouts, memories), bar, first, ruled_out, chooser)
 
         def test(position: int, level: float) -> Answer:
             """Measure a budget until its answer at a level is known; keep the larger number of samples."""
@@ -217,8 +229,8 @@ def find_critical_budget(
             # The second bisection needs no more samples of a budget that passes
             if course.answers.get(position) == "passes":
                 return "passes"
-            if choose is not None and position not in measured:
-                layouts[position] = _named(choose(position), memories, position)
+            if chooser is not None and position not in measured:
+                layouts[position] = _named(course.choose(position), memories, position)
                 candidates[position] = Contender.of(layouts[position], candidates[position].source)
             levels = Levels(level, level / len(trial.margins))
             pairs, answer = trial.measure(candidates[position], levels, course.teller(position), gives_up=True)
@@ -316,7 +328,24 @@ class _Course:
     bar: Bar
     first: int | None
     ruled_out: Collection[int]
+    chooser: Chooser | None
     answers: dict[int, Answer] = field(default_factory=dict)
+    chosen: dict[int, float] = field(default_factory=dict)  # rounds that choosing a layout took, by position
+
+    def choose(self, position: int) -> Layout:
+        """Return the layout that the chooser gives a position, and show its progress."""
+        assert self.chooser is not None
+        note = f"{self.names[position]}, choosing a layout"
+
+        def tell(done: int, total: int) -> None:
+            """Show the forward passes that were done, as rounds beside those of the comparison."""
+            self.chosen[position] = done / self._round_size
+            left = self.trial.work([self.candidates[position]]) + (total - done) / self._round_size
+            self._show(left, self._later(position, self.answers), f"{note}: {done} of {total} passes")
+
+        layout = self.chooser.choose(position, tell)
+        self.chosen.setdefault(position, 0.0)
+        return layout
 
     def teller(self, position: int) -> Callable[[float, Answer | None, str], None]:
         """Return what shows the progress of measuring a candidate."""
@@ -324,11 +353,27 @@ class _Course:
         def tell(left: float, likely: Answer | None, note: str) -> None:
             """Show the rounds that were measured, and that are left of this candidate and of later ones."""
             answers = dict(self.answers) if likely is None else {**self.answers, position: likely}
-            later = self.trial.work([self.candidates[index] for index in self.rehearse(answers) if index != position])
-            done = self.trial.store.num_measured
-            self.bar(done, done + math.ceil(left + later), f"{self.names[position]}, {note}")
+            self._show(left, self._later(position, answers), f"{self.names[position]}, {note}")
 
         return tell
+
+    @property
+    def _round_size(self) -> int:
+        """Return the samples of a round, each of about a block."""
+        return next(iter(self.trial.samples.values())).size
+
+    def _later(self, position: int, answers: Mapping[int, Answer]) -> list[int]:
+        """Return the positions that are likely to be looked at after one."""
+        return [index for index in self.rehearse(answers) if index != position]
+
+    def _show(self, left: float, later: Sequence[int], note: str) -> None:
+        """Show what was done, in rounds, beside what is left of the position that is looked at and of later ones."""
+        left += self.trial.work([self.candidates[index] for index in later])
+        if self.chooser is not None:
+            not_chosen = [index for index in later if index not in self.chosen]
+            left += self.chooser.passes_left(len(not_chosen)) / self._round_size
+        done = self.trial.store.num_measured + math.floor(sum(self.chosen.values()))
+        self.bar(done, done + math.ceil(left), note)
 
     def rehearse(self, answers: Mapping[int, Answer]) -> list[int]:
         """Return the candidates without an answer that the bisection is going to look at, if the others are likely.

@@ -29,7 +29,7 @@ from spkv_nas.evaluation.verdict.criterion import POSITIONS, Evidence, Rounds, S
 
 # Text to compare on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
-CONTEST_BLOCKS = 8  # two rounds of successive halving, and about half of the time that costs of windows take
+CONTEST_BLOCKS = 32  # four rounds of successive halving, which take about as long as costs of windows
 
 Pairs = dict[str, arrays.Float]  # scores [n, 2] of a candidate and the dense model, by criterion
 Answer = Literal["passes", "fails", "open"]
@@ -138,7 +138,7 @@ def text_in_random_order(
 def contest_text(blocks: TokenBlocks, selected: Collection[str]) -> TokenBlocks | None:
     """Return documents on which layouts of one budget are compared, which must not be samples; None if there are few.
 
-    They are ``CONTEST_BLOCKS`` blocks, at most a quarter of the text without the ``selected`` documents.
+    They are at most ``CONTEST_BLOCKS`` blocks and a quarter of the text without the ``selected`` documents.
     """
     try:
         unseen = blocks.in_random_order(0, selected)
