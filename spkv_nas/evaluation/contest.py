@@ -25,6 +25,8 @@ from spkv_nas.evaluation.zero_shot import Work, zero_shot
 
 FIRST_ROUND = 4  # blocks of the first round, in which every layout is measured; each round doubles them
 USUAL_BLOCKS = 16  # after which most contests are decided, for forecasts
+# Text that is read at most: four rounds take about as long as costs of windows, and long blocks tell more
+_MOST_BLOCKS, _MOST_TOKENS = 32, 65_536
 _FINALISTS = 2  # layouts that are measured in every round, because one alone is compared with nothing
 _EQUAL = 1.0  # layouts whose difference is within this number of standard errors count as equal
 _TOLD_APART = 2.0  # standard errors of a difference from which on it is taken for one
@@ -53,6 +55,11 @@ class Contest:
         """Return the entries for a record: the layouts, and the name of the one to recommend."""
         rows = [tried.as_mapping() for tried in self.ranked]
         return {TRIED: rows, RECOMMENDED: self.best.name, "contest_passes": round(self.passes, 2)}
+
+
+def most_tokens(block_size: int) -> int:
+    """Return the tokens of text that a contest reads at most, in blocks of ``block_size`` tokens."""
+    return min(_MOST_BLOCKS * block_size, _MOST_TOKENS)
 
 
 def run_contest(

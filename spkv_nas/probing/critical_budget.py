@@ -132,7 +132,7 @@ def auto(
     Raises ``UserError``: the margin or a memory budget is invalid, or the text has too few documents.
     """
     blocks = texts if isinstance(texts, TokenBlocks) else separators.text_blocks(model, texts, tokenizer)
-    part = measure.half_of(blocks, measure.COST_BLOCKS)
+    part = measure.half_of(blocks, measure.cost_blocks(blocks.block_size))
     scores = measure.measure_signal("window-costs", model, part, progress=progress)
     budgets = budget.MEMORY if memory is None else f"{budget.MEMORY}={memory}"
     comparing: dict[str, Any] = {"margin": margin, "risk": risk, "tokenizer": tokenizer, "max_tokens": max_tokens}

@@ -29,9 +29,16 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Progress, in_sequence
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.data.held_out import HELD_OUT_TOKENS, hold_out
+from spkv_nas.data.held_out import hold_out
 from spkv_nas.evaluation import micro_batch, separators
-from spkv_nas.evaluation.contest import USUAL_BLOCKS, Contest, Entrant, passes_of_contest, run_contest
+from spkv_nas.evaluation.contest import (
+    USUAL_BLOCKS,
+    Contest,
+    Entrant,
+    most_tokens,
+    passes_of_contest,
+    run_contest,
+)
 from spkv_nas.model import attention, config_section, model_shape, windows
 from spkv_nas.probing import prediction_check, window_costs
 from spkv_nas.probing.heads import check_window
@@ -49,7 +56,6 @@ from spkv_nas.proposal.windows import (
     typical_windows,
 )
 
-COST_BLOCKS = window_costs.NUM_BLOCKS + prediction_check.NUM_BLOCKS  # text to measure costs of windows and check them
 _RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options of a signal
 # Shares of the KV cache at which costs are checked without a limit of memory: the first with enough layouts. In blocks
 # of 128 tokens, windows of 32 alone take a quarter
@@ -239,12 +245,12 @@ def measure_within(
         table = measure(signal, blocks, first.window, progress)
     else:
         # Choose the window on documents that the ranking has not seen
-        ranking, held_out = hold_out(blocks)
+        ranking, held_out = hold_out(blocks, most_tokens(blocks.block_size))
         # Count all steps in passes over a block; the layouts to compare are about as many as the windows
         usual_blocks = min(held_out.num_blocks, USUAL_BLOCKS)
         sizes = [_passes(signal, model, ranking), passes_of_contest(len(candidates), usual_blocks)]
         if signal.name == WINDOW_COSTS.name:
-            sizes.insert(1, prediction_check.passes())
+            sizes.insert(1, prediction_check.passes(blocks.block_size))
         table = measure(signal, ranking, first.window, in_sequence(progress, sizes)[0])
         if table.window_costs is not None:
             texts = ranking, held_out
@@ -272,10 +278,10 @@ def _measure_costs(
     A text that leaves no such document is measured without a check. Must be called on all ranks.
     """
     try:
-        ranking, held_out = hold_out(blocks, prediction_check.NUM_BLOCKS * blocks.block_size)
+        ranking, held_out = hold_out(blocks, prediction_check.usual_blocks(blocks.block_size) * blocks.block_size)
     except UserError:
         return measure(signal, blocks, window, progress)
-    sizes = [_passes(signal, model, ranking), prediction_check.passes()]
+    sizes = [_passes(signal, model, ranking), prediction_check.passes(blocks.block_size)]
     table = measure(signal, ranking, window, in_sequence(progress, sizes)[0])
     cost, _ = _cache_cost(model, blocks.block_size, NARROWEST, sinks)
     return _checked(table, model, (ranking, held_out), cost, _CHECKED, measure, sizes, progress)[0]
@@ -291,8 +297,11 @@ def passes_after(signal: Signal, blocks: TokenBlocks, *, has_memory: bool) -> fl
     """Return about how many passes over a block follow a signal: the check of costs, and the comparison of layouts."""
     if signal.name != WINDOW_COSTS.name:
         return 0.0
-    held_out = min(HELD_OUT_TOKENS // blocks.block_size, blocks.num_blocks // 4, USUAL_BLOCKS)
-    return prediction_check.passes() + (passes_of_contest(_USUAL_RIVALS, held_out) if has_memory else 0.0)
+    checking = prediction_check.passes(blocks.block_size)
+    if not has_memory:
+        return checking
+    held_out = min(most_tokens(blocks.block_size) // blocks.block_size, blocks.num_blocks // 4, USUAL_BLOCKS)
+    return checking + passes_of_contest(_USUAL_RIVALS, held_out)
 
 
 def _checked(
@@ -373,6 +382,11 @@ def _entrants(table: HeadScores, cost: CacheCost, limit: int, candidates: Sequen
     else:
         layouts = {f"{ONE_WINDOW}{row.window}": one_window_layout(table, row) for row in candidates}
     return [Entrant(name, layout, predicted_loss(table, layout)) for name, layout in layouts.items()]
+
+
+def cost_blocks(block_size: int) -> int:
+    """Return the blocks of a text that costs of windows and their check take."""
+    return window_costs.usual_blocks(block_size) + prediction_check.usual_blocks(block_size)
 
 
 def half_of(blocks: TokenBlocks, num_blocks: int | None = None) -> TokenBlocks:

@@ -16,13 +16,19 @@ from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.proposal.random_layouts import random_layouts
 from spkv_nas.proposal.windows import predicted_loss
 
-NUM_LAYOUTS = 12  # with NUM_BLOCKS about half of the work of the costs themselves
-NUM_BLOCKS = 4  # that each is measured on
+NUM_LAYOUTS = 12  # with the blocks below about half of the work of the costs themselves
+_NUM_TOKENS = 8_192  # that each is measured on, in ...
+_FEWEST_BLOCKS, _MOST_BLOCKS = 2, 4  # ... so many blocks: errors need two
 
 
-def passes() -> float:
+def usual_blocks(block_size: int) -> int:
+    """Return the number of blocks of ``block_size`` tokens that each layout is measured on, if a text has them."""
+    return min(_MOST_BLOCKS, max(_FEWEST_BLOCKS, _NUM_TOKENS // block_size))
+
+
+def passes(block_size: int) -> float:
     """Return the passes over a block that the check takes at most, with full attention's."""
-    return (1.0 + NUM_LAYOUTS) * NUM_BLOCKS
+    return (1.0 + NUM_LAYOUTS) * usual_blocks(block_size)
 
 
 def check_predictions(
@@ -53,7 +59,7 @@ def check_predictions(
     layouts = random_layouts(table, cost, memory, NUM_LAYOUTS, seed)
     if len(layouts) < MIN_ITEMS:
         return None
-    text = blocks.nested([min(NUM_BLOCKS, blocks.num_blocks)])[0]
+    text = blocks.nested([min(usual_blocks(blocks.block_size), blocks.num_blocks)])[0]
     requested: list[Layout | None] = [None, *layouts]
     size = micro_batch.fitting_batch(model, text)
     full, *scores = zero_shot(model, requested, text, batch_size=size, reporter=Reporter.of(progress))

@@ -294,16 +294,17 @@ class WindowCosts(Signal):
 
     def work(self, grid: Grid, tokens: int, block_size: int) -> Work:
         """Return the passes over the blocks that are measured."""
-        from spkv_nas.probing.window_costs import NUM_BLOCKS, measured_windows, passes
+        from spkv_nas.probing.window_costs import measured_windows, passes, usual_blocks
 
-        return Work(1.0, min(tokens, NUM_BLOCKS * block_size), passes(len(measured_windows(block_size))))
+        num_blocks = max(1, min(tokens // block_size, usual_blocks(block_size)))
+        return Work(1.0, num_blocks * block_size, passes(len(measured_windows(block_size)), num_blocks))
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of gradients of a frozen model with respect to its heads."""
-        from spkv_nas.probing.window_costs import NUM_BLOCKS, measured_windows
+        from spkv_nas.probing.window_costs import measured_windows, usual_blocks
 
         num_kinds = len(measured_windows(stages.block_size)) + 1
-        return stages.learn_gates(self.stage_name, NUM_BLOCKS, stages.block_size, mixes=num_kinds)
+        return stages.learn_gates(self.stage_name, usual_blocks(stages.block_size), stages.block_size, mixes=num_kinds)
 
 
 DENSITY = Density()

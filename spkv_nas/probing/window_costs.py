@@ -42,8 +42,11 @@ from spkv_nas.model.placement import input_device
 from spkv_nas.probing import frozen, head_gates, heads
 
 NARROWEST = 32  # keys, of the narrowest window; the others are its doubles up to half a block
-NUM_BLOCKS = 16  # whose costs are averaged
-DRAWS = 2  # of tokens after every prefix; the square of a gradient has a relative error of sqrt(2 / (draws * blocks))
+NUM_TOKENS = 32_768  # in blocks whose costs are averaged, in ...
+FEWEST_BLOCKS, MOST_BLOCKS = 4, 16  # ... so many of them
+# Draws of tokens after every prefix, of all blocks together, and at least for each of them: the mean of a gradient's
+# squares has a relative error of sqrt(2 / draws), however long the blocks are
+ALL_DRAWS, DRAWS = 16, 2
 NLL_BLOCKS = 4  # for the NLL of the unchanged model, which costs are compared with
 Float = arrays.Float
 
@@ -57,6 +60,16 @@ def measured_windows(block_size: int) -> tuple[int, ...]:
     return tuple(NARROWEST << octave for octave in range(octaves))
 
 
+def usual_blocks(block_size: int) -> int:
+    """Return the number of blocks of ``block_size`` tokens whose costs are averaged, if a text has them."""
+    return min(MOST_BLOCKS, max(FEWEST_BLOCKS, NUM_TOKENS // block_size))
+
+
+def num_draws(num_blocks: int) -> int:
+    """Return the draws of tokens for each of ``num_blocks`` blocks."""
+    return max(DRAWS, ALL_DRAWS // num_blocks)
+
+
 def window_costs(
     model: PreTrainedModel,
     blocks: TokenBlocks,
@@ -64,7 +77,7 @@ def window_costs(
     *,
     windows: Sequence[int] | None = None,
     sinks: int = 0,
-    num_blocks: int = NUM_BLOCKS,
+    num_blocks: int | None = None,
     seed: int = 0,
     name: str = "window-costs",
     metadata: dict[str, Any] | None = None,
@@ -73,7 +86,8 @@ def window_costs(
     """Measure what windows cost every KV head on ``blocks``; the model is restored. Must be called on all ranks.
 
     Costs are those of ``windows``, in keys (None: ``measured_windows``), and of ``window``, which are the scores of the
-    heads. ``num_blocks`` blocks are drawn at random by ``seed``. Other arguments are those of ``probe``.
+    heads. ``num_blocks`` blocks (None: ``usual_blocks``) are drawn at random by ``seed``. Other arguments are those of
+    ``probe``.
 
     Returns:
         A table whose scores are the costs of ``window`` in nats per token, with standard errors over blocks, and whose
@@ -84,6 +98,7 @@ def window_costs(
     heads.check_window(blocks, window, sinks)
     known = measured_windows(blocks.block_size) if windows is None else windows
     measured = tuple(sorted({*known, window}))
+    num_blocks = usual_blocks(blocks.block_size) if num_blocks is None else num_blocks
     order = np.random.default_rng(seed).permutation(blocks.num_blocks)[:num_blocks]
     with model_windows.full_attention(model) as states:
         layers = local_layers.candidate_layers(states)
@@ -99,7 +114,7 @@ def window_costs(
     facts |= {"sinks": sinks} if sinks else {}
     record: dict[str, Any] = {"name": name, "metadata": facts, "kind": kinds.GAIN, "unit": kinds.NATS}
     record["heads_per_layer"] = heads_per_layer(states)
-    num_passes = passes(len(measured)) * len(order) / blocks.num_blocks
+    num_passes = passes(len(measured), len(order)) * len(order) / blocks.num_blocks
     table = heads.signal_table("window-costs", means, window, passes=num_passes, tokens=blocks.tokens.size, **record)
     return replace(table, window_costs=replace(by_window, values=costs_of_heads))
 
@@ -144,7 +159,7 @@ def _costs(
     separate documents have fewer than others, and divided by those of a block of one document.
     """
     grid = len(layers), max(heads_per_layer(states)), len(windows)
-    block_targets = blocks.block_size - 1
+    block_targets, draws = blocks.block_size - 1, num_draws(len(order))
 
     def costs(part: range) -> list[Float]:
         """Compute those of some blocks in one pass of each kind."""
@@ -154,14 +169,14 @@ def _costs(
         alone = np.zeros((grid[0], len(part), *grid[1:]))
         with_widest = np.zeros_like(alone)
         shares = _observed(model, states, layers, windows, sinks, len(part), is_halfway=False)
-        numbers = [np.random.default_rng([seed, index]).random((DRAWS, block_targets)) for index in indices]
+        numbers = [np.random.default_rng([seed, index]).random((draws, block_targets)) for index in indices]
         uniforms = torch.from_numpy(np.stack(numbers, 1))
         for draw, total in enumerate(loss.sampled_nlls(model, uniforms=uniforms, **inputs), 1):
-            (gradient,) = torch.autograd.grad(total, shares, retain_graph=draw < DRAWS)
+            (gradient,) = torch.autograd.grad(total, shares, retain_graph=draw < draws)
             frozen.check_finite("window costs: the loss", float(total.detach()), part.start + 1, gradient)
             slope = gradient.double().cpu().numpy()
-            alone += slope**2 / (2.0 * DRAWS * block_targets)
-            with_widest += slope * slope[..., -1:] / (2.0 * DRAWS * block_targets)
+            alone += slope**2 / (2.0 * draws * block_targets)
+            with_widest += slope * slope[..., -1:] / (2.0 * draws * block_targets)
         del total, gradient  # and the graph, before the next pass
         # What it costs beside other heads at the widest window
         shares = _observed(model, states, layers, windows, sinks, len(part), is_halfway=True)
@@ -203,9 +218,9 @@ def _observed(
     return shares
 
 
-def passes(num_windows: int) -> float:
-    """Return the passes over a block: forward, and back for every draw; then as a step of a frozen model.
+def passes(num_windows: int, num_blocks: int = MOST_BLOCKS) -> float:
+    """Return the passes over each of several blocks: forward, and back for every draw; then a step of a frozen model.
 
     Windows are computed twice without gradients, which takes about a twentieth of a pass each.
     """
-    return 1.0 + DRAWS + defaults.FROZEN_STEP_PASSES + num_windows / 10.0
+    return 1.0 + num_draws(num_blocks) + defaults.FROZEN_STEP_PASSES + num_windows / 10.0

@@ -181,7 +181,7 @@ def _half(measured: Measured, options: ProbeOptions, reporter: Reporter, *, is_n
     """Leave half of the documents unseen, for verdicts on the same text; few blocks are enough for costs of windows."""
     whole = measured.blocks
     try:
-        part = measure.half_of(whole, measure.COST_BLOCKS if options.memory is None else None)
+        part = measure.half_of(whole, measure.cost_blocks(whole.block_size) if options.memory is None else None)
     except UserError:
         if is_needed:
             raise

@@ -19,7 +19,7 @@ from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.windows import full_attention, layout_windows
 from spkv_nas.probing.frozen import Mixture
 from spkv_nas.probing.head_gates import unobserved
-from spkv_nas.probing.window_costs import window_costs
+from spkv_nas.probing.window_costs import num_draws, usual_blocks, window_costs
 
 WINDOWS = (4, 16)
 
@@ -29,6 +29,12 @@ def text(num_blocks: int = 4, length: int = 64) -> TokenBlocks:
     tokens = np.random.default_rng(0).integers(3, 60, size=(num_blocks, length)).astype(np.int32)
     owner = np.repeat(np.arange(num_blocks, dtype=np.int32), length).reshape(tokens.shape)
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(num_blocks)))
+
+
+@pytest.mark.parametrize(("block_size", "blocks"), [(512, 16), (2_048, 16), (4_096, 8), (8_192, 4), (32_768, 4)])
+def test_longer_blocks_are_fewer_with_as_many_draws(block_size: int, blocks: int) -> None:
+    assert usual_blocks(block_size) == blocks
+    assert num_draws(blocks) * blocks >= 16
 
 
 def divergence(model: PreTrainedModel, blocks: TokenBlocks, others: float, shares: tuple[float, float]) -> float:

@@ -23,13 +23,13 @@ from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.held_out import hold_out
 from spkv_nas.evaluation import alarms, micro_batch, paired, separators, zero_shot
+from spkv_nas.evaluation.contest import most_tokens
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criteria import DocumentRounds, Margins, parse_margins, parse_risk
 from spkv_nas.evaluation.verdict.criterion import POSITIONS, Evidence, Rounds, Setting, loss_interval, more_samples
 
 # Text to compare on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
-CONTEST_BLOCKS = 32  # four rounds of successive halving, which take about as long as costs of windows
 
 Pairs = dict[str, arrays.Float]  # scores [n, 2] of a candidate and the dense model, by criterion
 Answer = Literal["passes", "fails", "open"]
@@ -138,11 +138,11 @@ def text_in_random_order(
 def contest_text(blocks: TokenBlocks, selected: Collection[str]) -> TokenBlocks | None:
     """Return documents on which layouts of one budget are compared, which must not be samples; None if there are few.
 
-    They are at most ``CONTEST_BLOCKS`` blocks and a quarter of the text without the ``selected`` documents.
+    They are ``contest.most_tokens`` at most, and a quarter of the text without the ``selected`` documents.
     """
     try:
         unseen = blocks.in_random_order(0, selected)
-        return hold_out(unseen, CONTEST_BLOCKS * blocks.block_size)[1]
+        return hold_out(unseen, most_tokens(blocks.block_size))[1]
     except errors.UserError:
         return None
 
