@@ -39,8 +39,6 @@ def measure_all(ground: Path, workspace: Path) -> Found:
         "workspace": workspace,
         "data": [str(ground / "text")],
         "context": "48",
-        # standard errors of densities of separate documents still depend on the number of processes
-        "documents": "joined",
         "device": "cpu",
     }
     gated, dense = str(ground / "gated"), str(ground / "dense")

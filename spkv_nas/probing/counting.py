@@ -3,8 +3,11 @@
 Memory is O(layers x KV heads), independent of the number of tokens. Moments over documents give the standard errors;
 counts per document (per group of documents, beyond 256) are resampled by the bootstrap.
 
+A document enters the moments as a whole, wherever its tokens are: what is left of a separate document beyond whole
+blocks shares a later block with others. Its parts are kept until its last block is counted.
+
 With torchrun, each rank counts its share of the text. Sums over ranks are exact, because all counts are integers. The
-parts of a document that spans two ranks are merged before it enters the moments.
+parts of a document that is in the shares of several ranks are merged before it enters the moments.
 """
 
 import math
@@ -45,20 +48,19 @@ class Counts:
     document_kept: torch.Tensor  # [groups, L, H] tokens kept, by group of documents
     document_bins: torch.Tensor  # int32 [groups, L, H, coarse bins]
     document_tokens: NDArray[np.int64]  # [groups]
-    seen: NDArray[np.int64]  # [documents] times a document was completed; 0 if it had no text
+    seen: NDArray[np.int64]  # [documents] 1 for a document that was completed, 0 for one without text
     wrong: torch.Tensor  # int64 [L, H] batches with a NaN utility
 
 
 class _Part(NamedTuple):
     """Counts of the part of a document processed so far."""
 
-    number: int
     kept: torch.Tensor  # [L, H]
     tokens: int
 
-    def after(self, earlier: "_Part") -> "_Part":
-        """Return the sum of this part and an earlier part of the same document."""
-        return _Part(self.number, self.kept + earlier.kept, self.tokens + earlier.tokens)
+    def with_(self, other: "_Part | None") -> "_Part":
+        """Return the sum of this part and another of the same document, if there is one."""
+        return self if other is None else _Part(self.kept + other.kept, self.tokens + other.tokens)
 
 
 class Bins:
@@ -128,8 +130,9 @@ class GateCounter:
         # Counts of finished passes; ``finish`` adds the moments of documents that may continue on another rank
         self.counts = _no_counts(sizes, grid, int(self.bucket_of[-1]) + 1, self.bins, device)
         self._logits: dict[int, torch.Tensor] = {}  # logits of the current pass, by layer
-        self._first: _Part | None = None  # first document, once it has ended; it may begin on the previous rank
-        self._open: _Part | None = None  # current document; it may continue in the next pass or rank
+        self._first_block, self._last_block = _extents(blocks)  # of each document
+        self._start: int | None = None  # first block of this rank
+        self._open: dict[int, _Part] = {}  # documents with tokens in later passes, or on other ranks, by index
 
     def begin(self) -> None:
         """Start a forward pass and discard the logits of a failed one."""
@@ -191,51 +194,52 @@ class GateCounter:
             self._count(layer, logits.to(self.counts.kept.device))
         self._logits = {}
         self.counts.document_kept.index_add_(0, self._groups, self._kept.permute(2, 0, 1).double())
-        # Complete the documents that end in this pass
-        for column, number in enumerate(self._numbers.tolist()):
-            part = _Part(number, self._kept[:, :, column].double(), int(self._tokens[column]))
-            if self._open is not None and self._open.number == number:
-                part = part.after(self._open)
-            elif self._first is None:
-                self._first = self._open
-            else:
-                self._close(self._open)
-            self._open = part
+        # Complete the documents that this rank has counted as a whole
+        self._start = start if self._start is None else self._start
+        for column, document in enumerate(self._numbers.tolist()):
+            part = _Part(self._kept[:, :, column].double(), int(self._tokens[column]))
+            self._open[document] = part.with_(self._open.get(document))
+        for document in list(self._open):
+            if self._first_block[document] >= self._start and self._last_block[document] < start + number:
+                self._close(document, self._open.pop(document))
 
     def finish(self) -> Counts:
         """Return the counts; call on all ranks. Raises ``UserError``: a NaN utility, which would look like 0."""
         # Sum over ranks and reject NaN utilities
-        outer = [part._replace(kept=part.kept.cpu()) for part in (self._first, self._open) if part is not None]
+        shared = {document: part._replace(kept=part.kept.cpu()) for document, part in self._open.items()}
         counts = {field.name: sum_over_processes(getattr(self.counts, field.name)) for field in fields(self.counts)}
         self.counts = Counts(**counts)
         wrong = self.counts.wrong.nonzero().tolist()
         if wrong:
             raise UserError(not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0])))
-        # Merge the documents at the boundaries between ranks
-        last: _Part | None = None  # last document of the ranks so far
-        for first, *others in filter(None, gathered(outer)):
-            if last is not None and last.number == first.number:
-                first = first.after(last)
-            else:
-                self._close(last)
-            *ended, last = first, *others
-            for part in ended:
-                self._close(part)
-        self._close(last)
+        # Merge the documents that several ranks have tokens of
+        merged: dict[int, _Part] = {}
+        for of_rank in gathered(shared):
+            for document, part in of_rank.items():
+                merged[document] = part.with_(merged.get(document))
+        for document, part in merged.items():
+            self._close(document, part)
         return self.counts
 
-    def _close(self, part: _Part | None) -> None:
+    def _close(self, document: int, part: _Part) -> None:
         """Add a complete document to the moments."""
-        if part is None:
-            return
-        number, tokens, domain = part.number, part.tokens, int(self.domain_of[part.number])
+        tokens, domain = part.tokens, int(self.domain_of[document])
         kept = part.kept.to(self.counts.kept.device)
         self.counts.kept[domain] += kept
         self.counts.kept_squared[domain] += kept**2
         self.counts.kept_times_tokens[domain] += kept * tokens
         self.counts.tokens[domain] += tokens
         self.counts.tokens_squared[domain] += tokens**2
-        self.counts.seen[number] += 1
+        self.counts.seen[document] += 1
+
+
+def _extents(blocks: TokenBlocks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first and the last block with tokens of each document, int64 [documents] each."""
+    first, last = np.full((2, len(blocks.documents)), -1, dtype=np.int64)
+    for block, owners in enumerate(blocks.document):
+        first[owners] = np.where(first[owners] < 0, block, first[owners])
+        last[owners] = block
+    return first, last
 
 
 def _no_counts(sizes: tuple[int, int, int], grid: Grid, num_buckets: int, bins: Bins, device: torch.device) -> Counts:

@@ -39,8 +39,8 @@ def probe(
 
     Must be called on all ranks: each rank runs its share of the blocks and returns the whole table.
 
-    A document should be in consecutive blocks, as each run of them is one cluster of the standard errors.
-    ``batch_size`` blocks make a forward pass. Other arguments are those of ``measure.probe``.
+    Each document is one cluster of the standard errors. ``batch_size`` blocks make a forward pass. Other arguments are
+    those of ``measure.probe``.
 
     Raises ``UserError``: the model has no gates, or ``tau`` is outside [0, 1].
     """

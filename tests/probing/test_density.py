@@ -91,6 +91,20 @@ def test_standard_errors_take_documents_as_clusters(model: PreTrainedModel, bloc
     assert np.allclose(actual, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_a_document_in_several_places_is_one_cluster(tiny_tokenizer: PreTrainedTokenizerBase, batch_size: int) -> None:
+    """The rest of a separate document is in a later block; it counted as a document of its own, in some batches."""
+    texts = [f"fox {number} jumps over the lazy dog " * (2 + number % 5) for number in range(12)]
+    blocks = build_blocks(texts, tiny_tokenizer, 32, documents="separate")
+    assert any(np.diff(np.flatnonzero((blocks.document == index).any(1))).max(initial=1) > 1 for index in range(12))
+    table = probe(gated(), blocks, 0.5, batch_size=batch_size)
+    assert table.documents is not None
+    kept, tokens = table.documents.kept.transpose(1, 2, 0), table.documents.tokens
+    residual = kept - tokens * (kept.sum(-1) / tokens.sum())[..., None]
+    expected = np.sqrt((residual**2).sum(-1) * 12 / 11) / tokens.sum()
+    assert np.allclose(table.rows["standard_error"].to_numpy().reshape(expected.shape), expected, atol=1e-9)
+
+
 def test_other_thresholds_need_no_second_pass(model: PreTrainedModel, blocks: TokenBlocks, tmp_path: Path) -> None:
     table = probe(model, blocks, 0.5)
     logits = all_logits(model, blocks, 0.5)
