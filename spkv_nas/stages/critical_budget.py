@@ -8,8 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts import head_scores, local_layers, result_tables, selection
+from spkv_nas.artifacts import defaults, head_scores, local_layers, result_tables, selection
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.prediction_check import HEAD_GATES
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base import console, device, errors, progress, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
@@ -25,7 +26,7 @@ from spkv_nas.proposal import constraints, earlier, propose, windows
 from spkv_nas.proposal.answers import budget_curve
 from spkv_nas.proposal.budget import MEMORY, parse_budgets, parse_memories
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, subject
+from spkv_nas.stages import checks, commands, decision, engines, lookup, printing, record, subject
 from spkv_nas.stages.options import export, verdict
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 
@@ -82,6 +83,8 @@ def run(
     candidates = [contenders.Contender(name, options.model, layout, layout) for name, layout in layouts.items()]
     # Look at budgets, on documents that the heads were not scored on
     by_costs = memories is not None and not files.layouts
+    if by_costs:
+        table = _with_head_gates(options, table, reporter)
     ranked_on = (table.selected_on or frozenset()) if by_costs else None
     compared = decision.prepare(options, candidates, list(files.files.values()), reporter, ranked_on=ranked_on)
     rivals = _rivals(options, compared.trial, table, requirements, memories, reporter) if by_costs else None
@@ -162,6 +165,30 @@ def _exporting(options: CriticalBudgetOptions, name: str, layout: Path | None) -
     out = Path(f"{name}-export")
     exported = export.ExportOptions(layout=layout, model=options.model, out=out, workspace=options.workspace)
     return (commands.Suggestion.of(exported),)
+
+
+def _with_head_gates(
+    options: CriticalBudgetOptions, table: head_scores.HeadScores, reporter: progress.Reporter
+) -> head_scores.HeadScores:
+    """Return a table with the head gates of an earlier probe of its model, if there is one, for layouts to compare.
+
+    No layout is compared on documents that either of the two ranked heads on, so both must have recorded theirs.
+    """
+    identity = record.model_identity(table.metadata)
+    if HEAD_GATES in table.metadata or identity is None or table.selected_on is None:
+        return table
+    for name, fields in record.probe_records(options.folders).items():
+        if not record.is_of(fields, identity, defaults.RECOMMENDED):
+            continue
+        gates = lookup.find_table(options.folders, name)
+        if gates.heads_per_layer != table.heads_per_layer or gates.selected_on is None:
+            continue
+        reporter.announce(f"layouts by the head gates of probe '{name}' are compared, too")
+        by_layer = zip(gates.values, gates.heads_per_layer, strict=True)
+        rows = [values[:number].tolist() for values, number in by_layer]
+        metadata = {**table.metadata, HEAD_GATES: rows}
+        return replace(table, metadata=metadata, selected_on=table.selected_on | gates.selected_on)
+    return table
 
 
 def _rivals(

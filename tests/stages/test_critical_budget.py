@@ -295,6 +295,23 @@ class TestAuto:
         assert probed < chosen_on
         assert record["left_out"]["documents"] == len(chosen_on)
 
+    def test_head_gates_of_an_earlier_probe_choose_rivals(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        text = ["--data", "text", "--context", "96", "--max-tokens", "1920"]
+        main(["probe", "--model", "dense", *text, "--signal", "head-gates", "--budget", "4", "--steps", "2"])
+        main([*self.COMMAND, "--memory", "50%"])
+        assert "layouts by the head gates of probe 'dense-head-gates' are compared" in capsys.readouterr().err
+        _, record = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail("no table")
+        assert any(row["name"].startswith("head-gates-") for row in record["contests"]["50"])
+        # No document that ranked the gates compares layouts, or decides
+        layout = Layout.read("layouts/dense-window-costs/critical-budget.yaml")
+        chosen_on = read_selection(layout.provenance["selection"], [Path("layouts/dense-window-costs")])
+        ranked_on = HeadScores.read("probes/dense-head-gates").selected_on
+        assert ranked_on
+        assert chosen_on is not None
+        assert ranked_on < chosen_on
+
     def test_memory_in_bytes_is_that_of_a_batch(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         whole = 4 * NUM_HEADS * 2 * 8 * 4 * 96  # bytes of 4 sequences of 96 tokens, head dimension 8, float32
         main([*self.COMMAND, "--batch", "4", "--memory", f"{whole * 6 // 10}"])
