@@ -275,11 +275,12 @@ def _measure_costs(
 ) -> HeadScores:
     """Measure costs of windows without a limit of memory, and check them on documents that ranked no head.
 
-    A text that leaves no such document is measured without a check. Must be called on all ranks.
+    A text that leaves no such document is measured without a check, with a warning. Must be called on all ranks.
     """
     try:
         ranking, held_out = hold_out(blocks, prediction_check.usual_blocks(blocks.block_size) * blocks.block_size)
     except UserError:
+        SILENT.caution("the costs of windows are not checked: the text leaves no document that ranked no head")
         return measure(signal, blocks, window, progress)
     sizes = [_passes(signal, model, ranking), prediction_check.passes(blocks.block_size)]
     table = measure(signal, ranking, window, in_sequence(progress, sizes)[0])
@@ -343,6 +344,7 @@ def _checked(
         if check is not None:
             break
     if check is None:
+        SILENT.caution("the costs of windows are not checked: the model has too few different layouts of one memory")
         return table, sizes
     table = replace(table, metadata={**table.metadata, CHECK: check.as_mapping()})
     if not check.has_failed:

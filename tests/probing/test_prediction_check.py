@@ -204,3 +204,14 @@ class TestProbe:
         measured: Any = SimpleNamespace(model=model, blocks=text(), whole=text(), train=None)
         _expect(WINDOW_COSTS, measured, ProbeOptions(signal="window-costs", memory="60%"), Reporter())
         assert expected["probing"] / 128 == pytest.approx(*shown, rel=0.2)
+
+    @pytest.mark.parametrize(
+        ("documents", "reason"), [(1, "the text leaves no document"), (24, "the model has too few different layouts")]
+    )
+    def test_costs_that_are_not_checked_are_said_to_be(
+        self, documents: int, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(prediction_check, "random_layouts", lambda *_: [])
+        scores = spkv_nas.probe(tiny_model(vocab_size=300), text(documents), signal="window-costs")
+        assert read_check(scores.metadata) is None
+        assert f"the costs of windows are not checked: {reason}" in caplog.text
