@@ -224,7 +224,10 @@ class SeparateDocuments(Boundaries):
         return position - first
 
     def inputs(self, tokens: "Tensor") -> "dict[str, Tensor]":
-        """Return the keyword arguments of a pass over tokens [..., T]: positions tell the model the documents."""
+        """Return the keyword arguments of a pass over tokens [..., T]: positions tell the model the documents.
+
+        The pass needs ``use_cache=False``, too: with a cache, transformers does not look for documents.
+        """
         positions = tokens.new_tensor(self.positions(tokens.cpu().numpy()))
         return {"input_ids": tokens.maximum(~tokens), "position_ids": positions}
 

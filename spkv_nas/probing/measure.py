@@ -40,6 +40,7 @@ from spkv_nas.evaluation.contest import (
     run_contest,
 )
 from spkv_nas.model import attention, config_section, model_shape, windows
+from spkv_nas.model.checked_calls import checked_calls
 from spkv_nas.probing import prediction_check, window_costs
 from spkv_nas.probing.heads import check_window
 from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS, Signal
@@ -146,7 +147,8 @@ def measure_signal(
     def measured(signal: Signal, text: TokenBlocks, reach: int, progress: Progress | None) -> HeadScores:
         if signal.reads_blocks:
             check_window(text, reach, number if signal.takes_sinks else 0)
-        return signal.measure(model, text, reach, name=name, metadata=metadata, progress=progress, **run)
+        with checked_calls(model, f"signal {signal.name}"):
+            return signal.measure(model, text, reach, name=name, metadata=metadata, progress=progress, **run)
 
     # Measure, within a limit of memory with the window that loses least
     if memory is None and entry.name == WINDOW_COSTS.name:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+import torch
 from helpers import tiny_model
 from paths import ROOT, TESTS
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import spkv_nas
@@ -25,6 +27,8 @@ from spkv_nas.artifacts.kinds import KINDS
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
+from spkv_nas.data.batches import run_own_batches
+from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.splits import load_text
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.signals import SIGNALS, Signal, Steps
@@ -190,6 +194,44 @@ def test_an_option_cannot_have_the_name_of_one_of_probe(monkeypatch: pytest.Monk
     monkeypatch.setitem(SIGNALS.entries, "other", _Data())
     with pytest.raises(UserError, match=r"signal other has an option 'data', which is one of probe itself"):
         with_options_of(SIGNALS, "probe")(type("Options", (SubjectOptions,), {}))
+
+
+@dataclass(frozen=True)
+class _Careless(Signal):
+    """Signal that gives the model one wrong argument."""
+
+    name, help = "careless", "passes tokens as they come"
+
+    argument: str = "input_ids"
+
+    def measure(self, model: Any, blocks: TokenBlocks, window: int, **_run: Any) -> HeadScores:
+        def run(_start: int, tokens: Tensor) -> Tensor:
+            wrong = True if self.argument == "use_cache" else tokens
+            return model(**{**blocks.boundaries.inputs(tokens), "use_cache": False, self.argument: wrong}).logits
+
+        run_own_batches(run, lambda *_: None, blocks, 2, model.device)
+        raise AssertionError("the model took the tokens")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("input_ids", r"marked tokens .* as input_ids: call it with \*\*blocks\.boundaries\.inputs\(tokens\)"),
+        ("labels", r"marked tokens .* as labels: call it with \*\*blocks\.boundaries\.inputs\(tokens\)"),
+        ("use_cache", r"several documents and a cache, with which they attend to each other: .* use_cache=False"),
+    ],
+)
+def test_calls_that_mix_documents_are_refused(
+    argument: str, message: str, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A signal is told what to call; marked tokens ended in an IndexError, and a cache in wrong numbers."""
+    model, texts = tiny_model(vocab_size=300), [f"the fox {number} jumps. " for number in range(9)]
+    blocks = spkv_nas.build_blocks(texts, tiny_tokenizer, block_size=32, documents="separate")
+    with pytest.raises(UserError, match=f"^signal careless gives the model {message}") as error:
+        spkv_nas.probe(model, blocks, signal=_Careless(argument), window=4)
+    assert "\n" not in str(error.value)
+    with pytest.raises(IndexError):
+        model(torch.tensor([[-1]]))  # the model itself is as before
 
 
 def test_a_signal_of_a_package_is_one_class_with_its_options(tiny_tokenizer: PreTrainedTokenizerBase) -> None:

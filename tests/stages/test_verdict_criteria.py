@@ -21,7 +21,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.agreement.stage import Agreement, compare
-from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.data.tokenizer import SeparateDocuments
 from spkv_nas.evaluation.continuations import write_continuations
 from spkv_nas.evaluation.verdict.criteria import (
     CRITERIA,
@@ -152,6 +153,20 @@ class TestOwnCriterion:
             run("full.yaml", margin="hits=1:best=3")
         with pytest.raises(UserError, match="top=0: it must be at least 1"):
             run("full.yaml", margin="hits=1:top=0")
+
+    def test_it_reads_separate_documents(self, blocks: TokenBlocks) -> None:
+        """Tokens see their own document alone, and those that begin one do not count."""
+        model = decisive_model()
+        half = np.arange(32) // 16
+        begins = np.tile(np.diff(half, prepend=-1) > 0, (len(blocks), 1))
+        document = (2 * np.arange(len(blocks))[:, None] + half).astype(np.int32)
+        infos = tuple(DocumentInfo(str(index), "a", str(index)) for index in range(2 * len(blocks)))
+        text = TokenBlocks(blocks.tokens, document, infos, boundaries=SeparateDocuments(), begins=begins)
+        rounds = CRITERIA["hits"].with_options({"top": 1}).prepare(Setting(model, None, text))
+        rows = torch.from_numpy(blocks.tokens[0].reshape(2, 16).astype(np.int64))
+        with torch.no_grad():
+            hits = model(rows).logits[:, :-1].argmax(-1) == rows[:, 1:]
+        assert rounds.measure(0, model, {}).tolist() == pytest.approx([hits.double().mean().item()])
 
     def test_help_and_page_name_it(self) -> None:
         assert criteria_help().endswith(

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.files import write_npz
 from spkv_nas.evaluation.verdict.criterion import SCORE, Rounds
 from spkv_nas.model import config_section, modes, windows
+from spkv_nas.model.checked_calls import checked_calls
 from spkv_nas.model.checkpoint import checkpoint_hash
 
 Arrays = dict[str, NDArray[Any]]
@@ -100,7 +101,7 @@ class ScoreStore:
             self.num_measured += 1
             prepared = self._prepared(rounds, index)
             model = self._model(contender.source)
-            with contender.applied(model):
+            with contender.applied(model), _checked(model, rounds):
                 return rounds.measure_all(index, model, prepared)
 
         return self._get(key, _round_name(index), (SCORE, *rounds.details), measure)
@@ -109,7 +110,7 @@ class ScoreStore:
         """Return what the dense model prepared for a round."""
 
         def prepare() -> Arrays:
-            with self.contender.applied(self.dense):
+            with self.contender.applied(self.dense), _checked(self.dense, rounds):
                 return rounds.prepare(index, self.dense)
 
         if not rounds.prepared:
@@ -144,6 +145,11 @@ class ScoreStore:
             self._other = None  # frees its memory first
             self._other = source, self.load(source)
         return self._other[1]
+
+
+def _checked(model: PreTrainedModel, rounds: Rounds) -> AbstractContextManager[None]:
+    """Check the calls of the model by a criterion."""
+    return checked_calls(model, f"the criterion's {type(rounds).__name__}")
 
 
 def _round_name(index: int) -> str:
