@@ -8,6 +8,7 @@ largest of the sums over domains.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,9 @@ from spkv_nas.proposal.strategies import INTERLEAVED_LAST
 NARROWEST = 32  # narrowest window that is tried
 _STEP = 16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
 _MOST_TRIED = 12  # windows
-_MOST_SINGLE = 2  # single windows among the rivals of a window per head
+# Factor between the two single windows among the rivals of a window per head: neighbours lose the same, so that
+# comparing them decides nothing
+_APART = 2.0
 MOST_WINDOWS = 3  # of a layout, unless a constraint allows more: as many as vLLM serves
 WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
 ONE_WINDOW = "one-window-"  # before the window, in the names of layouts with one window
@@ -294,9 +297,10 @@ def rival_layouts(
 ) -> dict[str, Layout]:
     """Return layouts of several kinds that take at most ``memory`` bytes, by name, to be compared on text.
 
-    They are a window per head and the best single windows by the costs of windows, and whole layers at a fixed period
-    with the window that costs least; and typical single windows by head gates, where the table has some. Constraints
-    leave the first alone, which is the only one that is solved for them.
+    They are a window per head; the best single window by the costs of windows, and the best of those that are wider or
+    narrower by a factor of two; whole layers at a fixed period with the window that costs least; and typical single
+    windows by head gates, where the table has some. Constraints leave the first alone, which is the only one that is
+    solved for them.
 
     Raises ``UserError`` as ``window_per_head``.
     """
@@ -308,7 +312,7 @@ def rival_layouts(
         single = sorted(windows_by_costs(table, cost, memory), key=lambda row: row.cost)
     except errors.UserError:  # the memory leaves no global head beside any single window
         return layouts
-    for row in single[:_MOST_SINGLE]:
+    for row in _apart(single):
         name = f"{ONE_WINDOW}{row.window}"
         layouts[name] = _recorded(table, replace(one_window_layout(table, row), strategy=name), memory, cost)
     whole = [_whole_layers(table, row, cost, memory) for row in single]
@@ -322,6 +326,13 @@ def rival_layouts(
             layout = replace(_one_window_by(gates, table, row), strategy=f"{BY_GATES}{row.window}")
             layouts[layout.strategy] = _recorded(table, layout, memory, cost)
     return _distinct(layouts)
+
+
+def _apart(single: Sequence[TriedWindow]) -> list[TriedWindow]:
+    """Return the first window, and the first that is wider or narrower than it by a factor of two, if there is one."""
+    first = single[0]
+    others = (row for row in single if max(row.window / first.window, first.window / row.window) >= _APART)
+    return [first, *islice(others, 1)]
 
 
 def _head_gates(table: HeadScores) -> arrays.Float:

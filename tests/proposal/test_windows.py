@@ -188,6 +188,12 @@ class TestProposal:
         said = capsys.readouterr()
         assert f"{layout}.yaml" in (said.out + said.err).partition("spkv-nas verdict")[2]
 
+    def test_single_windows_to_compare_are_far_apart(self) -> None:
+        """The second best by the costs is often the next window, which loses as much."""
+        rivals = rival_layouts(table(memory=0.2, context=2048, budget=7), COST, COST.full(48) // 5)
+        first, second = (layout.window for name, layout in rivals.items() if name.startswith("one-window-"))
+        assert max(first, second) >= 2 * min(first, second)
+
     def test_only_a_layout_that_was_measured_is_recommended(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
