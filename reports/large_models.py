@@ -40,7 +40,7 @@ from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.signals import WINDOW_COSTS
-from spkv_nas.probing.window_costs import NUM_BLOCKS, window_costs
+from spkv_nas.probing.window_costs import usual_blocks, window_costs
 
 STAGES = ("head-gates", "probe", "train", "window-costs", "score")
 DEFAULT_STAGES = STAGES[:3]
@@ -139,13 +139,14 @@ def measure_window_costs(
 ) -> dict[str, float | str]:
     """Measure the costs of all default windows, on as many blocks as ``auto`` does."""
     model = random_model(level, vocabulary, length, torch.bfloat16, device)
-    blocks = random_text(vocabulary, NUM_BLOCKS, length)
+    usual = usual_blocks(length)
+    blocks = random_text(vocabulary, usual, length)
 
     def costs(number: int) -> None:
         window_costs(model, blocks, WINDOW, num_blocks=number)
 
     costs(1)
-    seconds, peak = measured(lambda: costs(NUM_BLOCKS), device)
+    seconds, peak = measured(lambda: costs(usual), device)
     tokens = blocks.tokens.size
     return report(level, WINDOW_COSTS.cost(stages, tokens), seconds, peak, tokens)
 

@@ -301,10 +301,13 @@ class WindowCosts(Signal):
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of gradients of a frozen model with respect to its heads."""
-        from spkv_nas.probing.window_costs import measured_windows, usual_blocks
+        from spkv_nas.probing.window_costs import MOST_BLOCKS, measured_windows, passes, usual_blocks
 
         num_kinds = len(measured_windows(stages.block_size)) + 1
-        return stages.learn_gates(self.stage_name, usual_blocks(stages.block_size), stages.block_size, mixes=num_kinds)
+        num_blocks = usual_blocks(stages.block_size)
+        # Fewer blocks have more draws each
+        effort = passes(num_kinds - 1, num_blocks) / passes(num_kinds - 1, MOST_BLOCKS)
+        return stages.learn_gates(self.stage_name, round(num_blocks * effort), stages.block_size, mixes=num_kinds)
 
 
 DENSITY = Density()
