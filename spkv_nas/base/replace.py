@@ -7,6 +7,7 @@ hashes in the record reveal.
 """
 
 import errno
+import glob
 import json
 import os
 import secrets
@@ -17,10 +18,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import Timeout
+
 from spkv_nas.base import errors, locks
 from spkv_nas.base.files import as_user_error
 
 _NEW, _COMMIT, _STALE, _LOCK = ".new-", ".commit", ".stale.json", ".commit-lock"
+_PARTIAL = ".partial-"  # after the name of the folder that a temporary one becomes
 _DAY = 86_400.0  # seconds
 
 
@@ -104,26 +108,64 @@ def check_new(folder: Path) -> Path:
 
 
 @contextmanager
-def new_folder(final: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces ``final`` when the block ends without an error; one process at a time."""
-    partial = final.with_name(f".{final.name}.partial")
-    # Remove a partial folder of an interrupted run
+def new_folder(final: Path, *, replaces: bool = True) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``final`` when the block ends without an error.
+
+    Several processes may write one ``final``: each has a temporary folder of its own, and the last replaces the others.
+    Unless this one ``replaces`` them, ``UserError`` if another has files in ``final`` by then.
+    """
+    partial = final.with_name(f".{final.name}{_PARTIAL}{secrets.token_hex(4)}")
+    lock = locks.shared_lock(_lock_of(partial))
     with as_user_error(final):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(final)
+        lock.acquire()
     try:
+        with as_user_error(final):
+            partial.mkdir()
         yield partial
         with as_user_error(final):
             # Replace the earlier folder once all files are on disk
             flush(partial)
-            if final.is_symlink():
+            if replaces and final.is_symlink():
                 final.unlink()
-            elif final.is_dir():
+            elif replaces and final.is_dir():
                 shutil.rmtree(final)
-            partial.rename(final)
+            _rename(partial, final)
             flush(final.parent, files=False)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
+        with suppress(OSError):
+            _lock_of(partial).unlink()
+
+
+def _rename(partial: Path, final: Path) -> None:
+    """Rename a folder to another, which may be there without files. Raises ``UserError`` if that has files."""
+    try:
+        partial.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise errors.UserError(
+            f"{final} was written by another process in the meantime, and is left as it is: choose another --out"
+        ) from error
+
+
+def _lock_of(partial: Path) -> Path:
+    """Return the file whose lock the process that writes a temporary folder holds."""
+    return partial.with_name(f"{partial.name}.lock")
+
+
+def _remove_leftovers(final: Path) -> None:
+    """Remove the temporary folders of ``final`` whose processes have ended without removing them."""
+    for file in final.parent.glob(f".{glob.escape(final.name)}{_PARTIAL}*.lock"):
+        lock = locks.shared_lock(file)
+        with suppress(OSError, Timeout):  # the process goes on, or another one removes its folder
+            lock.acquire(timeout=0.0)
+            shutil.rmtree(file.with_suffix(""), ignore_errors=True)
+            file.unlink()
+        lock.release()
 
 
 def flush(folder: Path, *, files: bool = True) -> None:

@@ -124,6 +124,46 @@ class TestNewFolder:
             (new / "whole").write_text("")
         assert [file.name for file in final.iterdir()] == ["whole"]
 
+    def test_two_processes_write_folders_of_their_own(self, tmp_path: Path) -> None:
+        """They shared one temporary folder, which the second removed while the first wrote there."""
+        final = tmp_path / "final"
+        with new_folder(final) as first:
+            (first / "one").write_text("first")
+            with new_folder(final) as second:
+                (second / "one").write_text("second")
+                (second / "two").write_text("second")
+            assert (first / "one").read_text() == "first"
+            assert {file.name for file in final.iterdir()} == {"one", "two"}
+        assert [file.name for file in final.iterdir()] == ["one"]
+        assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+    def test_the_first_of_two_stays_where_none_is_replaced(self, tmp_path: Path) -> None:
+        final = tmp_path / "final"
+        final.mkdir()  # without files
+
+        def write_late() -> None:
+            with new_folder(final, replaces=False) as late:
+                (late / "one").write_text("late")
+                with new_folder(final, replaces=False) as first:
+                    (first / "one").write_text("first")
+
+        with pytest.raises(UserError, match="final was written by another process in the meantime, and is left as it"):
+            write_late()
+        assert (final / "one").read_text() == "first"
+        assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+    def test_what_a_killed_process_left_is_removed(self, tmp_path: Path) -> None:
+        """Unlike the folder of a process that goes on, or one of a similar name."""
+        killed = tmp_path / ".final.partial-0"
+        killed.mkdir()
+        (killed / "weights").write_text("half")
+        killed.with_name(f"{killed.name}.lock").write_text("")
+        with new_folder(tmp_path / "final-2") as other, new_folder(tmp_path / "final") as new:
+            assert not killed.exists()
+            assert other.exists()
+            (new / "whole").write_text("")
+        assert {path.name for path in tmp_path.iterdir()} == {"final", "final-2"}
+
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(UserError, match="cannot write"), new_folder(tmp_path / "file" / "final"):

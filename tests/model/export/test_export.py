@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import manifest
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load, read_shape, save
@@ -298,3 +299,23 @@ class TestOwnType:
         change_config(folder, change)
         with pytest.raises(UserError, match=message):
             load(folder)
+
+
+def test_two_exports_to_one_folder(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first that is complete stays; they shared a temporary folder, and the second removed the first's files."""
+    dense, out = write(None, tmp_path / "dense", tiny_tokenizer), tmp_path / "out"
+    original = manifest.write_manifest
+    others = [MIXED]
+
+    def write_both(folder: Path, *arguments: Any, **options: Any) -> None:
+        if others:
+            export(others.pop(), dense, out, to="spkv")
+        original(folder, *arguments, **options)
+
+    monkeypatch.setattr(manifest, "write_manifest", write_both)
+    with pytest.raises(UserError, match="out was written by another process in the meantime, and is left as it is"):
+        export(LAYERWISE, dense, out, to="spkv")
+    assert Layout.read(out / "layout.yaml").heads == MIXED.heads
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "out"}
