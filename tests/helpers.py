@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from spkv_nas import GateConfig, SPKVCache, attach_gates, set_gate_mode
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.files import write_atomic
 from spkv_nas.base.progress import Announce, Display, Reporter, silent
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
@@ -30,6 +31,7 @@ from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.gates import predictors
 
 if TYPE_CHECKING:
+    from spkv_nas.report.chart import Chart, Panels
     from spkv_nas.training.branches import Branch
     from spkv_nas.training.corpus import Corpus
     from spkv_nas.training.recipe import Recipe
@@ -285,11 +287,21 @@ def make_domain_table(domains: tuple[str, ...] = ("all",), density: np.ndarray =
 
 
 @contextmanager
-def unsaved_pictures() -> Iterator[None]:
-    """Draw pictures without settling their margins, and write empty files: both take most of a report's time."""
+def unsaved_pictures(*, drawn: bool = True) -> Iterator[None]:
+    """Draw pictures without settling their margins, and write empty files: both take most of a report's time.
+
+    Without ``drawn``, only the charts in the page are drawn, and those of files are not.
+    """
+
+    def save_empty(folder: Path, chart: Chart | Panels) -> None:
+        for suffix in ("png", "svg", "pdf"):
+            write_atomic(folder / f"{chart.name}.{suffix}", b"")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("spkv_nas.report.plot._bytes", lambda *_, **__: b"")
         patch.setattr("spkv_nas.report.plot.Picture.draw_without_rendering", lambda _: None)
+        if not drawn:
+            patch.setattr("spkv_nas.report.plot.save_chart", save_empty)
         yield
 
 

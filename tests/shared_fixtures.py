@@ -87,9 +87,14 @@ def brief_interpreter() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def brief_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave pictures empty, except in slow tests and those that use ``whole_pictures``."""
+    """Leave pictures empty, except in slow tests and those that use ``whole_pictures``.
+
+    Those of files are drawn at all only in tests of reports and of figures that are undefined.
+    """
     whole = request.node.get_closest_marker("slow") is not None or "whole_pictures" in request.fixturenames
-    with nullcontext() if whole else unsaved_pictures():
+    path = request.node.path
+    drawn = path.parent.name == "report" or path.name == "test_undefined_figures.py"
+    with nullcontext() if whole else unsaved_pictures(drawn=drawn):
         yield
 
 

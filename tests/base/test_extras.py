@@ -50,7 +50,8 @@ print(json.dumps(ends))
 LAYOUT = "layouts/stdlib-21x3/densest.yaml"
 LIGHT = [  # in this order
     "propose --budget 12,18,24",
-    "propose --budget 25% --constraint uniform --robust --tau 0.6",
+    "propose --probe mine.csv --budget 50% --constraint uniform --robust",
+    "propose --budget 25% --tau 0.6",
     "propose --tau match-budget",
     "compare stdlib-21x3 --split-by half",
     "compare stdlib-21x3 stdlib-21x3@0.7",
@@ -94,6 +95,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
     """Output of every command with only the base dependencies, in a workspace with the committed probe."""
     folder = tmp_path_factory.mktemp("base")
     copy_example(folder, "probes")
+    rows = [f"{head // 2},{head % 2},{(head * number) % 7 / 7},{number}" for number in (3, 5) for head in range(8)]
+    (folder / "mine.csv").write_text("\n".join(["layer,kv_head,density,domain", *rows]) + "\n")
     shutil.copy(ROOT / "spkv_nas/assets/stdlib-21x3/demo.yaml", folder / "recipe.yaml")
     ends = run(folder, ALL, [*LIGHT, *NEED])
     assert (folder / "layouts/stdlib-21x3/budgets/densest-24.yaml").is_file()

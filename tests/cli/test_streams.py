@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from marks import slow, slow_after
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import console
@@ -48,7 +49,7 @@ def no_reader() -> Iterator[int]:
     os.close(writing)
 
 
-@pytest.mark.parametrize("arguments", [SHOW, (*SHOW, "--json")], ids=["text", "json"])
+@pytest.mark.parametrize("arguments", [SHOW, slow(((*SHOW, "--json"),))], ids=["text", "json"])
 def test_a_reader_that_ended_is_no_answer(folder: Path, no_reader: int, arguments: tuple[str, ...]) -> None:
     """``spkv-nas auto ... | head -1`` exited with 1, by which it says that no layout passes."""
     ended = run(folder, *arguments, stdout=no_reader)
@@ -59,7 +60,7 @@ def test_an_error_keeps_its_exit_code_without_a_reader(folder: Path, no_reader: 
     assert run(folder, "layout", "show", "none.yaml", stderr=no_reader).returncode == 2
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize("encoding", slow_after(1, ["ascii", "cp1252"]))
 def test_what_an_encoding_lacks_is_escaped(folder: Path, encoding: str) -> None:
     """A finished measurement was lost because µ, Δ or ± could not be printed."""
     printed = run(folder, *PLAN, encoding=encoding)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from helpers import fails
+from marks import slow_after
 from spkv_kernels import PagedKVCache
 from spkv_kernels import timing as kernel_timing
 
@@ -150,7 +151,7 @@ def test_contexts_and_numbers_of_global_heads() -> None:
 
 
 class TestMeasuring:
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("dtype", slow_after(1, ["bfloat16", "float32"]))
     def test_every_point_with_its_windows_and_caches(self, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The kernel gets each number of global heads at each context length."""
         decoded: list[tuple[int, list[int]]] = []

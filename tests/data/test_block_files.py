@@ -189,7 +189,7 @@ class TestMemory:
         monkeypatch.setattr(readers.tokenizer, "MAX_ENCODED_CHARACTERS", 20_000)
         monkeypatch.setattr("spkv_nas.data.sources.MAX_ENCODED_CHARACTERS", 20_000)
         peaks = []
-        for megabytes in (1, 4):
+        for megabytes in (1, 3):
             file = tmp_path / f"{megabytes}{suffix}"
             self.write(file, megabytes)
             config = DataConfig(sources=[file.name], block_size=64, max_heldout_tokens=1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -92,8 +93,10 @@ class TestSources:
         (tmp_path / "a.jsonl").write_text('{"text": "one", "domain": 0}\n{"text": "two", "domain": 1}\n')
         assert [document.domain for document in read("a.jsonl", base=tmp_path)] == ["0", "1"]
 
-    def test_texts_at_hand_take_options(self) -> None:
+    def test_texts_at_hand_take_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """``path: stdlib`` with options named a folder that does not exist."""
+        first = list(islice(stdlib.files(), 20))
+        monkeypatch.setattr(stdlib, "files", lambda: first)
         result = read(SourceConfig(path="stdlib", domain="mine", max_documents=2), base=Path("/nowhere"))
         assert {document.domain for document in result} == {"mine"}
         assert len({document.name for document in result}) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from marks import slow_after
 
 from spkv_nas.evaluation.verdict.critical_budget import Critical, critical
 from spkv_nas.evaluation.verdict.trial import Answer
@@ -118,15 +119,16 @@ def draw(random: np.random.Generator, kind: str, number: int) -> np.ndarray:
     return np.repeat(random.random(number // 4 + 1), 4)[:number]
 
 
+@pytest.mark.parametrize("runs", slow_after(1, [1_000, 4_000]))
 @pytest.mark.parametrize("kind", ["independent", "equal", "alike"])
 @pytest.mark.parametrize("order", ["none", "lower half", "every second", "upper half"])
 @pytest.mark.parametrize("wanted", ["passes", "fails"])
-def test_any_wrong_answer_is_rarer_than_the_risk(kind: str, order: str, wanted: Answer) -> None:
+def test_any_wrong_answer_is_rarer_than_the_risk(kind: str, order: str, wanted: Answer, runs: int) -> None:
     """The error rate holds in any order of losses, and with any dependence of the tests.
 
     Where a wrong failure is looked for, half of the other candidates pass, so that both bisections look at several.
     """
-    random, number, risk, runs = np.random.default_rng(0), 37, 0.1, 4_000
+    random, number, risk = np.random.default_rng(0), 37, 0.1
     positions = np.arange(number)
     is_true = {
         "none": np.zeros(number, bool),

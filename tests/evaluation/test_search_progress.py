@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from marks import pairwise, slow
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Agenda, Display, Reporter
@@ -99,9 +101,11 @@ def search(scale: float, error: float, seed: int) -> tuple[CriticalBudget, Store
 GOES_ON = {(2.0, 0.5, 0), (2.0, 0.5, 1), (2.0, 2.0, 2)}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("error", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, 5.0])
+QUICK = [parameter.values for parameter in pairwise([0.5, 1.0, 2.0, 5.0], [0.5, 1.0, 2.0], [0, 1, 2])]
+OTHERS = [case for case in product([0.5, 1.0, 2.0, 5.0], [0.5, 1.0, 2.0], [0, 1, 2]) if case not in QUICK]
+
+
+@pytest.mark.parametrize(("scale", "error", "seed"), [*QUICK, *map(slow, OTHERS)])
 def test_time_left_of_a_search(scale: float, error: float, seed: int) -> None:
     """It is within a factor of two, and rises by no more than a half, but for a fifth of the time at the end."""
     _, store, shown = search(scale, error, seed)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from helpers import BLOCK, MessageLog, equal_up_to_rounding, fails, gated, tiny_model
+from marks import slow_after
 from scipy.stats import spearmanr
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -73,7 +74,7 @@ def by_hand(model: PreTrainedModel, layout: Layout | None, text: TokenBlocks) ->
 
 
 class TestScores:
-    @pytest.mark.parametrize("family", ["gemma3_text", "granite", "sp-kv", "hybrid"])
+    @pytest.mark.parametrize("family", slow_after(3, ["gemma3_text", "sp-kv", "hybrid", "granite"]))
     def test_scores_equal_each_layout_applied_alone(self, family: str, blocks: TokenBlocks) -> None:
         """In any order, with repetitions, on dense, local, gated and hybrid models."""
         model = gated() if family == "sp-kv" else tiny_model("llama" if family == "hybrid" else family, vocab_size=300)

@@ -45,8 +45,15 @@ def test_no_change_after_torch_is_loaded() -> None:
     assert shown(f"{loaded}; import spkv_nas, spkv_kernels; {SHOW}") == "True None"
 
 
+@pytest.mark.slow
 def test_operators_come_on_first_use() -> None:
     code = "import spkv_kernels; spkv_kernels.attention, spkv_kernels.PagedKVCache, spkv_kernels.CacheFullError"
     assert shown(f"{code}; from spkv_kernels import *; attention, decode_attention; {SHOW}") == "True 1000"
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    kernels = __import__("spkv_kernels")
+    assert {"attention", "decode_attention", "PagedKVCache", "CacheFullError"} <= set(kernels.__all__)
+    assert all(hasattr(kernels, name) for name in kernels.__all__)
     with pytest.raises(AttributeError, match="no attribute 'other'"):
-        _ = __import__("spkv_kernels").other
+        _ = kernels.other

@@ -277,8 +277,10 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize("learns", [False, True], ids=["inference", "learning"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "learns"),
+    slow_after(2, [(torch.float32, False), (torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)]),
+)
 def test_memory_is_that_of_one_chunk(dtype: torch.dtype, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's weights are frozen; the allowance of 15 % is for the rest of the tiny model."""
     model = tiny_model(vocab_size=32000, max_position_embeddings=500, hidden_size=8, num_hidden_layers=1).to(dtype)

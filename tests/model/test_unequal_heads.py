@@ -57,11 +57,11 @@ UNEQUAL: dict[str, dict[str, Any]] = {  # options of models; the experts can be 
         **_SLIDING, **_MIXTURE, "head_dim": 12, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 4,
     },
     "gemma2": _CAPPED,
-    "vaultgemma": _CAPPED,
-    "youtu": _LATENT,
     "deepseek_v3": {**_LATENT, **_MIXTURE},
 }  # fmt: skip
-SLOW: dict[str, dict[str, Any]] = {
+SLOW: dict[str, dict[str, Any]] = {  # with nothing in their attention that the quick ones have not
+    "vaultgemma": _CAPPED,
+    "youtu": _LATENT,
     "minicpm3": _LATENT,
     "deepseek_v2": {**_LATENT, **_MIXTURE},
     "glm4_moe_lite": {**_LATENT, **_MIXTURE},

@@ -130,7 +130,7 @@ def test_heads_with_long_range_get_the_budget() -> None:
 def test_dead_heads_are_equal_and_seeds_repeat(blocks: TokenBlocks) -> None:
     """Heads that nothing reads have no gradient: only the common price moves their gates."""
     model = strong_attention_model(dead=True)
-    options: dict[str, Any] = {"budget": 3, "steps": 10, "step_tokens": 4 * LENGTH}
+    options: dict[str, Any] = {"budget": 3, "steps": 4, "step_tokens": 4 * LENGTH}
     table = head_gates(model, blocks, WINDOW, **options)
     assert table.measure.unit == spkv_nas.SIGNALS["head-gates"].unit
     assert np.ptp(table.density[:, 1]) < 1e-9 < np.ptp(table.density[:, 0])

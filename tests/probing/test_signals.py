@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import fails, gated, tiny_model
-from marks import slow
+from marks import slow, slow_after
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -162,7 +162,7 @@ class TestCommand:
         return [*map(str, options), "--workspace", str(tmp_path / "w")]
 
     @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
-    @pytest.mark.parametrize("signal", EACH_OTHER)
+    @pytest.mark.parametrize("signal", slow_after(2, EACH_OTHER))
     def test_layouts_follow_any_signal(
         self, signal: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

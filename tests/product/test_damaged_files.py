@@ -38,7 +38,7 @@ from spkv_nas.data.sources import Document, documents
 from spkv_nas.report.chart import round_axis
 
 
-@pytest.mark.parametrize("number", slow_after(1, [6, 120]))
+@pytest.mark.parametrize("number", slow_after(1, [3, 120]))
 def test_every_reader_survives_mutants(number: int) -> None:
     outcomes = {reader.name: attack(reader, number) for reader in READERS}
     assert {name: outcome.crashes for name, outcome in outcomes.items() if outcome.crashes} == {}

@@ -74,7 +74,10 @@ LIMITS = (  # options that keep a command short, by what it contains; the last o
     ("evaluate baselines", "--methods streaming --max-tokens 8192"),
     ("calibrate", "--context 1k"),
 )
-LEARNING = re.compile(r"((?:head_gates|learn_gates|train_hybrids)\(.*)\)")  # calls in Python that get few steps
+SHORTER = (  # arguments that keep a call in Python short
+    (re.compile(r"((?:head_gates|learn_gates|train_hybrids)\(.*)\)"), "steps=2"),
+    (re.compile(r"(spkv_nas\.auto\(.*)\)"), 'memory="60%"'),
+)
 RECIPE = """\
 name: mine
 model: {path: path/to/model}
@@ -176,7 +179,9 @@ def run_blocks(page: Path) -> None:
         elif language == "yaml":
             check_yaml(block)
         elif SERVER not in block:
-            exec(compile(LEARNING.sub(r"\1, steps=2)", block), name_of(page), "exec", dont_inherit=True), shared)
+            for call, argument in SHORTER:
+                block = call.sub(rf"\1, {argument})", block)
+            exec(compile(block, name_of(page), "exec", dont_inherit=True), shared)
 
 
 def name_of(page: Path) -> str:
@@ -192,6 +197,7 @@ def test_every_block_of_a_page_runs(
     page: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("spkv_nas.artifacts.defaults.LEARNING_TOKENS", 256)  # head gates of ``auto`` take 50 steps
     if page.name in EMBEDDED or page.name not in FRESH:
         write_embedded(tmp_path)
     if page.name not in EMBEDDED:

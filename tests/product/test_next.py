@@ -126,8 +126,8 @@ class TestProbe:
 
     def test_the_separator_is_kept(self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Scores and recipes follow the probe."""
-        _suggested(capsys, "probe", *subject, "--steps", 2, "--separator", "eos", "--documents", "separate")
-        (scored,) = _suggested(capsys, "propose")
+        _suggested(capsys, "probe", *subject, "--steps", 1, "--separator", "eos", "--documents", "separate")
+        (scored,) = _suggested(capsys, "propose", "--num-random", 0)
         assert scored.split()[1] == "score"
         (drafted,) = run(capsys, scored)
         assert drafted.split()[1] == "init"
@@ -142,8 +142,8 @@ class TestProbe:
         self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Their layout was among those by density, and the next command chose it."""
-        main(["probe", *subject, "--steps", "2", "--sinks", "2", "--name", "first"])
-        measured = ["--signal", "density", "--steps", "2", "--ablation-tokens", "0", "--sinks", "0"]
+        main(["probe", *subject, "--steps", "1", "--sinks", "2", "--name", "first"])
+        measured = ["--signal", "density", "--steps", "1", "--ablation-tokens", "0", "--sinks", "0"]
         suggested = _suggested(capsys, "probe", *subject, *measured)
         assert suggested == ["spkv-nas propose --probe mine"]
         main(["propose", "--probe", "mine"])
@@ -201,12 +201,12 @@ class TestProbe:
         tiny_tokenizer: PreTrainedTokenizerBase,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        main(["probe", *subject, "--steps", "2"])
+        main(["probe", *subject, "--signal", "attention-mass"])
         save(tiny_model("qwen3", vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("other"))
-        main(["probe", "--model", "other", *subject[2:], "--steps", "2"])
+        main(["probe", "--model", "other", *subject[2:], "--signal", "attention-mass"])
         message = fails(capsys, "propose", "--budget", "3")
-        assert "next: spkv-nas propose --probe mine-head-gates --budget 3" in message
-        assert "next: spkv-nas propose --probe other-head-gates --budget 3" in message
+        assert "next: spkv-nas propose --probe mine-attention-mass --budget 3" in message
+        assert "next: spkv-nas propose --probe other-attention-mass --budget 3" in message
 
     @pytest.mark.slow
     def test_layouts_without_a_recipe_name_the_command_that_writes_one(

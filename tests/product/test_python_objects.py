@@ -189,7 +189,7 @@ class TestGradients:
     def test_signals_without_gradients(self, signal: str, blocks: TokenBlocks) -> None:
         """Turn gradients on inside signals that learn, which raised a RuntimeError."""
         options = {"head-gates": {"steps": 1}, "duo": {"steps": 1}, "regression": {"num_layouts": 12}}.get(signal, {})
-        model = tiny_model(vocab_size=300)
+        model, blocks = tiny_model(vocab_size=300), blocks.take(3)
         expected = spkv_nas.probe(model, blocks, signal=signal, window=6, **options).values
         for context in (torch.no_grad, torch.inference_mode):
             with context():
@@ -221,11 +221,11 @@ class TestGradients:
 
 
 @pytest.mark.filterwarnings("ignore")  # of PEFT and torch.compile
-@pytest.mark.parametrize("sinks", slow_after(1, [3, 0]))
-def test_a_hybrid_compiles_into_one_graph(sinks: int, tokens: Tensor) -> None:
+@pytest.mark.parametrize(("heads", "sinks"), slow_after(1, [(("GL",), 3), (("GL", "LL"), 3), (("GL", "LL"), 0)]))
+def test_a_hybrid_compiles_into_one_graph(heads: tuple[str, ...], sinks: int, tokens: Tensor) -> None:
     """The values of a window per head were read from a tensor."""
-    model = tiny_model(num_hidden_layers=2)
-    spkv_nas.apply_layout(model, Layout(("GL", "LL"), window=5), sinks=sinks)
+    model = tiny_model(num_hidden_layers=len(heads))
+    spkv_nas.apply_layout(model, Layout(heads, window=5), sinks=sinks)
     expected = logits(model, tokens)
     torch._dynamo.reset()
     with torch.no_grad():

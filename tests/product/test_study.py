@@ -232,6 +232,7 @@ def test_the_documentation_quotes_the_tables() -> None:
     assert not set(quoted_pairs) - table_pairs
 
 
+@pytest.mark.slow
 def test_results_belong_to_their_plan_and_model(
     driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

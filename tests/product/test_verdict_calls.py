@@ -66,10 +66,10 @@ def test_a_verdict_has_the_numbers_of_the_command(blocks: TokenBlocks) -> None:
 
 def test_a_critical_budget_has_the_numbers_of_the_command(blocks: TokenBlocks, scores: HeadScores) -> None:
     model, _ = spkv_nas.load("dense")
-    result = spkv_nas.critical_budget(model, scores, blocks, "1..8", window=4, margin="nll=1%")
+    result = spkv_nas.critical_budget(model, scores, blocks, "4..7", window=4, margin="nll=1%")
     scores.write(Path("probes/mine"))
     options = {"model": "dense", "data": ["text"], "context": "32", "margin": "nll=1%"}
-    spkv_nas.cli.main(["propose", "--probe", "mine", "--budget", "1..8", "--window", "4"])
+    spkv_nas.cli.main(["propose", "--probe", "mine", "--budget", "4..7", "--window", "4"])
     files = sorted(map(str, Path("layouts/p/budgets").glob("*.yaml")))
     command = critical_budget.run(CriticalBudgetOptions(budgets=files, probe="mine", **options)).value  # type: ignore[arg-type]
     assert (result.passes, result.fails, result.answers) == (command.passes, command.fails, command.answers)

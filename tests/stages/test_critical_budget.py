@@ -159,6 +159,7 @@ class TestAnswer:
 
 
 class TestResuming:
+    @pytest.mark.slow
     def test_a_killed_command_gives_the_same_bytes_and_measures_nothing_twice(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -341,12 +342,17 @@ class TestAuto:
             main([*self.COMMAND])
         assert contents() == whole
 
+    @pytest.mark.slow
     def test_two_runs_in_one_workspace_are_kept_apart(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """After a run of another margin, one sentence of the page had numbers of three candidates of two runs."""
+        few = ("--context", "96", "--memory", "40%,60%,80%")
         printed = {}
         for margin in ("30", "60"):
-            main([*self.COMMAND[:3], "--out", f"hybrid-{margin}", "--context", "96", "--margin", f"nll={margin}%"])
+            main([*self.COMMAND[:3], "--out", f"hybrid-{margin}", *few, "--margin", f"nll={margin}%"])
             printed[margin] = capsys.readouterr().out
+        # The same run again replaces itself: it leaves out the documents that the first left out, and no others
+        main([*self.COMMAND[:3], "--out", "again", *few, "--margin", "nll=60%"])
+        assert Path("again/layout.yaml").read_bytes() == Path("hybrid-60/layout.yaml").read_bytes()
         # The first result and its layout are there under the hash of its inputs
         reports, layouts = Path("reports/dense-window-costs"), Path("layouts/dense-window-costs")
         (kept,) = reports.glob("critical-budget-*.csv")
@@ -387,27 +393,22 @@ class TestAuto:
         assert found
         assert set(found) <= pairs
 
-    def test_the_same_run_again_replaces_itself(self, folder: Path) -> None:
-        """The second run left out the documents that the layout of the first was selected on, and took others."""
-        for out in ("first", "second"):
-            main([*self.COMMAND[:3], "--out", out, "--context", "96", "--margin", "nll=60%"])
-        assert not list(Path("reports/dense-window-costs").glob("critical-budget-*"))
-        assert not Path("layouts/dense-window-costs/earlier").exists()
-
-    def test_a_finished_folder_is_kept_if_it_is_of_the_same_command(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_number_of_heads_and_its_finished_folder(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A finished folder is kept if it is of the same command, and not if it is damaged."""
         command = [*self.COMMAND, "--budget", "6"]
         main(command)
-        capsys.readouterr()
+        layout = Layout.read("hybrid/layout.yaml")
+        assert (layout.num_global, layout.windows) == (6, {})
+        assert "dense: 6 of 8 KV heads global, window" in capsys.readouterr().out
         main(command)
         assert "hybrid holds this hybrid already" in capsys.readouterr().err
         # For another engine, the same layout of the same weights may have another form
         assert "hybrid holds another hybrid" in fails(capsys, *command, "--for", "transformers")
-
-    def test_a_damaged_folder_is_not_taken_for_finished(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        command = [*self.COMMAND, "--budget", "6"]
-        main(command)
+        # A result of another margin replaces this one, which is kept under the hash of its inputs, with its layout
+        main([*command, "--margin", "nll=60%", "--out", "other"])
+        (kept,) = Path("reports/dense-window-costs").glob("critical-budget-*.csv")
+        (kept_layout,) = Path("layouts/dense-window-costs/earlier").iterdir()
+        assert kept_layout.stem == kept.stem
         Path("hybrid/model.safetensors").unlink()
         assert "folder hybrid is damaged: model.safetensors is missing" in fails(capsys, *command)
 
@@ -478,12 +479,6 @@ class TestAuto:
         assert table is not None
         assert len(table[0]) == 1
 
-    def test_a_number_of_heads(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        main([*self.COMMAND, "--budget", "6"])
-        layout = Layout.read("hybrid/layout.yaml")
-        assert (layout.num_global, layout.windows) == (6, {})
-        assert "dense: 6 of 8 KV heads global, window" in capsys.readouterr().out
-
     @pytest.mark.slow
     def test_retrained_hybrids_are_judged_on_other_documents(
         self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -514,10 +509,11 @@ class TestAuto:
         assert "hybrid holds another hybrid" in fails(capsys, *command[:-1], "50")
         assert contents()["hybrid/spkv-manifest.json"] == whole["hybrid/spkv-manifest.json"]
 
+    @pytest.mark.slow
     def test_in_python(self, folder: Path) -> None:
         model, tokenizer = load("dense")
         texts = [file.read_text() for file in sorted(Path("text").iterdir())]
-        result = spkv_nas.auto(model, tokenizer, texts, margin="nll=30%", memory="20%..80%")
+        result = spkv_nas.auto(model, tokenizer, texts, margin="nll=30%", memory="20%,70%")
         assert result.layout is not None
         assert result.answers[result.passes] == "passes"
         assert result.memories is not None

@@ -231,6 +231,7 @@ class TestChoice:
             printed = " ".join(capsys.readouterr().out.split())
             assert "used to select" not in printed if sentence is None else sentence in printed
 
+    @pytest.mark.slow
     def test_pieces_of_a_text_are_known_by_the_text(self, folder: Path) -> None:
         """Fewer than twenty documents are cut into pieces, and more are not, so that pieces differ from documents."""
         for name, number in (("few", 5), ("many", 30)):
@@ -244,6 +245,7 @@ class TestChoice:
         result = run(layout, data=["few", "many"], max_tokens=2048)
         assert result.compared.num_left_out == 5
 
+    @pytest.mark.slow
     def test_a_checkpoint_has_the_choice_of_its_layout(
         self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -266,6 +268,7 @@ class TestChoice:
         with pytest.raises(UserError, match=r"select a layout \(score dense among 1 layout scored on 60 documents\)"):
             run("mixed.yaml")
 
+    @pytest.mark.slow
     def test_the_sentence_says_among_how_many_layouts_it_was_chosen(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -23,7 +23,6 @@ def exports(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> tuple[Pa
     return tmp_path / "one", tmp_path / "two"
 
 
-@pytest.mark.usefixtures("fresh_process")
 def test_exchanged_files(exports: tuple[Path, Path], tmp_path: Path) -> None:
     """Whether the manifest is there, that of another export, or gone."""
     one, two = exports
@@ -41,7 +40,6 @@ def test_exchanged_files(exports: tuple[Path, Path], tmp_path: Path) -> None:
             load(folder)
 
 
-@pytest.mark.usefixtures("fresh_process")
 def test_both_exchanged_are_what_is_loaded(exports: tuple[Path, Path]) -> None:
     one, two = exports
     for name in ("layout.yaml", "config.json"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from configs import CONFIGS, on_meta, published
+from marks import slow
 from transformers import AutoConfig, PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
@@ -31,7 +32,7 @@ def layerwise(model: PreTrainedModel) -> Layout:
     return Layout(tuple(("G" if layer % 4 == 3 else "L") * num_heads for layer in range(num_layers)), window=128)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [slow(name) if name == "Llama-3-70B" else name for name in CLASSES])
 def test_a_native_config_is_complete(name: str, tmp_path: Path) -> None:
     """Kinds of layers, window, sizes and positions are as published, and tensors are those of the files."""
     model = on_meta(published(name))

@@ -232,6 +232,7 @@ def test_the_entry_point_imports_nothing_heavy() -> None:
     assert not {name.partition(".")[0] for name in run.stdout.split()} & set(HEAVY)
 
 
+@pytest.mark.slow
 def test_reading_a_config_imports_no_model_code() -> None:
     """As inside vLLM, where transformers is imported already."""
     program = (
