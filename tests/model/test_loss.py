@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import FAMILIES, equal_up_to_rounding, make_layouts, tiny_model, weights, write_project
+from marks import slow_after
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
