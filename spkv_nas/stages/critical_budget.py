@@ -83,8 +83,7 @@ def run(
     candidates = [contenders.Contender(name, options.model, layout, layout) for name, layout in layouts.items()]
     # Look at budgets, on documents that the heads were not scored on
     by_costs = memories is not None and not files.layouts
-    if by_costs:
-        table = _with_head_gates(options, table, reporter)
+    table = _with_head_gates(options, table, reporter) if by_costs else table
     ranked_on = (table.selected_on or frozenset()) if by_costs else None
     compared = decision.prepare(options, candidates, list(files.files.values()), reporter, ranked_on=ranked_on)
     rivals = _rivals(options, compared.trial, table, requirements, memories, reporter) if by_costs else None

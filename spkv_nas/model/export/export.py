@@ -254,8 +254,7 @@ def export(
     Args:
         layout: layout to apply; None takes the checkpoint's, which exports a retrained hybrid as it is.
         checkpoint: model folder or id.
-        out: a new or empty folder; it appears in one step, once it is complete. Of several exports at once, the first
-            that is complete stays.
+        out: a new or empty folder, which appears once it is complete; of several exports at once, the first stays.
         to: a target or its name; "auto" takes the first of the registry that can express the layout.
         engine: name of an engine that must compute the hybrid from what is written.
         link: make hard links to the checkpoint's files, which use no disk space; writing to either changes both.
