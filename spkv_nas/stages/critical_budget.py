@@ -68,8 +68,8 @@ def run(
 ) -> commands.Result:
     """Bisect budgets of global heads, or of memory, for the smallest whose layout passes against the dense model.
 
-    No budget is looked at after ``deadline``, as in ``find_critical_budget``. Raises ``UserError`` if all documents
-    were used to select a layout, the budgets are invalid, or something cannot be read.
+    No budget is looked at after ``deadline``. Raises ``UserError`` if all documents were used to select a layout, the
+    budgets are invalid, or something cannot be read.
     """
     checks.check(options)
     check_memory(options)
@@ -81,11 +81,11 @@ def run(
     requirements = _requirements(options, files)
     layouts, memories = _layouts(options, files, table, requirements)
     candidates = [contenders.Contender(name, options.model, layout, layout) for name, layout in layouts.items()]
-    # Look at budgets, on documents that the heads were not scored on
     by_costs = memories is not None and not files.layouts
+    # Look at budgets, on documents that the heads were not scored on
     table = _with_head_gates(options, table, reporter) if by_costs else table
-    ranked_on = (table.selected_on or frozenset()) if by_costs else None
-    compared = decision.prepare(options, candidates, list(files.files.values()), reporter, ranked_on=ranked_on)
+    ranked = (table.selected_on or frozenset()) if by_costs else None
+    compared = decision.prepare(options, candidates, [*files.files.values()], reporter, ranked_on=ranked)
     rivals = _rivals(options, compared.trial, table, requirements, memories, reporter) if by_costs else None
     outcome = find_critical_budget(
         compared.trial,
@@ -95,12 +95,11 @@ def run(
         memories,
         None if memories is None else table.metadata.get("nll"),
         deadline,
-        chooser=rivals,
+        rivals,
     )
     compared = _with_chosen(compared, outcome)
     table = propose.with_sinks(table, outcome.layouts[0].sinks)
-    rows = _with_bytes(outcome, requirements, table)
-    # Name the file of the smallest budget that passes, which is written below unless it was given
+    # Name the file of the smallest that passes, which is written below unless it was given
     given = file = memory = None
     if outcome.layout is not None and outcome.critical.passes is not None:
         given = files.files.get([*layouts][outcome.critical.passes])
@@ -109,7 +108,7 @@ def run(
         reporter.caution(propose.price_advice(table, outcome.layout.num_global))
     # Collect and write the result
     result = BudgetResult(
-        **vars(replace(outcome, rows=rows)),
+        **vars(replace(outcome, rows=_with_bytes(outcome, requirements, table))),
         compared=compared,
         probe=table.name,
         num_heads=table.num_candidates,
@@ -119,8 +118,8 @@ def run(
         next=() if outcome.alarm is not None or files.layouts else _exporting(options, table.name, file),
         rivals=rivals,
     )
-    origin = {**decision.origin(options, compared), **_record(result, table)}
-    result_tables.CRITICAL_BUDGET.write(result.folder, rows, origin, reporter)
+    origin = decision.origin(options, compared) | _record(result, table)
+    result_tables.CRITICAL_BUDGET.write(result.folder, result.rows, origin, reporter)
     if outcome.layout is not None and file is not None and given is None:
         _write_layout(file, outcome.layout, result_tables.inputs_of(origin), rivals, reporter)
     return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
