@@ -1,0 +1,160 @@
+"""Compare layouts of SmolLM2-135M-Instruct at a context whose costs of windows were measured at a shorter one.
+
+    python study.py MODEL --costs TEXT2048/select --compare TEXT8192/select --measure TEXT8192/evaluate --out OUT
+
+Costs are measured on the first documents of every domain; layouts of several kinds are compared on other documents, and
+those and a few more are measured on documents that chose nothing. Finished steps are kept in OUT. Memory is counted at
+the length at which layouts are compared and measured.
+"""
+
+import argparse
+import hashlib
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import spkv_nas
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.cost.cache_cost import CacheCost
+from spkv_nas.data import sources
+from spkv_nas.data.blocks import TokenBlocks, build_blocks
+from spkv_nas.evaluation import paired
+from spkv_nas.evaluation.zero_shot import zero_shot
+from spkv_nas.probing.rivals import Rivals
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.windows import TriedWindow, one_window_layout, windows_by_costs
+
+_FEW_KEYS, _FEW_SINKS = 64, 16  # of RLKV's local heads (arXiv 2510.08525)
+_RANDOM = 2  # draws of random heads
+Text = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+def main() -> None:
+    """Run the steps that OUT does not have yet, and write OUT/layouts.csv after every document."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--costs", type=Path, required=True)
+    parser.add_argument("--compare", type=Path, required=True)
+    parser.add_argument("--measure", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--memory", default="25,12.5", help="shares of full attention's KV cache, in percent")
+    parser.add_argument("--cost-length", type=int, default=2048)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--documents", type=int, default=2, help="of every domain, in every step")
+    options = parser.parse_args()
+    model, tokenizer = spkv_nas.load(options.model, dtype="float32")
+    loaded = model, tokenizer
+    table = _table(loaded, options)
+    cost = Requirements(context=options.context).cache_cost(table, None)
+    assert cost is not None
+    text = _text(loaded, options.compare, options.context, options.documents)
+    percents = [float(percent) for percent in options.memory.split(",")]
+    rivals = Rivals(model, text, table, cost, percents, cache=lambda part: options.out / _name(part))
+    layouts: dict[str, Layout] = {}
+    compared: dict[str, dict[str, float]] = {}
+    for position, percent in enumerate(percents):
+        start = time.monotonic()
+        rivals.choose(position)
+        contest = rivals.contests[position]
+        print(f"{percent:g} %: {contest.best.name}, {time.monotonic() - start:.0f} s", flush=True)
+        for tried in contest.ranked:
+            name = f"{percent:g}-{tried.name}"
+            layouts[name] = tried.layout
+            compared[name] = {
+                "is_recommended": tried is contest.best,
+                "predicted": tried.predicted,
+                "compared": tried.change,
+                "compared_error": tried.standard_error,
+                "compared_blocks": tried.blocks,
+            }
+        layouts |= {f"{percent:g}-{name}": layout for name, layout in _others(table, cost, percent).items()}
+    _measure(loaded, layouts, compared, cost, table, options)
+
+
+def _text(loaded: Text, folder: Path, length: int, number: int) -> TokenBlocks:
+    """Return the first ``number`` documents of every file of a folder, each alone in a block."""
+    documents = []
+    for file in sorted(folder.glob("*.jsonl")):
+        rows = [json.loads(line) for line in file.open()][:number]
+        documents += [sources.Document(row["text"], file.stem, row["id"]) for row in rows]
+    return build_blocks(documents, loaded[1], length, separator="none", documents="separate")
+
+
+def _name(blocks: TokenBlocks) -> str:
+    """Return the name of the folder of scores on a text."""
+    return hashlib.sha256(blocks.tokens.tobytes()).hexdigest()[:12]
+
+
+def _table(loaded: Text, options: argparse.Namespace) -> HeadScores:
+    """Return the costs of windows, which are measured unless OUT has them."""
+    folder = options.out / "costs"
+    if not folder.exists():
+        start = time.monotonic()
+        blocks = _text(loaded, options.costs, options.cost_length, options.documents)
+        spkv_nas.probe(loaded[0], blocks, signal="window-costs", name="smollm2").write(folder)
+        print(f"costs: {time.monotonic() - start:.0f} s", flush=True)
+    return HeadScores.read(folder)
+
+
+def _others(table: HeadScores, cost: CacheCost, percent: float) -> dict[str, Layout]:
+    """Return layouts of as much memory that nobody recommends: few keys for many global heads, and random heads."""
+    memory = int(percent / 100.0 * cost.full(table.num_heads))
+    few = replace(cost, window=_FEW_KEYS, sinks=_FEW_SINKS).num_global_within(memory, table.num_heads)
+    by_costs = one_window_layout(table, TriedWindow(_FEW_KEYS, few, percent / 100.0))
+    layouts = {"few-keys": replace(by_costs, sinks=_FEW_SINKS)}
+    best = min(windows_by_costs(table, cost, memory), key=lambda row: row.cost)
+    for seed in range(_RANDOM):
+        mask = np.zeros(table.num_heads, dtype=bool)
+        mask[np.random.default_rng(seed).permutation(table.num_heads)[: best.num_global]] = True
+        layouts[f"random-{seed}"] = Layout.from_mask(
+            mask.reshape(table.grid), window=best.window, strategy=f"random-{seed}", sinks=table.sinks
+        )
+    return layouts
+
+
+def _measure(
+    loaded: Text,
+    layouts: dict[str, Layout],
+    compared: dict[str, dict[str, float]],
+    cost: CacheCost,
+    table: HeadScores,
+    options: argparse.Namespace,
+) -> None:
+    """Measure layouts document by document, and write the table after each."""
+    text = _text(loaded, options.measure, options.context, options.documents)
+    full = cost.full(table.num_heads)
+    nothing = paired.DocumentNLL(np.zeros(len(text.documents)), np.zeros(len(text.documents), np.int64))
+    sums = dict.fromkeys(["full", *layouts], nothing)
+    for number, part in enumerate(text.nested(range(1, text.num_blocks + 1)), 1):
+        scores = zero_shot(loaded[0], [None, *layouts.values()], part, batch_size=1, cache=options.out / _name(part))
+        sums = {name: sums[name].plus(score) for name, score in zip(sums, scores, strict=True)}
+        rows = []
+        for name, layout in layouts.items():
+            change = paired.paired_difference(sums[name], sums["full"])
+            memory = cost.layout_bytes(layout, table.layers)
+            rows.append(
+                {
+                    "layout": name,
+                    "memory_percent": round(100.0 * memory / full, 2),
+                    "num_global": layout.num_global,
+                    "windows": " ".join(f"{window}" for window in layout.legend.values()),
+                    "sinks": layout.sinks,
+                    **compared.get(name, {}),
+                    "measured": change.percent,
+                    "measured_error": change.standard_error,
+                    "measured_documents": number,
+                }
+            )
+            layout.write(options.out / f"{name}.yaml")
+        pd.DataFrame(rows).round(4).to_csv(options.out / "layouts.csv", index=False)
+        print(f"measured {number} of {text.num_blocks} documents", flush=True)
+
+
+if __name__ == "__main__":
+    main()
