@@ -29,6 +29,7 @@ from helpers import (
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
 from spkv_nas.artifacts.kinds import NATS
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.prediction_check import CHECK, PredictionCheck
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.errors import UserError
 from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
@@ -290,6 +291,30 @@ def test_another_signal_has_its_terms(tmp_path: Path, metadata: dict[str, str], 
     assert [word for word in words if not any(word in text for text in visible)] == []
     own_names = r"density\.csv|data-chart=density|density: $|mean_density"  # of files, a chart, and a key of the record
     assert [text for text in visible if "densit" in re.sub(own_names, "", text).lower()] == []
+
+
+@pytest.mark.parametrize(
+    ("correlation", "reliability", "sentence"),
+    [
+        (0.2, 1.0, "Costs of windows are no guide for this model on this text: their rank correlation with the losses"),
+        (0.9, 1.0, "Costs of windows: their rank correlation with the losses of 3 random layouts is 0.90"),
+        (0.2, 0.1, "Costs of windows could not be checked: the losses of 3 random layouts of 25 % of the KV cache"),
+    ],
+    ids=["failed", "passed", "undecided"],
+)
+def test_the_check_of_window_costs_has_a_section(
+    tmp_path: Path, correlation: float, reliability: float, sentence: str
+) -> None:
+    check = PredictionCheck(0.25, 8, (0.1, 0.2, 0.3), (0.2, 0.4, 0.6), correlation, 2.0, reliability)
+    table = make_domain_table(metadata={CHECK: check.as_mapping()})
+    page = Page(write_report(tmp_path, ReportInputs(table, {})).read_text(encoding="utf-8"))
+    assert "Predicted and measured losses" in page.texts["h2"]
+    assert [text for text in page.texts["p"] if text.replace("\u00a0", " ").startswith(sentence)] != []
+
+
+def test_no_check_of_window_costs_has_no_section(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path, ReportInputs(make_domain_table(), {})).read_text(encoding="utf-8"))
+    assert "Predicted and measured losses" not in page.texts["h2"]
 
 
 def test_a_close_result_is_called_close() -> None:
