@@ -27,7 +27,8 @@ from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.evaluation import paired
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.probing.rivals import Rivals
-from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.probing.sinks import choose_sinks
+from spkv_nas.probing.window_costs import window_costs
 from spkv_nas.proposal.windows import TriedWindow, one_window_layout, windows_by_costs
 
 _FEW_KEYS, _FEW_SINKS = 64, 16  # of RLKV's local heads (arXiv 2510.08525)
@@ -51,8 +52,8 @@ def main() -> None:
     model, tokenizer = spkv_nas.load(options.model, dtype="float32")
     loaded = model, tokenizer
     table = _table(loaded, options)
-    cost = Requirements(context=options.context).cache_cost(table, None)
-    assert cost is not None
+    head_dim = model.config.head_dim
+    cost = CacheCost(options.context, 1, table.window or 1, head_dim, dtype="float32", sinks=table.sinks)
     text = _text(loaded, options.compare, options.context, options.documents)
     percents = [float(percent) for percent in options.memory.split(",")]
     rivals = Rivals(model, text, table, cost, percents, cache=lambda part: options.out / _name(part))
@@ -92,12 +93,15 @@ def _name(blocks: TokenBlocks) -> str:
 
 
 def _table(loaded: Text, options: argparse.Namespace) -> HeadScores:
-    """Return the costs of windows, which are measured unless OUT has them."""
+    """Return the costs of windows of all documents, without a check, which are measured unless OUT has them."""
     folder = options.out / "costs"
     if not folder.exists():
         start = time.monotonic()
         blocks = _text(loaded, options.costs, options.cost_length, options.documents)
-        spkv_nas.probe(loaded[0], blocks, signal="window-costs", name="smollm2").write(folder)
+        typical = options.cost_length // 4
+        sinks, _ = choose_sinks(loaded[0], blocks, typical)
+        table = window_costs(loaded[0], blocks, typical, sinks=sinks, name="smollm2")
+        replace(table, selected_on=blocks.text_ids).write(folder)
         print(f"costs: {time.monotonic() - start:.0f} s", flush=True)
     return HeadScores.read(folder)
 

@@ -27,7 +27,7 @@ FIRST_ROUND = 4  # blocks of the first round, in which every layout is measured;
 USUAL_BLOCKS = 16  # after which most contests are decided, for forecasts
 # Text that is read at most: four rounds take about as long as costs of windows, and long blocks tell more
 _MOST_BLOCKS, _MOST_TOKENS = 32, 65_536
-_FINALISTS = 2  # layouts that are measured in every round, because one alone is compared with nothing
+FINALISTS = 2  # layouts that are measured in every round, because one alone is compared with nothing
 _EQUAL = 1.0  # layouts whose difference is within this number of standard errors count as equal
 _TOLD_APART = 2.0  # standard errors of a difference from which on it is taken for one
 # Percent of the NLL by which layouts need not be told apart: a tenth of the margin that is asked for most
@@ -109,7 +109,7 @@ def run_contest(
             measured[entrant.name] = _tried(entrant, sums[entrant.name], sums[None], num_blocks)
         # Keep the better half, unless the two best are told apart
         finalists = sorted((measured[entrant.name] for entrant in left), key=lambda tried: tried.change)
-        if len(finalists) <= _FINALISTS and _is_decided(finalists, sums):
+        if len(finalists) <= FINALISTS and _is_decided(finalists, sums):
             break
         num_left = _num_left(len(left))
         left = sorted(left, key=lambda entrant: measured[entrant.name].change)[:num_left]
@@ -126,7 +126,7 @@ def _rounds(num_blocks: int) -> list[int]:
 
 def _num_left(number: int) -> int:
     """Return how many of a round's layouts are measured in the next."""
-    return min(number, max(_FINALISTS, (number + 1) // 2))
+    return min(number, max(FINALISTS, (number + 1) // 2))
 
 
 def _round_passes(number: int, num_blocks: int) -> list[float]:
@@ -169,9 +169,9 @@ def _difference(
 
 def _is_decided(finalists: Sequence[TriedLayout], sums: Mapping[str | None, paired.DocumentNLL]) -> bool:
     """Return whether the two layouts that lose least are told apart, or their difference is too small to matter."""
-    if len(finalists) < _FINALISTS:
+    if len(finalists) < FINALISTS:
         return True
-    best, second = finalists[:_FINALISTS]
+    best, second = finalists[:FINALISTS]
     difference = _difference(second, best, sums)
     error = _TOLD_APART * difference.standard_error
     return difference.percent > error or error < _NEGLIGIBLE

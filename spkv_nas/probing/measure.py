@@ -48,6 +48,7 @@ from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.windows import (
     NARROWEST,
     ONE_WINDOW,
+    USUAL_RIVALS,
     TriedWindow,
     at_window,
     candidate_windows,
@@ -62,7 +63,6 @@ _RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options o
 # of 128 tokens, windows of 32 alone take a quarter
 _CHECKED = (0.25, 0.5)
 _LARGEST = 4096  # blocks of a text of which half is taken
-_USUAL_RIVALS = 4  # layouts with costs of windows: a window per head, two single windows, and whole layers
 _Measure = Callable[[Signal, TokenBlocks, int, Progress | None], HeadScores]
 
 
@@ -304,7 +304,7 @@ def passes_after(signal: Signal, blocks: TokenBlocks, *, has_memory: bool) -> fl
     if not has_memory:
         return checking
     held_out = min(most_tokens(blocks.block_size) // blocks.block_size, blocks.num_blocks // 4, USUAL_BLOCKS)
-    return checking + passes_of_contest(_USUAL_RIVALS, held_out)
+    return checking + passes_of_contest(USUAL_RIVALS, held_out)
 
 
 def _checked(

@@ -14,11 +14,9 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import micro_batch
-from spkv_nas.evaluation.contest import USUAL_BLOCKS, Contest, Entrant, passes_of_contest, run_contest
+from spkv_nas.evaluation.contest import FINALISTS, USUAL_BLOCKS, Contest, Entrant, passes_of_contest, run_contest
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.windows import predicted_loss, rival_layouts
-
-_KINDS, _FINALISTS = 4, 2  # layouts that are usually compared for the first budget, and for a later one
+from spkv_nas.proposal.windows import USUAL_RIVALS, predicted_loss, rival_layouts
 
 
 @dataclass
@@ -86,8 +84,8 @@ class Rivals:
 def passes_of_choices(number: float, num_blocks: int, *, is_first: bool = True) -> float:
     """Return about how many passes over a block ``Rivals`` takes for ``number`` budgets, the first with all kinds."""
     num_blocks = min(num_blocks, USUAL_BLOCKS)
-    of_finalists = passes_of_contest(_FINALISTS, num_blocks)
-    of_first = passes_of_contest(_KINDS, num_blocks) - of_finalists if is_first and number > 0 else 0.0
+    of_finalists = passes_of_contest(FINALISTS, num_blocks)
+    of_first = passes_of_contest(USUAL_RIVALS, num_blocks) - of_finalists if is_first and number > 0 else 0.0
     return number * of_finalists + of_first
 
 

@@ -42,10 +42,10 @@ from spkv_nas.model.placement import input_device
 from spkv_nas.probing import frozen, head_gates, heads
 
 NARROWEST = 32  # keys, of the narrowest window; the others are its doubles up to half a block
-NUM_TOKENS = 32_768  # in blocks whose costs are averaged, in ...
-FEWEST_BLOCKS, MOST_BLOCKS = 4, 16  # ... so many of them
-# Draws of tokens after every prefix, of all blocks together, and at least for each of them: the mean of a gradient's
-# squares has a relative error of sqrt(2 / draws), however long the blocks are
+# Blocks whose costs are averaged: 16, or fewer with 32,768 tokens in all, but at least 4
+MOST_BLOCKS, NUM_TOKENS, FEWEST_BLOCKS = 16, 32_768, 4
+# Draws of tokens after every prefix: of all blocks together, and of each, at least. The mean of the squares of a
+# gradient has a relative error of sqrt(2 / draws), however long the blocks are
 ALL_DRAWS, DRAWS = 16, 2
 NLL_BLOCKS = 4  # for the NLL of the unchanged model, which costs are compared with
 Float = arrays.Float

@@ -31,6 +31,7 @@ _MOST_TRIED = 12  # windows
 # Factor between the two single windows among the rivals of a window per head: neighbours lose the same, so that
 # comparing them decides nothing
 _APART = 2.0
+USUAL_RIVALS = 4  # of a window per head: itself, two single windows, and whole layers
 MOST_WINDOWS = 3  # of a layout, unless a constraint allows more: as many as vLLM serves
 WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
 ONE_WINDOW = "one-window-"  # before the window, in the names of layouts with one window

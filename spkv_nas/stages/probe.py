@@ -329,7 +329,7 @@ def show(table: HeadScores) -> None:
     if tried := read_tried(table.metadata):
         recommended = table.metadata[RECOMMENDED]
         out.print(_layouts_tried(tried, recommended, table.metadata["block_size"]))
-        say(f"recommended: {recommended}; fewer windows are preferred where neither loss tells two layouts apart")
+        say(f"recommended: {recommended}; fewer windows are preferred if both losses are within one standard error")
         caution(_about_predictions(tried))
     if (check := read_check(table.metadata)) is not None and not check.has_failed:  # a failure was said at once
         say(check.sentence)

@@ -106,9 +106,9 @@ class TestMasks:
             mask[1, :5] = 0
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)
             for uses_cache in (False, True):
-                found = logits(model, ids, attention_mask=mask, position_ids=positions, use_cache=uses_cache)
-                assert close(found[0], whole[0]), dtype
-                assert close(found[1, 5:], padded[0]), dtype
+                with_mask = logits(model, ids, attention_mask=mask, position_ids=positions, use_cache=uses_cache)
+                assert close(with_mask[0], whole[0]), dtype
+                assert close(with_mask[1, 5:], padded[0]), dtype
 
 
 class TestPositions:

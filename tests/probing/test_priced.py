@@ -202,6 +202,16 @@ class TestProbe:
         assert stage.probe(options, Recorder(announced=again.append)).content_hash == table.content_hash
         assert "reused 3 of 3 gate training steps" in again
 
+    def test_a_probe_whose_record_is_damaged_is_kept_and_named(self, options: ProbeOptions) -> None:
+        """It was measured again under another name, as if it had been of another model."""
+        stage.probe(options)
+        record = options.folders.probe_dir("mine") / "probe.yaml"
+        record.write_text("damaged: [")
+        warnings: list[str] = []
+        assert stage.probe(options, Recorder(cautioned=warnings.append)).name == "mine-2"
+        assert any("probe 'mine' has no readable record and is kept" in line for line in warnings)
+        assert record.read_text() == "damaged: ["
+
     def test_sinks_are_measured_once(self, options: ProbeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
         """A second measurement, on the other documents, gave layouts sink tokens that the gates did not keep."""
         reports = [SinkReport(np.full((4, 4, 8), mass), 2, 0.0, ()) for mass in (0.0, 0.5)]

@@ -72,9 +72,9 @@ def table_lines(page: str) -> list[str]:
 
 
 def test_readme_has_the_figures_of_the_published_model() -> None:
-    """Of two random draws it has the better one; at an eighth of the cache layouts were compared, not measured."""
+    """Compare them: of random draws it has the better one, and an eighth of the cache has no measurement."""
     rows = pd.read_csv(ROOT / "reports" / "smollm2-135m" / "layouts.csv").set_index("layout")
-    found = [
+    quoted = [
         tuple(map(float, figures))
         for line in table_lines("README.md")
         for figures in re.findall(r"\+([\d.]+) ± ([\d.]+)", line)
@@ -90,7 +90,7 @@ def test_readme_has_the_figures_of_the_published_model() -> None:
         ("25-random-1", "measured"),
     ]
     expected = [(round(rows.loc[name, kind], 2), round(rows.loc[name, f"{kind}_error"], 2)) for name, kind in layouts]
-    assert found == expected
+    assert quoted == expected
     assert rows["measured"].idxmin() == "25-window-per-head"
     assert rows.loc[["25-window-per-head", "12.5-window-per-head"], "is_recommended"].all()
 

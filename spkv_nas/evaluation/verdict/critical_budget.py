@@ -32,6 +32,9 @@ from spkv_nas.evaluation.verdict.criteria import Margins
 from spkv_nas.evaluation.verdict.trial import ROUNDS, Answer, Levels, Outcome, Pairs, Trial, nll_alarm
 
 Test = Callable[[int, float], Answer]  # position, level -> answer
+# Margins above which a layout's recorded cost rules it out where only unordered losses could let it pass. The costs of
+# a small model were 0.9 to 1.5 times its losses
+RULED_OUT = 2.5
 
 
 class Chooser(Protocol):
@@ -42,11 +45,6 @@ class Chooser(Protocol):
 
     def passes_left(self, number: int) -> float:
         """Return about how many forward passes over a block it takes to choose for ``number`` more positions."""
-
-
-# Margins above which a layout's recorded cost rules it out where only unordered losses could let it pass. The costs of
-# a small model were 0.9 to 1.5 times its losses
-RULED_OUT = 2.5
 
 
 @dataclass(frozen=True, order=True)
@@ -340,7 +338,8 @@ class _Course:
         def tell(done: int, total: int) -> None:
             """Show the forward passes that were done, as rounds beside those of the comparison."""
             self.chosen[position] = done / self._round_size
-            left = self.trial.work([self.candidates[position]]) + (total - done) / self._round_size
+            comparing = self.trial.work([self.candidates[position], self.trial.store.contender])
+            left = comparing + (total - done) / self._round_size
             self._show(left, self._later(position, self.answers), f"{note}: {done} of {total} passes")
 
         layout = self.chooser.choose(position, tell)

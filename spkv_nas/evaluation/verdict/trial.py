@@ -138,7 +138,7 @@ def text_in_random_order(
 def contest_text(blocks: TokenBlocks, selected: Collection[str]) -> TokenBlocks | None:
     """Return documents on which layouts of one budget are compared, which must not be samples; None if there are few.
 
-    They are ``contest.most_tokens`` at most, and a quarter of the text without the ``selected`` documents.
+    They have at most ``contest.most_tokens`` tokens, and a quarter of the text without the ``selected`` documents.
     """
     try:
         unseen = blocks.in_random_order(0, selected)
