@@ -1,4 +1,4 @@
-"""Compare the results in two workspaces byte for byte, except for values that depend on a clock.
+"""Compare the results in two workspaces byte for byte, except for times and for how a checkpoint is pickled.
 
 ``normalised`` is the only place that lets anything differ, and says why.
 """
@@ -9,9 +9,12 @@ import csv
 import hashlib
 import io
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
+
+import torch
 
 Snapshot = dict[str, str]  # path relative to the ground -> hash of the normalised content
 
@@ -21,7 +24,9 @@ CLOCK_COLUMNS = {  # what was measured with a clock, by table
     "calibration.csv": "seconds_per_token",
 }
 CLOCK_KEYS = {"seconds", "tokens_per_second", "train_runtime"}  # of run.json and trainer_state.json
-CLOCKED = {*CLOCK_COLUMNS, "run.json", "trainer_state.json"}  # files whose hashes differ for these reasons
+CHECKPOINT = "gates.pt"  # pickled: a string that is one object in one run is two in a resumed one, which the bytes show
+# Files whose hashes differ for these reasons
+HASHES_DIFFER = {*CLOCK_COLUMNS, "run.json", "trainer_state.json", CHECKPOINT}
 
 
 def normalised(path: Path) -> bytes | None:
@@ -35,11 +40,29 @@ def normalised(path: Path) -> bytes | None:
         return _without_column(content, CLOCK_COLUMNS[name])
     if name in ("run.json", "trainer_state.json"):
         return _json(content, lambda key, _: key in CLOCK_KEYS)
-    if name == "spkv-manifest.json":  # hashes of files that hold times
-        return _json(content, lambda key, value: isinstance(value, str) and Path(key).name in CLOCKED)
+    if name == CHECKPOINT:
+        return _values(content)
+    if name == "spkv-manifest.json":
+        return _json(content, lambda key, value: isinstance(value, str) and Path(key).name in HASHES_DIFFER)
     if name.endswith(".yaml"):
         return _without_clocked_hashes(content, name)
     return content
+
+
+def _values(content: bytes) -> bytes:
+    """Return what a pickled checkpoint holds: every number, and every tensor bit for bit."""
+
+    def encode(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return [str(value.dtype), list(value.shape), hashlib.sha256(value.numpy().tobytes()).hexdigest()]
+        if isinstance(value, dict):
+            return {str(key): encode(item) for key, item in value.items()}
+        return [encode(item) for item in value] if isinstance(value, list | tuple) else repr(value)
+
+    try:
+        return json.dumps(encode(torch.load(io.BytesIO(content), weights_only=True))).encode()
+    except (RuntimeError, EOFError, pickle.UnpicklingError):
+        return content  # cut off or damaged: its bytes are compared
 
 
 def _without_column(content: bytes, column: str) -> bytes:
