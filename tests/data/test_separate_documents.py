@@ -162,7 +162,8 @@ def test_filling_does_not_count(model: PreTrainedModel, blocks: TokenBlocks) -> 
         reference = partial(windows.full_attention, model)
         sums = [loss.mean_divergence(model, x, reference) * (x.numel() - 1) for x in batches]
         divergence = loss.mean_divergence(model, batch["input_ids"], reference, position_ids=batch["position_ids"])
-    assert divergence.item() == pytest.approx(sum(sums).item() / (num_tokens - len(batches)), rel=1e-4)
+    # Log-probabilities in float32 are right to 1e-7 or so, which a small divergence of them cannot be better than
+    assert divergence.item() == pytest.approx(sum(sums).item() / (num_tokens - len(batches)), rel=1e-4, abs=3e-8)
     # Price and densities of gates, without effect on hidden states in any mode; the sink token has no gate
     spkv_nas.attach_gates(model, spkv_nas.GateConfig(window=SIZE, sinks=1, bias=0.0, init_scale=40.0), seed=0)
     *_, predictor = predictors(model).values()  # of the last layer, which no other layer's price moves
