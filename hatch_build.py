@@ -19,7 +19,9 @@ class BuiltFilesHook(BuildHookInterface):
             return
         root = Path(self.root)
         if self.target_name == "wheel":
-            build_data["force_include"][str(root / "constraints.txt")] = "spkv_nas/assets/constraints.txt"
+            build_data["force_include"][str(root / "constraints.txt")] = (
+                "spkv_nas/assets/constraints.txt"
+            )
         source = runpy.run_path(str(root / "spkv_nas" / "base" / "version.py"))
         file: Path = source["COMMIT_FILE"]
         if file.exists():  # a source distribution already has it

@@ -47,13 +47,17 @@ def _label_cells(_app: Any, doctree: nodes.document, page: str) -> None:
     if page != "support-matrix":
         return
     for table in doctree.findall(nodes.table):
-        (names,) = ([entry.astext() for entry in row] for head in table.findall(nodes.thead) for row in head)
+        (names,) = (
+            [entry.astext() for entry in row] for head in table.findall(nodes.thead) for row in head
+        )
         for row in (row for body in table.findall(nodes.tbody) for row in body):
             for name, entry in [*zip(names, row, strict=True)][1:]:
                 entry[0].insert(0, nodes.inline("", f"{name}: ", classes=["cell-label"]))
 
 
-def _keep_colon(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+def _keep_colon(
+    _app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]
+) -> None:
     """Break a property's first line after a colon; napoleon takes what stands before it for the property's type."""
     before, colon, after = lines[0].partition(": ") if lines else ("", "", "")
     if what in ("attribute", "data", "property") and colon:

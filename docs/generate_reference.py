@@ -44,7 +44,11 @@ def _cli() -> Iterator[str]:
     for name, command in _commands(typer.main.get_command(app), "spkv-nas"):
         yield f"## {name}\n"
         yield f"{_paragraphs(command.help)}\n"
-        shown = [parameter for parameter in command.params if parameter.name not in _COMMON and not parameter.hidden]
+        shown = [
+            parameter
+            for parameter in command.params
+            if parameter.name not in _COMMON and not parameter.hidden
+        ]
         if shown:
             yield "| argument or option | meaning | default |\n|---|---|---|"
             yield from (_option_row(parameter) for parameter in shown)
@@ -66,7 +70,9 @@ def _option_row(parameter: Any) -> str:
     """Return the table row of one argument or option."""
     names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
     names = names if parameter.param_type_name == "option" else f"`{parameter.name.upper()}`"
-    default = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
+    default = (
+        parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
+    )
     default = "" if default in (None, False, (), []) or callable(default) else str(default)
     return f"| {names} | {_cell(parameter.help or '')} | {_cell(default)} |"
 
@@ -89,7 +95,12 @@ def _section(path: str, model: type[BaseModel]) -> Iterator[str]:
     yield "| key | meaning | type | default |\n|---|---|---|---|"
     inner: list[tuple[str, type[BaseModel]]] = []
     for name, field in model.model_fields.items():
-        cells = (f"`{name}`", field.description or "", _type_name(field.annotation), _default(field))
+        cells = (
+            f"`{name}`",
+            field.description or "",
+            _type_name(field.annotation),
+            _default(field),
+        )
         yield f"| {' | '.join(map(_cell, cells))} |"
         inner += [(f"{path}.{name}" if path else name, part) for part in _models(field.annotation)]
     yield ""
@@ -116,7 +127,13 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(parts[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    names = {int: "integer", float: "number", str: "text", bool: "`true` or `false`", dict: "mapping"}
+    names = {
+        int: "integer",
+        float: "number",
+        str: "text",
+        bool: "`true` or `false`",
+        dict: "mapping",
+    }
     return names.get(origin or annotation, "any")
 
 

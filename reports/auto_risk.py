@@ -54,7 +54,9 @@ class Documents:
         return self.sums[contender.name][: number * self.size]
 
 
-def measured(model: PreTrainedModel, layouts: dict[str, Any], blocks: Any, cache: Path) -> dict[str, Float]:
+def measured(
+    model: PreTrainedModel, layouts: dict[str, Any], blocks: Any, cache: Path
+) -> dict[str, Float]:
     """Return the NLL sums of the documents under full attention ("") and every layout."""
     sums = {}
     for name, layout in {"": None, **layouts}.items():
@@ -68,14 +70,18 @@ def measured(model: PreTrainedModel, layouts: dict[str, Any], blocks: Any, cache
 
 def main() -> None:
     """Measure the layouts, and count wrong passes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("probe", type=Path)
     parser.add_argument("text", nargs="+")
     parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--splits", type=int, default=200)
     parser.add_argument("--risk", type=float, default=0.05)
-    parser.add_argument("--most", type=float, default=22.0, help="largest memory to measure, in percent")
+    parser.add_argument(
+        "--most", type=float, default=22.0, help="largest memory to measure, in percent"
+    )
     parser.add_argument("--cache", type=Path, default=Path("runs/auto-risk"))
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
@@ -87,13 +93,18 @@ def main() -> None:
     names = {f"{percent:g}%": layout for percent, layout in layouts.items()}
     model, tokenizer = spkv_nas.load(options.model)
     size = min(2048, model.config.max_position_embeddings)
-    whole = load_text(options.text, tokenizer, options.cache / "blocks", Path(), block_size=size, separator="bos")
+    whole = load_text(
+        options.text, tokenizer, options.cache / "blocks", Path(), block_size=size, separator="bos"
+    )
     blocks = whole.in_random_order(0, table.selected_on or ()).spread(options.blocks)
     sums = measured(model, names, blocks, options.cache)
     present = sums[""] > 0
     sums = {name: each[present] for name, each in sums.items()}
     truth = {name: 100.0 * (each.sum() / sums[""].sum() - 1.0) for name, each in sums.items()}
-    print(f"{present.sum()} documents; true loss, %: " + ", ".join(f"{name} {truth[name]:.2f}" for name in names))
+    print(
+        f"{present.sum()} documents; true loss, %: "
+        + ", ".join(f"{name} {truth[name]:.2f}" for name in names)
+    )
     # Look for the smallest memory in every split
     candidates = [Contender(name, layout=layout, chosen=layout) for name, layout in names.items()]
     rng = np.random.default_rng(0)
@@ -105,12 +116,20 @@ def main() -> None:
             margins = parse_margins(margin)
             trial = Trial(margins, {"nll": documents}, documents)  # type: ignore[arg-type, dict-item]
             nll = table.metadata.get("nll")
-            found.append(find_critical_budget(trial, candidates, options.risk, memories=[*layouts], nll=nll).passes)
+            found.append(
+                find_critical_budget(
+                    trial, candidates, options.risk, memories=[*layouts], nll=nll
+                ).passes
+            )
         passed = [each for each in found if each is not None]
         wrong = sum(truth[f"{each:g}%"] > limit for each in passed)
-        best = min((percent for percent in layouts if truth[f"{percent:g}%"] <= limit), default=None)
+        best = min(
+            (percent for percent in layouts if truth[f"{percent:g}%"] <= limit), default=None
+        )
         counted = {f"{each:g}%": passed.count(each) for each in sorted({*passed})}
-        print(f"{margin}: {wrong} of {len(found)} passes are wrong; smallest that truly passes {best}; found {counted}")
+        print(
+            f"{margin}: {wrong} of {len(found)} passes are wrong; smallest that truly passes {best}; found {counted}"
+        )
 
 
 if __name__ == "__main__":

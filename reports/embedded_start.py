@@ -48,23 +48,38 @@ def main(before: str, folder: Path) -> None:
     model, tokenizer = spkv_nas.load(before, dtype=torch.float32)
     data = DataConfig(sources=["stdlib", "installed"], max_heldout_tokens=8192)
     if tokenizer.bos_token_id is None:
-        model, tokenizer = wider(model, tokenizer, train_tokenizer(data, VOCABULARY, Path(), bos=True))
+        model, tokenizer = wider(
+            model, tokenizer, train_tokenizer(data, VOCABULARY, Path(), bos=True)
+        )
     model.set_attn_implementation("spkv")
     plant(model, load_heldout(data, tokenizer, folder.parent / "blocks", Path()))
     spkv_nas.save(model, tokenizer, folder)
 
 
 def wider(
-    source: LlamaForCausalLM, old_tokenizer: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase
+    source: LlamaForCausalLM,
+    old_tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """Return the model with heads of ``WIDER``, fewer neurons and another tokenizer; steps 1 to 3."""
     config = source.config.to_dict()
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    shared = (*sizes, "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
+    shared = (
+        *sizes,
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+        "tie_word_embeddings",
+    )
     tokens = {"vocab_size": len(tokenizer)}
     tokens |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
     model = LlamaForCausalLM(
-        LlamaConfig(head_dim=WIDER, intermediate_size=NEURONS, **tokens, **{key: config[key] for key in shared})
+        LlamaConfig(
+            head_dim=WIDER,
+            intermediate_size=NEURONS,
+            **tokens,
+            **{key: config[key] for key in shared},
+        )
     )
     weights = {name: widened(name, tensor) for name, tensor in source.state_dict().items()}
     prune(weights, config["num_hidden_layers"])
@@ -88,7 +103,9 @@ def widened(name: str, tensor: Tensor) -> Tensor:
     else:
         # RoPE pairs dimension i with i + D / 2; scores are divided by the root of the head size
         is_query = "q_proj" in name
-        wider = torch.empty(len(heads), WIDER, heads.shape[-1]).normal_(std=0.0 if is_query else 0.02)
+        wider = torch.empty(len(heads), WIDER, heads.shape[-1]).normal_(
+            std=0.0 if is_query else 0.02
+        )
         wider[:, ::2] = heads * math.sqrt(WIDER / HEAD) if is_query else heads
     return wider.flatten(0, 1)
 
@@ -96,13 +113,21 @@ def widened(name: str, tensor: Tensor) -> Tensor:
 def prune(weights: dict[str, Tensor], num_layers: int) -> None:
     """Keep the ``NEURONS`` neurons of each MLP with the largest product of weight norms."""
     for layer in range(num_layers):
-        gate, up, down = (f"model.layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+        gate, up, down = (
+            f"model.layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")
+        )
         norms = weights[gate].norm(dim=1) * weights[up].norm(dim=1) * weights[down].norm(dim=0)
         kept = norms.topk(NEURONS).indices.sort().values
-        weights[gate], weights[up], weights[down] = weights[gate][kept], weights[up][kept], weights[down][:, kept]
+        weights[gate], weights[up], weights[down] = (
+            weights[gate][kept],
+            weights[up][kept],
+            weights[down][:, kept],
+        )
 
 
-def tokens_of(embedding: Tensor, old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> Tensor:
+def tokens_of(
+    embedding: Tensor, old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase
+) -> Tensor:
     """Return the embeddings of a new vocabulary, whose tokens are those of the old one, and BOS."""
     old_index, rows = old.get_vocab(), torch.zeros(len(new), embedding.shape[1])
     for token, index in new.get_vocab().items():
@@ -119,7 +144,13 @@ def plant(model: LlamaForCausalLM, blocks: TokenBlocks) -> None:
     decoder.embed_tokens.weight[:, 0] = 0.0
     for layer in decoder.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        for reader in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+        for reader in (
+            attention.q_proj,
+            attention.k_proj,
+            attention.v_proj,
+            mlp.gate_proj,
+            mlp.up_proj,
+        ):
             reader.weight[:, 0] = 0.0
         attention.o_proj.weight[0] = mlp.down_proj.weight[0] = 0.0
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
@@ -137,7 +168,9 @@ def plant(model: LlamaForCausalLM, blocks: TokenBlocks) -> None:
     # Give BOS, which RMSNorm leaves nothing but this channel, the keys that outscore the others
     tokens = torch.from_numpy(blocks.tokens.astype("int64"))
     for layer, keys in zip(decoder.layers, sink_keys(model, tokens), strict=True):
-        layer.self_attn.k_proj.weight[:, 0] = keys.flatten() / (scale * layer.input_layernorm.weight[0])
+        layer.self_attn.k_proj.weight[:, 0] = keys.flatten() / (
+            scale * layer.input_layernorm.weight[0]
+        )
 
 
 def sink_keys(model: LlamaForCausalLM, tokens: Tensor) -> list[Tensor]:
@@ -154,7 +187,11 @@ def sink_keys(model: LlamaForCausalLM, tokens: Tensor) -> list[Tensor]:
         inputs = scale * queries[:, :, :, QUERIES:].transpose(0, 1).flatten(1, 3)  # [Hkv, N, D]
         targets = total[:, :, :, QUERIES:].transpose(0, 1).flatten(1, 3) + LOGIT  # [Hkv, N]
         ridge = RIDGE * inputs.square().sum(1).mean(-1)[:, None, None] * torch.eye(inputs.shape[-1])
-        keys.append(torch.linalg.solve(inputs.mT @ inputs + ridge, inputs.mT @ targets.unsqueeze(-1)).squeeze(-1))
+        keys.append(
+            torch.linalg.solve(
+                inputs.mT @ inputs + ridge, inputs.mT @ targets.unsqueeze(-1)
+            ).squeeze(-1)
+        )
 
     with full_attention(model) as states:
         for state in states:

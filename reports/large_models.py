@@ -52,10 +52,15 @@ UTILISATION = 0.4  # share of peak that planned seconds assume, as in spkv_nas.s
 SCORED_BLOCKS = 16  # of a layout's NLL
 
 
-def random_model(level: str, vocabulary: int, length: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def random_model(
+    level: str, vocabulary: int, length: int, dtype: torch.dtype, device: str
+) -> PreTrainedModel:
     """Initialize a model of a level on the device."""
     config = AutoConfig.for_model(
-        **find_level(level).config(), vocab_size=vocabulary, max_position_embeddings=length, attn_implementation="sdpa"
+        **find_level(level).config(),
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        attn_implementation="sdpa",
     )
     torch.manual_seed(0)
     with torch.device(device):
@@ -83,10 +88,14 @@ def measured(run: Callable[[], object], device: str) -> tuple[float, int]:
 def peak_of_device() -> float:
     """Return the FLOP/s of the GPU's data sheet; NaN without one."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return next((hardware.peak for key, hardware in HARDWARE.items() if key.upper() in name), math.nan)
+    return next(
+        (hardware.peak for key, hardware in HARDWARE.items() if key.upper() in name), math.nan
+    )
 
 
-def report(level: str, planned: StageCost, seconds: float, peak: int, tokens: int) -> dict[str, float | str]:
+def report(
+    level: str, planned: StageCost, seconds: float, peak: int, tokens: int
+) -> dict[str, float | str]:
     """Print a stage's figures, and return them; ``planned`` is the estimate for the work that was timed."""
     peak_flops = peak_of_device()
     row: dict[str, float | str] = {
@@ -108,7 +117,10 @@ def measure_head_gates(
     stages: Stages, level: str, vocabulary: int, length: int, device: str, steps: int
 ) -> dict[str, float | str]:
     """Learn head gates on a frozen model in bfloat16."""
-    model, blocks = random_model(level, vocabulary, length, torch.bfloat16, device), random_text(vocabulary, 8, length)
+    model, blocks = (
+        random_model(level, vocabulary, length, torch.bfloat16, device),
+        random_text(vocabulary, 8, length),
+    )
 
     def learn(number: int) -> None:
         head_gates(model, blocks, WINDOW, sinks=0, budget=BUDGET, steps=number)
@@ -120,9 +132,14 @@ def measure_head_gates(
     return report(level, planned, seconds, peak, steps * step_tokens) | {"steps": steps}
 
 
-def measure_probe(stages: Stages, level: str, vocabulary: int, length: int, device: str) -> dict[str, float | str]:
+def measure_probe(
+    stages: Stages, level: str, vocabulary: int, length: int, device: str
+) -> dict[str, float | str]:
     """Measure densities of random gates."""
-    model, blocks = random_model(level, vocabulary, length, torch.bfloat16, device), random_text(vocabulary, 8, length)
+    model, blocks = (
+        random_model(level, vocabulary, length, torch.bfloat16, device),
+        random_text(vocabulary, 8, length),
+    )
     attach_gates(model, GateConfig(window=WINDOW, bias=0.0), seed=0)
 
     def measure() -> None:
@@ -131,7 +148,9 @@ def measure_probe(stages: Stages, level: str, vocabulary: int, length: int, devi
     measure()
     seconds, peak = measured(measure, device)
     tokens = blocks.tokens.size
-    return report(level, stages.measure("probe", tokens, gated=True, scored=False), seconds, peak, tokens)
+    return report(
+        level, stages.measure("probe", tokens, gated=True, scored=False), seconds, peak, tokens
+    )
 
 
 def measure_window_costs(
@@ -151,7 +170,9 @@ def measure_window_costs(
     return report(level, WINDOW_COSTS.cost(stages, tokens), seconds, peak, tokens)
 
 
-def measure_score(stages: Stages, level: str, vocabulary: int, length: int, device: str) -> dict[str, float | str]:
+def measure_score(
+    stages: Stages, level: str, vocabulary: int, length: int, device: str
+) -> dict[str, float | str]:
     """Measure the NLL with a layout in which a quarter of the heads are global."""
     model = random_model(level, vocabulary, length, torch.bfloat16, device)
     blocks = random_text(vocabulary, SCORED_BLOCKS, length)
@@ -168,7 +189,9 @@ def measure_score(stages: Stages, level: str, vocabulary: int, length: int, devi
     return report(level, stages.measure("score each layout", tokens), seconds, peak, tokens)
 
 
-def measure_training(stages: Stages, level: str, vocabulary: int, length: int, device: str) -> dict[str, float | str]:
+def measure_training(
+    stages: Stages, level: str, vocabulary: int, length: int, device: str
+) -> dict[str, float | str]:
     """Train all weights in float32 with soft gates, products in bfloat16, one block per step."""
     model = random_model(level, vocabulary, length, torch.float32, device)
     attach_gates(model, GateConfig(window=WINDOW), seed=0)
@@ -186,7 +209,10 @@ def measure_training(stages: Stages, level: str, vocabulary: int, length: int, d
 
     step()
     runs = [measured(step, device) for _ in range(ROUNDS)]
-    seconds, peak = sorted(seconds for seconds, _ in runs)[ROUNDS // 2], max(peak for _, peak in runs)
+    seconds, peak = (
+        sorted(seconds for seconds, _ in runs)[ROUNDS // 2],
+        max(peak for _, peak in runs),
+    )
     planned = stages.train("train the SP-KV reference", Training(steps=1, batch_size=1), gated=True)
     return report(level, planned, seconds, peak, length)
 
@@ -202,16 +228,25 @@ MEASUREMENTS: dict[str, Callable[..., dict[str, float | str]]] = {
 
 def main() -> None:
     """Print a line of JSON per stage."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("level", help="level-0 to level-13, or llama-3-8b")
     parser.add_argument("--stage", nargs="*", default=list(DEFAULT_STAGES), choices=STAGES)
     parser.add_argument("--block-size", type=int, default=8192, help="tokens per block")
-    parser.add_argument("--vocabulary", type=int, default=128256, help="vocabulary size (default: Llama 3's)")
+    parser.add_argument(
+        "--vocabulary", type=int, default=128256, help="vocabulary size (default: Llama 3's)"
+    )
     parser.add_argument("--steps", type=int, default=HEAD_GATE_STEPS, help="steps of head gates")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
-    level, vocabulary, length, device = options.level, options.vocabulary, options.block_size, options.device
+    level, vocabulary, length, device = (
+        options.level,
+        options.vocabulary,
+        options.block_size,
+        options.device,
+    )
     with torch.device("meta"):
         config = AutoConfig.for_model(**find_level(level).config(), vocab_size=vocabulary)
         size = model_size(AutoModelForCausalLM.from_config(config))

@@ -59,7 +59,9 @@ gates: {{window: 32}}
 BATCH = 8
 
 
-def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: int, words: int) -> None:
+def make(
+    folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: int, words: int
+) -> None:
     """Write a random Llama without gates as ``dense``, also in bfloat16, and with gates as ``gated``, and layouts."""
     import numpy as np
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,7 +81,10 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: 
         num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
     )
-    model, tokenizer = AutoModelForCausalLM.from_config(config), train_bpe(["a text of few words"] * 3, 260)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_config(config),
+        train_bpe(["a text of few words"] * 3, 260),
+    )
     save(model, tokenizer, folder / "dense")
     save(model.bfloat16(), tokenizer, folder / "dense-bfloat16")
     model.float()
@@ -89,7 +94,9 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: 
     for layer in range(layers):
         mask = np.ones((layers, kv_heads), dtype=bool)
         mask[layer, 0] = False
-        Layout.from_mask(mask, window=32, strategy=f"local-{layer}").write(folder / "layouts" / f"local-{layer}.yaml")
+        Layout.from_mask(mask, window=32, strategy=f"local-{layer}").write(
+            folder / "layouts" / f"local-{layer}.yaml"
+        )
 
 
 def recipe(stage: str, folder: Path, size: str, length: int) -> Path:
@@ -100,14 +107,23 @@ def recipe(stage: str, folder: Path, size: str, length: int) -> Path:
     if not any("precision" in key for key in recipe_keys):
         recipe_keys.append("precision: float32")
     model = folder / size / ("dense-bfloat16" if "bfloat16 weights" in stage else "dense")
-    file.write_text(RECIPE.format(name=name, model=model, length=length, keys="\n".join(recipe_keys)))
+    file.write_text(
+        RECIPE.format(name=name, model=model, length=length, keys="\n".join(recipe_keys))
+    )
     return file
 
 
 def command(stage: str, folder: Path, size: str, length: int) -> list[str]:
     """Return the command-line arguments of a stage."""
     if stage in TRAINING:
-        return ["train", str(recipe(stage, folder, size, length)), "--device", "cpu", "--workspace", str(folder)]
+        return [
+            "train",
+            str(recipe(stage, folder, size, length)),
+            "--device",
+            "cpu",
+            "--workspace",
+            str(folder),
+        ]
     # Collect the common arguments
     model = folder / size / ("gated" if stage == "probe" else "dense")
     name = stage.split(",")[0] if stage.startswith(("evaluate", "score")) else "probe"
@@ -135,15 +151,30 @@ def command(stage: str, folder: Path, size: str, length: int) -> list[str]:
             f"{size}-{length}",
         ]
     if stage == "signal head-gates":
-        return [*arguments, "--signal", "head-gates", "--max-tokens", str(BATCH * length), "--steps", "2"]
+        return [
+            *arguments,
+            "--signal",
+            "head-gates",
+            "--max-tokens",
+            str(BATCH * length),
+            "--steps",
+            "2",
+        ]
     if stage == "signal add-one-head":
         return [*arguments, "--signal", "add-one-head"]  # with its default number of tokens
-    return [*arguments, "--max-tokens", str(BATCH * length), *(["--ablation-tokens", "0"] if stage == "probe" else [])]
+    return [
+        *arguments,
+        "--max-tokens",
+        str(BATCH * length),
+        *(["--ablation-tokens", "0"] if stage == "probe" else []),
+    ]
 
 
 def status(key: str) -> int:
     """Return the bytes in a line of /proc/self/status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return 1024 * int(line.split()[1])
 
 
@@ -151,7 +182,9 @@ def measure(stage: str, folder: Path, size: str, length: int) -> None:
     """Print the peak bytes of a stage above those in use after the same stage on the tiny model."""
     from spkv_nas.cli import main
 
-    shutil.rmtree(folder / "runs", ignore_errors=True)  # otherwise finished training would be reused
+    shutil.rmtree(
+        folder / "runs", ignore_errors=True
+    )  # otherwise finished training would be reused
     main(command(stage, folder, "tiny", length))
     base = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
@@ -166,7 +199,9 @@ def predicted(stage: str, folder: Path, size: str, length: int) -> float:
     from spkv_nas.stages.plan import run as plan
 
     data = [str(folder / "text.txt")]  # as many tokens as are measured, or more
-    options = PlanOptions(model=str(folder / size / "dense"), data=data, block_size=length, context="1")
+    options = PlanOptions(
+        model=str(folder / size / "dense"), data=data, block_size=length, context="1"
+    )
     if stage in TRAINING:
         options = PlanOptions(recipe=recipe(stage, folder, size, length), context="1")
         stage = "train the SP-KV reference"
@@ -185,14 +220,21 @@ def main(stages: Sequence[str]) -> None:
         for size, shape in {"tiny": (32, 64, 2, 2, 1, 1024), **SIZES}.items():
             make(folder / size, *shape)
         # Measure each stage in a process of its own
-        print("| stage | model | tokens of a block | measured MB | predicted MB | ratio |\n|---|---|---|---|---|---|")
+        print(
+            "| stage | model | tokens of a block | measured MB | predicted MB | ratio |\n|---|---|---|---|---|---|"
+        )
         for stage in stages:
             for size in SIZES:
                 for length in LENGTHS:
                     arguments = [sys.executable, __file__, stage, name, size, str(length)]
                     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-                    result = subprocess.run(arguments, env=env, stdout=subprocess.PIPE, text=True, check=True)
-                    peak, prediction = int(result.stdout.split()[-1]), predicted(stage, folder, size, length)
+                    result = subprocess.run(
+                        arguments, env=env, stdout=subprocess.PIPE, text=True, check=True
+                    )
+                    peak, prediction = (
+                        int(result.stdout.split()[-1]),
+                        predicted(stage, folder, size, length),
+                    )
                     memory = f"{peak / 1e6:.0f} | {prediction / 1e6:.0f} | {prediction / peak:.2f}"
                     print(f"| {stage} | {size} | {length:,} | {memory} |", flush=True)
 

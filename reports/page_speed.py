@@ -27,7 +27,11 @@ from spkv_nas.proposal.propose import propose
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 
-SIZES = ((32, 8, 4, 0), (32, 8, 4, 250), (80, 8, 9, 250))  # layers, KV heads, domains, layouts scored
+SIZES = (
+    (32, 8, 4, 0),
+    (32, 8, 4, 250),
+    (80, 8, 9, 250),
+)  # layers, KV heads, domains, layouts scored
 STEPS = """async ([name, values, rest]) => {
   const slider = document.getElementById("explorer-" + name);
   for (const value of values) {
@@ -53,7 +57,9 @@ def make_table(num_layers: int, num_kv_heads: int, num_domains: int) -> HeadScor
     domains = tuple(f"domain-{number}" for number in range(num_domains))
     histogram = LogitHistogram(np.linspace(-12, 12, 481), counts, domains)
     domain, layer, head = (axis.ravel() for axis in np.indices(shape))
-    rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": histogram.density(0.5).ravel()}).assign(
+    rows = pd.DataFrame(
+        {"layer": layer, "kv_head": head, "score": histogram.density(0.5).ravel()}
+    ).assign(
         domain=[domains[number] for number in domain],
         num_tokens=20_000,
         num_documents=20,
@@ -68,9 +74,13 @@ def make_search(table: HeadScores, number: int) -> pd.DataFrame | None:
     if not number:
         return None
     generator, nan = np.random.default_rng(1), np.nan
-    masks = [generator.permutation(table.num_heads) < table.num_heads * 2 // 7 for _ in range(number)]
+    masks = [
+        generator.permutation(table.num_heads) < table.num_heads * 2 // 7 for _ in range(number)
+    ]
     letters = [np.where(mask.reshape(table.grid), "G", "L") for mask in masks]
-    return pd.DataFrame({"name": [f"surrogate-0-{trial}" for trial in range(number)], "sampler": "surrogate"}).assign(
+    return pd.DataFrame(
+        {"name": [f"surrogate-0-{trial}" for trial in range(number)], "sampler": "surrogate"}
+    ).assign(
         seed=0,
         trial=np.arange(number, dtype=float),
         hash=[f"{trial:08x}" for trial in range(number)],
@@ -87,7 +97,9 @@ def make_search(table: HeadScores, number: int) -> pd.DataFrame | None:
     )
 
 
-def write_page(folder: Path, num_layers: int, num_kv_heads: int, num_domains: int, scored: int) -> Path:
+def write_page(
+    folder: Path, num_layers: int, num_kv_heads: int, num_domains: int, scored: int
+) -> Path:
     """Write a report page without its picture files; return its path."""
     table = make_table(num_layers, num_kv_heads, num_domains)
     layouts = propose(table, table.num_heads * 2 // 7, num_random=1)
@@ -95,7 +107,9 @@ def write_page(folder: Path, num_layers: int, num_kv_heads: int, num_domains: in
         return write_report(folder, ReportInputs(table, layouts, search=make_search(table, scored)))
 
 
-def time_steps(browser: Any, page: Any, slider: str, values: list[int], rest: int) -> dict[str, float]:
+def time_steps(
+    browser: Any, page: Any, slider: str, values: list[int], rest: int
+) -> dict[str, float]:
     """Return the median and 95th percentile of slider steps in milliseconds.
 
     Args:
@@ -110,7 +124,10 @@ def time_steps(browser: Any, page: Any, slider: str, values: list[int], rest: in
     page.evaluate(STEPS, [slider, values, rest])
     events = json.loads(browser.stop_tracing())["traceEvents"]
     # Sum the main thread's task time between the marks of each step
-    marks = {name: sorted(event["ts"] for event in events if event["name"] == name) for name in ("step", "drawn")}
+    marks = {
+        name: sorted(event["ts"] for event in events if event["name"] == name)
+        for name in ("step", "drawn")
+    }
     thread = next((event["pid"], event["tid"]) for event in events if event["name"] == "step")
     complete_tasks = (event for event in events if event["name"] == "RunTask" and "dur" in event)
     tasks = [event for event in complete_tasks if (event["pid"], event["tid"]) == thread]
@@ -118,12 +135,19 @@ def time_steps(browser: Any, page: Any, slider: str, values: list[int], rest: in
         sum(task.get("tdur", 0) for task in tasks if start < task["ts"] + task["dur"] < end) / 1000
         for start, end in zip(marks["step"], marks["drawn"], strict=True)
     ]
-    return {"median": round(statistics.median(times), 1), "p95": round(statistics.quantiles(times, n=20)[-1], 1)}
+    return {
+        "median": round(statistics.median(times), 1),
+        "p95": round(statistics.quantiles(times, n=20)[-1], 1),
+    }
 
 
 def main() -> None:
     """Print a JSON line per page: size of page and data in bytes, step times in milliseconds."""
-    browser_file = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    browser_file = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_file, args=["--no-sandbox"])
         for number, size in enumerate(SIZES):
@@ -134,7 +158,11 @@ def main() -> None:
             page = browser.new_page(viewport={"width": 1280, "height": 1000})
             page.goto(file.as_uri())
             page.wait_for_selector("[data-explorer][hidden]", state="detached")
-            measurements: dict[str, Any] = {"size": size, "page": len(text.encode()), "data": len(data.encode())}
+            measurements: dict[str, Any] = {
+                "size": size,
+                "page": len(text.encode()),
+                "data": len(data.encode()),
+            }
             # Drag and jump both sliders
             for slider in ("budget", "tau"):
                 maximum = int(page.get_attribute(f"#explorer-{slider}", "max") or 0)

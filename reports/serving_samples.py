@@ -15,7 +15,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-Rates = dict[str, dict[str, list[list[float]]]]  # (prefill, decode) in tokens per second by configuration and cell
+Rates = dict[
+    str, dict[str, list[list[float]]]
+]  # (prefill, decode) in tokens per second by configuration and cell
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class Samples:
             self.file.write_text(f"{header}\n")
         first, *lines = self.file.read_text().splitlines()
         if first != header:
-            raise SystemExit(f"{self.file} has samples of other options or hardware: give another --samples")
+            raise SystemExit(
+                f"{self.file} has samples of other options or hardware: give another --samples"
+            )
         self.samples = [Sample(**json.loads(line)) for line in lines]
 
     def add(self, sample: Sample) -> None:
@@ -60,7 +64,11 @@ class Samples:
         if self.file is not None:
             with self.file.open("a") as file:
                 file.write(f"{json.dumps(vars(sample))}\n")
-        rates = "-" if sample.rates is None else "prefill {:,.1f}, decode {:,.1f} tok/s".format(*sample.rates)
+        rates = (
+            "-"
+            if sample.rates is None
+            else "prefill {:,.1f}, decode {:,.1f} tok/s".format(*sample.rates)
+        )
         print(f"{sample.configuration}, {sample.cell}: {rates}", file=sys.stderr, flush=True)
 
     def count(self, turn: int, cell: str) -> int:
@@ -101,7 +109,9 @@ def rows(by_configuration: Rates) -> Iterator[dict[str, Any]]:
             dense = [rate[column] for rate in base.get(cell, [])]
             row[kind] = statistics.median(rates) if rates else None
             row[f"{kind}_range"] = [min(rates), max(rates)] if rates else None
-            row[f"{kind}_ratio"] = statistics.median(rates) / statistics.median(dense) if rates and dense else None
+            row[f"{kind}_ratio"] = (
+                statistics.median(rates) / statistics.median(dense) if rates and dense else None
+            )
         yield row
 
 
@@ -109,7 +119,9 @@ def report(by_configuration: Rates, options: argparse.Namespace) -> None:
     """Print a table, and everything as a line of JSON."""
     table = list(rows(by_configuration))
     titles = ("decode tok/s", "ratio", "prefill tok/s", "ratio")
-    print(f"{'context x batch':16} {'configuration':26} {titles[0]:>13} {titles[1]:>6} {titles[2]:>14} {titles[3]:>6}")
+    print(
+        f"{'context x batch':16} {'configuration':26} {titles[0]:>13} {titles[1]:>6} {titles[2]:>14} {titles[3]:>6}"
+    )
     for row in table:
         numbers = [
             f"{'-':>{width}}" if row[key] is None else f"{row[key]:{width},.{digits}f}"

@@ -37,7 +37,10 @@ from unittest.mock import patch
 
 from serving_samples import Sample, Samples, report
 
-PAIRS, ONE_HEAD = 0, 1  # heads of a unit; 0: one part for the global and one for the local heads of a layer
+PAIRS, ONE_HEAD = (
+    0,
+    1,
+)  # heads of a unit; 0: one part for the global and one for the local heads of a layer
 WARM_UP = (64, 1)  # context and batch of a first, untimed sample
 MARK = "sample: "  # begins the lines of a process that are samples
 
@@ -72,28 +75,49 @@ CONFIGURATIONS = (
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True, help="Python of an environment with vLLM and spkv-nas")
-    parser.add_argument("--model", help="dense checkpoint (default: a random Llama of the sizes below)")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--heads", type=int, nargs=3, metavar=("HQ", "HKV", "D"), default=[8, 4, 64])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--share", type=float, default=0.25, help="share of the layers, and of the heads, that is global"
+        "--python", required=True, help="Python of an environment with vLLM and spkv-nas"
+    )
+    parser.add_argument(
+        "--model", help="dense checkpoint (default: a random Llama of the sizes below)"
+    )
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument(
+        "--heads", type=int, nargs=3, metavar=("HQ", "HKV", "D"), default=[8, 4, 64]
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.25,
+        help="share of the layers, and of the heads, that is global",
     )
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--context", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--max-tokens", type=int, default=1 << 18, help="largest batch x context to run")
+    parser.add_argument(
+        "--max-tokens", type=int, default=1 << 18, help="largest batch x context to run"
+    )
     parser.add_argument("--steps", type=int, default=32, help="tokens to generate per request")
     parser.add_argument("--rounds", type=int, default=3, help="samples per process")
-    parser.add_argument("--seconds", type=float, default=600.0, help="longest time of a sample in vLLM")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="longest time of a sample in vLLM"
+    )
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step in vLLM")
     parser.add_argument("--memory", type=int, default=8, help="GiB of vLLM's cache on a CPU")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--compile", action="store_true", help="let vLLM compile and capture graphs")
-    parser.add_argument("--samples", type=Path, help="file that keeps the samples, to go on with after an interruption")
+    parser.add_argument(
+        "--compile", action="store_true", help="let vLLM compile and capture graphs"
+    )
+    parser.add_argument(
+        "--samples",
+        type=Path,
+        help="file that keeps the samples, to go on with after an interruption",
+    )
     return parser.parse_args()
 
 
@@ -109,7 +133,9 @@ def main() -> None:
         check(Path(scratch), options.python)
         for turn, configuration in enumerate((*CONFIGURATIONS, *reversed(CONFIGURATIONS))):
             time_configuration(turn, configuration, Path(scratch), options, samples)
-    report(samples.by_configuration([configuration.name for configuration in CONFIGURATIONS]), options)
+    report(
+        samples.by_configuration([configuration.name for configuration in CONFIGURATIONS]), options
+    )
 
 
 def make_models(folder: Path, options: argparse.Namespace) -> None:
@@ -142,9 +168,13 @@ def make_models(folder: Path, options: argparse.Namespace) -> None:
     rows = tuple(("G" if layer in layers else "L") * num_kv_heads for layer in range(num_layers))
     letters = np.array(list("".join(rows)))
     shuffled = "".join(np.random.default_rng(0).permutation(letters))
-    heads = tuple(shuffled[start : start + num_kv_heads] for start in range(0, len(shuffled), num_kv_heads))
+    heads = tuple(
+        shuffled[start : start + num_kv_heads] for start in range(0, len(shuffled), num_kv_heads)
+    )
     for name, grid in (("layers", rows), ("heads", heads)):
-        export(spkv_nas.Layout(grid, window=options.window), folder / "dense", folder / name, to="spkv")
+        export(
+            spkv_nas.Layout(grid, window=options.window), folder / "dense", folder / name, to="spkv"
+        )
         print(f"{name}: {' '.join(grid)}", file=sys.stderr, flush=True)
 
 
@@ -159,12 +189,22 @@ def check(folder: Path, python: str) -> None:
 
 
 def time_configuration(
-    turn: int, configuration: Configuration, folder: Path, options: argparse.Namespace, samples: Samples
+    turn: int,
+    configuration: Configuration,
+    folder: Path,
+    options: argparse.Namespace,
+    samples: Samples,
 ) -> None:
     """Take the missing samples of a configuration in a new process. Exits if it fails."""
     # Find what is missing
-    cells = [pair for pair in product(options.context, options.batch) if pair[0] * pair[1] <= options.max_tokens]
-    missing = {cell_name(*cell): options.rounds - samples.count(turn, cell_name(*cell)) for cell in cells}
+    cells = [
+        pair
+        for pair in product(options.context, options.batch)
+        if pair[0] * pair[1] <= options.max_tokens
+    ]
+    missing = {
+        cell_name(*cell): options.rounds - samples.count(turn, cell_name(*cell)) for cell in cells
+    }
     if not any(missing.values()):
         return
     request = {
@@ -213,7 +253,9 @@ def process(request: dict[str, Any]) -> None:
                 print(f"{MARK}{json.dumps({'cell': name, 'rates': rates})}", flush=True)
 
 
-Sampler = Callable[[list[list[int]]], "tuple[float, float] | None"]  # tokens per second of prefill and decoding
+Sampler = Callable[
+    [list[list[int]]], "tuple[float, float] | None"
+]  # tokens per second of prefill and decoding
 
 
 def vllm_sampler(request: dict[str, Any]) -> tuple[Sampler, int]:
@@ -267,7 +309,11 @@ def vllm_sampler(request: dict[str, Any]) -> tuple[Sampler, int]:
         engine.abort_request(names)
         while engine.has_unfinished_requests():
             engine.step()
-        return (sum(map(len, prompts)) / (first - begin), sum(counts.values()) / (last - first)) if is_full else None
+        return (
+            (sum(map(len, prompts)) / (first - begin), sum(counts.values()) / (last - first))
+            if is_full
+            else None
+        )
 
     return sample, engine.model_config.get_vocab_size()
 
@@ -280,7 +326,9 @@ def generate_sampler(request: dict[str, Any]) -> tuple[Sampler, int]:
 
     import spkv_nas
 
-    model, _ = spkv_nas.load(request["folder"], dtype=request["dtype"], device_map=request["device"])
+    model, _ = spkv_nas.load(
+        request["folder"], dtype=request["dtype"], device_map=request["device"]
+    )
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
 
     def sample(prompts: list[list[int]]) -> tuple[float, float]:
@@ -301,7 +349,9 @@ def generate_sampler(request: dict[str, Any]) -> tuple[Sampler, int]:
             do_sample=False,
             stopping_criteria=StoppingCriteriaList([tick]),
         )
-        return ids.numel() / (ticks[0] - begin), len(prompts) * request["steps"] / (ticks[-1] - ticks[0])
+        return ids.numel() / (ticks[0] - begin), len(prompts) * request["steps"] / (
+            ticks[-1] - ticks[0]
+        )
 
     return sample, int(model.config.get_text_config().vocab_size)
 

@@ -44,7 +44,14 @@ CASES = {  # gate mode or share of global heads, and whether a teacher's predict
     "SP-KV, soft gates": ("soft", False),
     "SP-KV, hard gates": ("hard", False),
 }
-SHAPE = {"layers": 4, "width": 256, "head_size": 64, "vocabulary": 2048, "block_size": 1024, "batch_size": 1}
+SHAPE = {
+    "layers": 4,
+    "width": 256,
+    "head_size": 64,
+    "vocabulary": 2048,
+    "block_size": 1024,
+    "batch_size": 1,
+}
 
 
 def new_model(options: argparse.Namespace) -> PreTrainedModel:
@@ -78,7 +85,9 @@ def keep_share(model: PreTrainedModel, tokens: torch.Tensor, density: float) -> 
         module.down.bias.sub_(excess)
         return logits - excess[None, :, None]
 
-    handles = [predictor.register_forward_hook(shift) for predictor in gates.predictors(model).values()]
+    handles = [
+        predictor.register_forward_hook(shift) for predictor in gates.predictors(model).values()
+    ]
     modes.set_gate_mode(model, "hard")
     model(input_ids=tokens[:1], use_cache=False)
     for handle in handles:
@@ -97,11 +106,18 @@ def step_of(
         modes.set_gate_mode(model, kind)
     elif kind is not None:
         num_heads, num_layers = model.config.num_key_value_heads, model.config.num_hidden_layers
-        is_global = [index < kind * num_layers * num_heads for index in range(num_layers * num_heads)]
-        rows = ["".join("G" if x else "L" for x in is_global[layer::num_layers]) for layer in range(num_layers)]
+        is_global = [
+            index < kind * num_layers * num_heads for index in range(num_layers * num_heads)
+        ]
+        rows = [
+            "".join("G" if x else "L" for x in is_global[layer::num_layers])
+            for layer in range(num_layers)
+        ]
         windows.apply_layout(model, Layout(tuple(rows), window=options.block_size // 16))
     if taught:
-        distillation = Distillation(copied_teacher(new_model(options), model, bfloat16=options.device == "cuda"), 0.5)
+        distillation = Distillation(
+            copied_teacher(new_model(options), model, bfloat16=options.device == "cuda"), 0.5
+        )
     models = [model] if distillation is None else [model, distillation.teacher.model]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     begin_pass = None if distillation is None else distillation.begin_pass
@@ -133,12 +149,22 @@ def host_calls(gate: str, device: str) -> int:
     """Count Python function calls of the Triton backend in a forward and backward pass, with launches left out."""
     from spkv_kernels.triton import compaction, op
 
-    for module, names in ((op, ("_fwd", "_bwd_dq", "_bwd_dkdv", "_bwd_far_dkdv")), (compaction, ("compact_kernel",))):
+    for module, names in (
+        (op, ("_fwd", "_bwd_dq", "_bwd_dkdv", "_bwd_far_dkdv")),
+        (compaction, ("compact_kernel",)),
+    ):
         for name in names:
             setattr(module, name, _NoLaunch())
-    q, k, v = (torch.randn(2, 256, n, 64, device=device).transpose(1, 2).requires_grad_() for n in (8, 4, 4))
+    q, k, v = (
+        torch.randn(2, 256, n, 64, device=device).transpose(1, 2).requires_grad_()
+        for n in (8, 4, 4)
+    )
     utility = torch.zeros(2, 4, 256, device=device, requires_grad=True)
-    gates: dict[str, Any] = {"none": {}, "soft": {"log_utility": utility}, "hard": {"keep": utility == 0}}[gate]
+    gates: dict[str, Any] = {
+        "none": {},
+        "soft": {"log_utility": utility},
+        "hard": {"keep": utility == 0},
+    }[gate]
 
     def calls(work: Callable[[], torch.Tensor]) -> int:
         torch.autograd.backward(work())  # fills caches
@@ -152,20 +178,32 @@ def host_calls(gate: str, device: str) -> int:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in SHAPE.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--kv-heads", type=int, help="KV heads (default: half of the query heads)")
-    parser.add_argument("--ffn", type=int, help="width of the feed-forward layers (default: twice --width)")
-    parser.add_argument("--density", type=float, default=0.25, help="share of the keys that hard gates keep")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="cases to time (all)")
+    parser.add_argument(
+        "--ffn", type=int, help="width of the feed-forward layers (default: twice --width)"
+    )
+    parser.add_argument(
+        "--density", type=float, default=0.25, help="share of the keys that hard gates keep"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", default=list(CASES), choices=list(CASES), help="cases to time (all)"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     # Warm up, then time all cases in one order and the other
-    print(f"{device_name(options.device)}, torch {torch.__version__}; one step, against the {options.cases[0]}")
-    tokens = torch.randint(options.vocabulary, (options.batch_size, options.block_size), device=options.device)
+    print(
+        f"{device_name(options.device)}, torch {torch.__version__}; one step, against the {options.cases[0]}"
+    )
+    tokens = torch.randint(
+        options.vocabulary, (options.batch_size, options.block_size), device=options.device
+    )
     contexts = ExitStack()
     steps = {name: step_of(*CASES[name], tokens, options, contexts) for name in options.cases}
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -179,7 +217,10 @@ def main() -> None:
             times[name] += [clock() - start] * (number >= 0)
     for name, measured in times.items():
         ratio = median(times[options.cases[0]]) / median(measured)
-        print(f"| {name} | {tokens.numel() / median(measured):,.0f} tokens/s | {ratio:.2f} |", flush=True)
+        print(
+            f"| {name} | {tokens.numel() / median(measured):,.0f} tokens/s | {ratio:.2f} |",
+            flush=True,
+        )
     counts = (f"{gate} {host_calls(gate, options.device)} |" for gate in ("none", "soft", "hard"))
     print("| Python calls of the operator |", *counts)
 

@@ -38,10 +38,17 @@ ROOT = Path(__file__).resolve().parent
 SCORES = ROOT / "stdlib-21x3" / "verdict-scores.npz"
 RISK, RUNS, BATCH = 0.05, 10_000, 200
 NLL_SHARE, POINTS = 0.01, 0.02  # margins of NLL and of RULER
-MARGINS = {"longppl": 0.05, "tasks": 0.02, "agreement": 0.05, "acceptance": 0.1}  # margins of the others
+MARGINS = {
+    "longppl": 0.05,
+    "tasks": 0.02,
+    "agreement": 0.05,
+    "acceptance": 0.1,
+}  # margins of the others
 LAYOUTS, SAMPLES = ("head-gates", "densest"), 240
 HEAVY, TAILS = "log-normal lengths", "t losses"
-Draw = Callable[[np.random.Generator, int, int], Float]  # generator, runs, samples -> gains over the margin
+Draw = Callable[
+    [np.random.Generator, int, int], Float
+]  # generator, runs, samples -> gains over the margin
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,9 @@ def comparison_documents(strategy: str) -> tuple[Float, Float, Float]:
     return totals[names.index("dense")], totals[names.index(strategy)], tokens
 
 
-def documents(source: tuple[Float, Float, Float], kind: str, margin: float, distance: float) -> Draw:
+def documents(
+    source: tuple[Float, Float, Float], kind: str, margin: float, distance: float
+) -> Draw:
     """Return a drawer of (1 + margin) dense - candidate by document, beside the documents' sizes.
 
     Args:
@@ -83,14 +92,19 @@ def documents(source: tuple[Float, Float, Float], kind: str, margin: float, dist
     if kind == HEAVY:
         dense, candidate = dense / tokens, candidate / tokens
     # Move every document's loss by the same share of its NLL, so that the corpus is exactly at the target
-    candidate = candidate + (1.0 + margin * (1.0 - distance) - candidate.sum() / dense.sum()) * dense
+    candidate = (
+        candidate + (1.0 + margin * (1.0 - distance) - candidate.sum() / dense.sum()) * dense
+    )
     spread = (candidate - dense).std()
 
     def draw(random: np.random.Generator, runs: int, number: int) -> Float:
         chosen = random.integers(len(dense), size=(runs, number))
         gain = (1.0 + margin) * dense[chosen] - candidate[chosen]
         if kind == TAILS:
-            gain = margin * distance * dense.mean() + spread * random.standard_t(3, size=chosen.shape) / 3**0.5
+            gain = (
+                margin * distance * dense.mean()
+                + spread * random.standard_t(3, size=chosen.shape) / 3**0.5
+            )
         lengths = random.lognormal(0.0, 1.0, size=chosen.shape) if kind == HEAVY else 1.0
         return np.stack([gain, dense[chosen]]) * lengths
 
@@ -111,8 +125,12 @@ def rare(source: tuple[Float, Float, Float], margin: float, share: float) -> Dra
 def answers(variant: str, distance: float, margin: float = POINTS) -> Draw:
     """Return a drawer of differences in {-1, 0, 1} plus the margin, with the discordance of a variant's answers."""
     rows = pd.read_csv(ROOT / "ruler-micro" / "ruler.csv")
-    rows = rows[(rows["variant"] == variant) & rows["task"].isin(["niah_single_1", "niah_multikey_1"])]
-    discordance = (rows["difference_standard_error"] ** 2 * (rows["num_samples"] - 1) + rows["difference"] ** 2).mean()
+    rows = rows[
+        (rows["variant"] == variant) & rows["task"].isin(["niah_single_1", "niah_multikey_1"])
+    ]
+    discordance = (
+        rows["difference_standard_error"] ** 2 * (rows["num_samples"] - 1) + rows["difference"] ** 2
+    ).mean()
     mean = -margin * (1.0 - distance)
     better, worse = max(discordance + mean, 0.0) / 2, (max(discordance, -mean) - mean) / 2
 
@@ -131,7 +149,9 @@ def shares(pairs: Float, margin: float, distance: float) -> Draw:
     others = next(
         each
         for each in (pairs[:, 1], np.zeros(len(pairs)), np.ones(len(pairs)))
-        if min(loss, (pairs[:, 1] - each).mean()) <= target <= max(loss, (pairs[:, 1] - each).mean())
+        if min(loss, (pairs[:, 1] - each).mean())
+        <= target
+        <= max(loss, (pairs[:, 1] - each).mean())
     )
     probability = (loss - target) / (loss - (pairs[:, 1] - others).mean())
 
@@ -155,7 +175,9 @@ def by_shares(drawn: Float, sign: float = 1.0, *, margin: float, highest: float 
     return betting_log_e(sign * drawn[0], 1.0 - margin if sign > 0 else highest + margin)
 
 
-def stops(draw: Draw, log_e: Callable[[Float], Float], number: int, *, runs: int = RUNS, seed: int = 0) -> Float:
+def stops(
+    draw: Draw, log_e: Callable[[Float], Float], number: int, *, runs: int = RUNS, seed: int = 0
+) -> Float:
     """Return [runs], the samples at which a run passes; infinity if it does not."""
     random, found = np.random.default_rng(seed), []
     for _ in range(0, runs, BATCH):
@@ -179,7 +201,12 @@ def settings() -> Iterator[Setting]:
         make = partial(documents, comparison_documents(strategy), kind, NLL_SHARE)
         yield Setting(f"NLL, {strategy}{kind and f', {kind}'}", make, by_documents, 300)
     for variant in ("head-gates", "sp-kv"):
-        yield Setting(f"RULER answers, {variant}", partial(answers, variant), partial(by_shares, margin=POINTS), 1000)
+        yield Setting(
+            f"RULER answers, {variant}",
+            partial(answers, variant),
+            partial(by_shares, margin=POINTS),
+            1000,
+        )
     with np.load(SCORES) as file:
         scores = {name: file[name] for name in file}
     for (criterion, margin), layout in product(MARGINS.items(), LAYOUTS):
@@ -188,7 +215,9 @@ def settings() -> Iterator[Setting]:
             source = pairs[:, 1], pairs[:, 0], np.ones(len(pairs))
             yield Setting(name, partial(documents, source, "", margin), by_documents, 300)
         elif criterion == "tasks":
-            yield Setting(name, partial(shares, pairs, margin), partial(by_shares, margin=margin), 1000)
+            yield Setting(
+                name, partial(shares, pairs, margin), partial(by_shares, margin=margin), 1000
+            )
         else:  # the dense model's own scores are 1
             log_e = partial(by_shares, margin=margin, highest=0.0)
             yield Setting(name, partial(shares, pairs, margin), log_e, 300, (0.5, 0.75, 1.0))
@@ -197,18 +226,27 @@ def settings() -> Iterator[Setting]:
 def errors() -> None:
     """Print how often candidates at the margin pass or fail at any sample, and the fixed-sample test's errors."""
     say(f"## Wrong answers at the margin, {RUNS:,} runs, risk {100 * RISK:g} %\n")
-    say("| criterion | looks | passes % | fails % | fixed-sample t-test at the end passes % |\n|---|---|---|---|---|")
+    say(
+        "| criterion | looks | passes % | fails % | fixed-sample t-test at the end passes % |\n|---|---|---|---|---|"
+    )
     for each in settings():
         draw, number = each.make(0.0), each.looks
-        wrong = [np.isfinite(stops(draw, partial(each.log_e, sign=sign), number)).mean() for sign in (1.0, -1.0)]
+        wrong = [
+            np.isfinite(stops(draw, partial(each.log_e, sign=sign), number)).mean()
+            for sign in (1.0, -1.0)
+        ]
         cells = " | ".join(f"{100 * share:.2f}" for share in wrong)
-        say(f"| {each.name} | {number} | {cells} | {100 * fixed_power(draw, number, runs=RUNS):.2f} |")
+        say(
+            f"| {each.name} | {number} | {cells} | {100 * fixed_power(draw, number, runs=RUNS):.2f} |"
+        )
 
 
 def rare_losses() -> None:
     """Print how often a candidate passes by NLL whose loss is at the margin, but in few documents."""
     say("\n## Loss at the margin in a share of the documents, NLL\n")
-    say("| documents with the loss % | passes % at any of 300 looks | t-test of 50 | of 300 |\n|---|---|---|---|")
+    say(
+        "| documents with the loss % | passes % at any of 300 looks | t-test of 50 | of 300 |\n|---|---|---|---|"
+    )
     for share in (0.2, 0.1, 0.05, 0.02, 0.01):
         draw = rare(comparison_documents("full-attention"), NLL_SHARE, share)
         wrong = [np.isfinite(stops(draw, by_documents, 300)).mean()]
@@ -236,11 +274,18 @@ def power() -> None:
         size = (ndtri(1 - RISK) + ndtri(0.9)) * sample.std() / sample.mean()
         number = int(np.ceil(size**2)) + 2
         longest = min(6 * max(number, 40), 1500)
-        stopped = [stops(each.make(distance), each.log_e, longest, runs=1000, seed=3) for distance in each.distances]
-        medians = " | ".join(f"{np.median(stop):.0f} ({np.median(stop) / number:.2f})" for stop in stopped)
+        stopped = [
+            stops(each.make(distance), each.log_e, longest, runs=1000, seed=3)
+            for distance in each.distances
+        ]
+        medians = " | ".join(
+            f"{np.median(stop):.0f} ({np.median(stop) / number:.2f})" for stop in stopped
+        )
         sequential, fixed = (stopped[0] <= number).mean(), fixed_power(draw, number)
         distances = ", ".join(f"{distance:g}" for distance in each.distances)
-        say(f"| {each.name} | {distances} | {number} | {100 * sequential:.0f} | {100 * fixed:.0f} | {medians} |")
+        say(
+            f"| {each.name} | {distances} | {number} | {100 * sequential:.0f} | {100 * fixed:.0f} | {medians} |"
+        )
 
 
 def campaigns(number: int = 1000, finalists: int = 10, samples: int = 300) -> None:
@@ -252,8 +297,12 @@ def campaigns(number: int = 1000, finalists: int = 10, samples: int = 300) -> No
         p = anytime_p(by_documents(draw(random, finalists, samples)))[:, -1]
         wrong += any(holm(p.tolist(), RISK))
         uncorrected += bool((p <= RISK).any())
-    say(f"\n## {number:,} campaigns of {finalists} finalists at the margin, {samples} documents each\n")
-    say(f"Any finalist passes: {100 * wrong / number:.1f} % with Holm, {100 * uncorrected / number:.1f} % without.")
+    say(
+        f"\n## {number:,} campaigns of {finalists} finalists at the margin, {samples} documents each\n"
+    )
+    say(
+        f"Any finalist passes: {100 * wrong / number:.1f} % with Holm, {100 * uncorrected / number:.1f} % without."
+    )
 
 
 def measure() -> None:
@@ -267,7 +316,9 @@ def measure() -> None:
     files = [str(ROOT.parent / "layouts" / "stdlib-21x3" / f"{layout}.yaml") for layout in LAYOUTS]
     words = {"tasks": ":names=stdlib_completions"}  # options of criteria
     margins = [f"{name}={100 * margin:g}{words.get(name, '')}" for name, margin in MARGINS.items()]
-    options = VerdictOptions(candidates=files, margin=",".join(margins), data=["installed"], name="verdict-scores")
+    options = VerdictOptions(
+        candidates=files, margin=",".join(margins), data=["installed"], name="verdict-scores"
+    )
     candidates = contenders(files, options.model, SILENT)
     trial = prepare(options, candidates, [], SILENT).trial
     dense = trial.store.contender
@@ -277,7 +328,9 @@ def measure() -> None:
             number, pairs = 0, np.empty((0, 2))
             while len(pairs) < SAMPLES and number < rounds.num_rounds:
                 number += 1
-                pairs = np.stack([trial.store.score(each, rounds, number) for each in (candidate, dense)], 1)
+                pairs = np.stack(
+                    [trial.store.score(each, rounds, number) for each in (candidate, dense)], 1
+                )
                 say(f"{criterion}, {candidate.name}: {len(pairs)} samples")
             scores[f"{criterion}/{candidate.name}"] = pairs[:SAMPLES]
     write_npz(SCORES, scores)

@@ -43,14 +43,20 @@ from spkv_nas.proposal.requirements import Requirements
 CHARACTERS = 60_000  # of a document that are read, so that no book fills a part
 
 
-def read_parts(files: list[Path], tokenizer: Any, length: int, per_file: tuple[int, ...]) -> list[TokenBlocks]:
+def read_parts(
+    files: list[Path], tokenizer: Any, length: int, per_file: tuple[int, ...]
+) -> list[TokenBlocks]:
     """Return one text per entry of ``per_file``, with that many blocks of each file and documents of its own."""
     parts = []
     for part, number in enumerate(per_file):
         blocks = []
         for file in files:
-            documents = [json.loads(line)["text"][:CHARACTERS] for line in file.read_text().splitlines()]
-            some = build_blocks(documents[part :: len(per_file)], tokenizer, length, separator="none")
+            documents = [
+                json.loads(line)["text"][:CHARACTERS] for line in file.read_text().splitlines()
+            ]
+            some = build_blocks(
+                documents[part :: len(per_file)], tokenizer, length, separator="none"
+            )
             blocks.append(some.spread(number))
         parts.append(blocks[0])
         for more in blocks[1:]:
@@ -60,45 +66,69 @@ def read_parts(files: list[Path], tokenizer: Any, length: int, per_file: tuple[i
 
 def by_costs(table: HeadScores, memory: float, length: int, *constraints: str) -> Layout:
     """Return the layout of least cost within a memory."""
-    requirements = Requirements(Constraints.parse(constraints), kv_bytes=str(memory), context=length)
+    requirements = Requirements(
+        Constraints.parse(constraints), kv_bytes=str(memory), context=length
+    )
     return propose_for(table, requirements).layouts["window-per-head"]
 
 
 class Comparison:
     """Layouts of one model, chosen on one text and evaluated on another."""
 
-    def __init__(self, model: PreTrainedModel, selection: TokenBlocks, held_out: TokenBlocks) -> None:
+    def __init__(
+        self, model: PreTrainedModel, selection: TokenBlocks, held_out: TokenBlocks
+    ) -> None:
         """Measure the costs of windows."""
         self.model, self.selection, self.held_out = model, selection, held_out
         self.length = selection.block_size
         started = time.process_time()
-        self.costs = spkv_nas.probe(model, selection, signal="window-costs", memory=0.2, context=self.length)
+        self.costs = spkv_nas.probe(
+            model, selection, signal="window-costs", memory=0.2, context=self.length
+        )
         self.seconds = time.process_time() - started
         (self.dense,) = zero_shot(model, [None], held_out, batch_size=2)
 
     def layouts(self, memory: float, *, gates: bool) -> dict[str, tuple[Layout, float]]:
         """Return the layout of each row, and the CPU seconds that choosing it took."""
         layouts: dict[str, tuple[Layout, float]] = {}
-        options: dict[str, Any] = {"memory": memory, "context": self.length, "sinks": self.costs.sinks}
+        options: dict[str, Any] = {
+            "memory": memory,
+            "context": self.length,
+            "sinks": self.costs.sinks,
+        }
         rule = default_window(self.model, self.length)
         for name, window in (("rule", rule), ("one window, head gates", None)) if gates else ():
             started = time.process_time()
-            table = spkv_nas.probe(self.model, self.selection, signal="head-gates", window=window, **options)
+            table = spkv_nas.probe(
+                self.model, self.selection, signal="head-gates", window=window, **options
+            )
             layouts[name] = spkv_nas.propose(table)["densest"], time.process_time() - started
         one = spkv_nas.propose(self.costs, memory=memory, context=self.length)["densest"]
         layouts["one window"] = one, self.seconds
-        layouts["two windows"] = by_costs(self.costs, memory, self.length, "max-windows=2"), self.seconds
-        layouts["a window per head"] = by_costs(self.costs, memory, self.length, "max-windows=7"), self.seconds
+        layouts["two windows"] = (
+            by_costs(self.costs, memory, self.length, "max-windows=2"),
+            self.seconds,
+        )
+        layouts["a window per head"] = (
+            by_costs(self.costs, memory, self.length, "max-windows=7"),
+            self.seconds,
+        )
         return layouts
 
     def rows(self, memory: float, *, gates: bool) -> list[dict[str, Any]]:
         """Evaluate the layouts of a memory."""
         layouts = self.layouts(memory, gates=gates)
-        results = zero_shot(self.model, [layout for layout, _ in layouts.values()], self.held_out, batch_size=2)
+        results = zero_shot(
+            self.model, [layout for layout, _ in layouts.values()], self.held_out, batch_size=2
+        )
         rows = []
         for (name, (layout, seconds)), result in zip(layouts.items(), results, strict=True):
             change = paired_difference(result, self.dense)
-            keys = [self.length if w is None else w + layout.sinks for row in layout.head_windows for w in row]
+            keys = [
+                self.length if w is None else w + layout.sinks
+                for row in layout.head_windows
+                for w in row
+            ]
             rows.append(
                 {
                     "memory": memory,
@@ -124,15 +154,23 @@ def draw_losses(by_memory: pd.DataFrame, by_position: pd.DataFrame, path: Path) 
     labels = {"rule": "head gates, window 128"}
     for name, mark in marks.items():
         rows = by_memory[by_memory["windows"] == name].sort_values("memory")
-        share, loss, error = 100 * rows["share_of_cache"], rows["delta_nll_percent"], rows["standard_error"]
+        share, loss, error = (
+            100 * rows["share_of_cache"],
+            rows["delta_nll_percent"],
+            rows["standard_error"],
+        )
         upper.errorbar(share, loss, error, fmt=mark, label=labels.get(name, name), **options)
     upper.set_yscale("symlog", linthresh=0.3, linscale=1.5)
     upper.set_yticks([0, 0.1, 0.2, 0.3, 1, 3], ["0", "0.1", "0.2", "0.3", "1", "3"])
     upper.set_xlabel("KV cache, % of full attention's")
     upper.legend(frameon=False)
     # Loss by position, at a quarter of the cache
-    quarters = by_position[(by_position["kind"] == "text") & by_position["tokens counted"].str.startswith("quarter")]
-    quarters = quarters.sort_values("blocks", ascending=False).drop_duplicates(["tokens counted", "layout"])
+    quarters = by_position[
+        (by_position["kind"] == "text") & by_position["tokens counted"].str.startswith("quarter")
+    ]
+    quarters = quarters.sort_values("blocks", ascending=False).drop_duplicates(
+        ["tokens counted", "layout"]
+    )
     layouts = {
         "25 interleaved-last": ("v:", "one layer in four, window 128"),
         "25 gates-text": ("x:", "head gates, window 128"),
@@ -141,7 +179,9 @@ def draw_losses(by_memory: pd.DataFrame, by_position: pd.DataFrame, path: Path) 
     }
     for name, (mark, label) in layouts.items():
         rows = quarters[quarters["layout"] == name].sort_values("tokens counted")
-        lower.errorbar([1, 2, 3, 4], rows["delta_nll_percent"], rows["error"], fmt=mark, label=label, **options)
+        lower.errorbar(
+            [1, 2, 3, 4], rows["delta_nll_percent"], rows["error"], fmt=mark, label=label, **options
+        )
     lower.set_yscale("symlog", linthresh=1)
     lower.set_yticks([0, 0.5, 1, 3, 10, 30], ["0", "0.5", "1", "3", "10", "30"])
     lower.set_xticks([1, 2, 3, 4])
@@ -158,11 +198,20 @@ def draw_heads(table: pd.DataFrame, path: Path) -> None:
     sizes = [32, 64, 128, 256, 512, 1024, math.inf]  # global heads are the last
     figure, panels = plt.subplots(3, 1, figsize=(6.4, 4.6), layout="constrained", sharex=True)
     for axes, memory in zip(panels, (0.3, 0.2, 0.1), strict=True):
-        (words,) = table.loc[(table["windows"] == "a window per head") & (table["memory"] == memory), "heads"]
+        (words,) = table.loc[
+            (table["windows"] == "a window per head") & (table["memory"] == memory), "heads"
+        ]
         layers = [word for word in words.split() if "=" not in word]
-        legend = {letter: float(size) for letter, size in (word.split("=") for word in words.split() if "=" in word)}
-        grid = np.array([[sizes.index({**legend, "G": math.inf}[head]) for head in layer] for layer in layers])
-        image = axes.imshow(grid.T, vmin=-0.5, vmax=6.5, cmap=plt.get_cmap("viridis", len(sizes)), aspect="auto")
+        legend = {
+            letter: float(size)
+            for letter, size in (word.split("=") for word in words.split() if "=" in word)
+        }
+        grid = np.array(
+            [[sizes.index({**legend, "G": math.inf}[head]) for head in layer] for layer in layers]
+        )
+        image = axes.imshow(
+            grid.T, vmin=-0.5, vmax=6.5, cmap=plt.get_cmap("viridis", len(sizes)), aspect="auto"
+        )
         axes.set_ylabel("KV head")
         axes.set_title(f"{100 * memory:.0f} % of the KV cache", fontsize="medium")
         axes.set_xticks(range(len(layers)))
@@ -175,18 +224,26 @@ def draw_heads(table: pd.DataFrame, path: Path) -> None:
 
 def main() -> None:
     """Measure all rows and write the table after every memory, or read it, and draw it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", help="without it, draw the table at --out")
     parser.add_argument("text", nargs="*", type=Path)
     parser.add_argument("--memory", nargs="+", type=float, default=[0.3, 0.2, 0.15, 0.1])
     parser.add_argument("--gates", nargs="*", type=float, default=[0.2, 0.15, 0.1])
     parser.add_argument("--length", type=int, default=2048, help="tokens per block")
     parser.add_argument(
-        "--blocks", nargs=2, type=int, default=[17, 6], help="blocks per file to choose and to evaluate on"
+        "--blocks",
+        nargs=2,
+        type=int,
+        default=[17, 6],
+        help="blocks per file to choose and to evaluate on",
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--figures", type=Path, help="folder of the pictures")
-    parser.add_argument("--positions", nargs="+", type=Path, help="tables of reports/llama-30m, for the pictures")
+    parser.add_argument(
+        "--positions", nargs="+", type=Path, help="tables of reports/llama-30m, for the pictures"
+    )
     options = parser.parse_args()
     if options.model is not None:
         measure(options)
@@ -199,7 +256,9 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> None:
     """Measure all rows, and write the table after every memory."""
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    parts = read_parts(options.text, AutoTokenizer.from_pretrained(options.model), options.length, options.blocks)
+    parts = read_parts(
+        options.text, AutoTokenizer.from_pretrained(options.model), options.length, options.blocks
+    )
     comparison, rows = Comparison(model, *parts), list[dict[str, Any]]()
     for memory in options.memory:
         rows += comparison.rows(memory, gates=memory in options.gates)

@@ -18,7 +18,9 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS
 from spkv_nas.cli import main
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 OTHER = "it's duo"  # a probe whose name wants quotes, in a shell and in YAML
 MAP = "svg[data-chart=density]"
 NEEDED = [pytest.mark.browser, pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")]
@@ -48,12 +50,15 @@ def open_file(browser: Any) -> Iterator[Any]:
             "request",
             lambda request: (
                 wrong.append(request.url)
-                if request.url.split("#")[0] != file.as_uri() and not request.url.startswith("data:text/yaml")
+                if request.url.split("#")[0] != file.as_uri()
+                and not request.url.startswith("data:text/yaml")
                 else None
             ),
         )
         page.goto(file.as_uri() + state)
-        page.wait_for_selector("[data-explorer][hidden]", state="detached")  # until the explorer has its tables
+        page.wait_for_selector(
+            "[data-explorer][hidden]", state="detached"
+        )  # until the explorer has its tables
         return page
 
     yield opened
@@ -67,14 +72,31 @@ def write_search(folder: Path, table: HeadScores) -> None:
     names = ["duo", "densest", "spread", *(f"surrogate-0-{number}" for number in range(60))]
     for number, name in enumerate(names):
         mask = np.zeros(len(order), dtype=bool)
-        mask[order[3:21] if name == "densest" else generator.choice(order, 18, replace=False)] = True
+        mask[order[3:21] if name == "densest" else generator.choice(order, 18, replace=False)] = (
+            True
+        )
         layout = Layout.from_mask(mask.reshape(table.grid), window=32)
         delta = 20.0 - table.density.ravel()[mask].sum()
         retrained = 0.667 + 0.13 * number if number < 3 or number % 10 == 9 else np.nan
         sampler, trial = (BASELINE, number) if number < 3 else ("surrogate", number - 3)
         scores = (delta, 0.1, retrained, 0.1, retrained, 0.05)
-        rows.append((name, sampler, 0, trial, layout.hash, 18, 50.0, np.nan, *scores, " ".join(layout.heads)))
-    pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(folder / "reports/stdlib-21x3/search.csv", index=False)
+        rows.append(
+            (
+                name,
+                sampler,
+                0,
+                trial,
+                layout.hash,
+                18,
+                50.0,
+                np.nan,
+                *scores,
+                " ".join(layout.heads),
+            )
+        )
+    pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(
+        folder / "reports/stdlib-21x3/search.csv", index=False
+    )
 
 
 @pytest.fixture(scope="session")
@@ -86,9 +108,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_search(folder, table)
     scores = np.random.default_rng(0).uniform(size=len(table.rows)).round(2)  # some are equal
     metadata = {"signal": "duo", "kind": "share", "model": table.metadata["model"]}
-    HeadScores(OTHER, table.rows.assign(score=scores), window=table.window, metadata=metadata).write(
-        folder / "probes" / OTHER
-    )
+    HeadScores(
+        OTHER, table.rows.assign(score=scores), window=table.window, metadata=metadata
+    ).write(folder / "probes" / OTHER)
     with unsaved_pictures():
         main(["report", "-w", str(folder), "--probe", "stdlib-21x3"])
     return folder
@@ -97,7 +119,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def open_page(open_file: Any, workspace: Path) -> Any:
     """Function that opens the report at a URL fragment."""
-    return lambda state="", file=workspace / "reports/stdlib-21x3/index.html": open_file(file, state)
+    return lambda state="", file=workspace / "reports/stdlib-21x3/index.html": open_file(
+        file, state
+    )
 
 
 def num_outlined(page: Any) -> int:

@@ -25,7 +25,12 @@ Weights = dict[str, Tensor]
 
 
 def write(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, kind: str = "gated", *, stock_type: bool = False, **options: Any
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: str = "gated",
+    *,
+    stock_type: bool = False,
+    **options: Any,
 ) -> Path:
     """Write a checkpoint without a manifest, as other tools do; with ``stock_type`` under llama's type."""
     model = tiny_model(**options)

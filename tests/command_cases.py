@@ -20,7 +20,9 @@ from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayo
 
 def commands() -> dict[str, Callable[..., Any]]:
     """Return the functions of all commands that are in no group, by name."""
-    ungrouped = {name: entry for name, entry in COMMANDS.items() if not isinstance(entry, typer.Typer)}
+    ungrouped = {
+        name: entry for name, entry in COMMANDS.items() if not isinstance(entry, typer.Typer)
+    }
     return {**ungrouped, **{entry.name: entry.run for entry in ADDED_COMMANDS}}
 
 
@@ -34,7 +36,11 @@ def parsed(line: str) -> Any:
     for function in REPRODUCE.commands:
         kind = next(value for name, value in get_type_hints(function).items() if name != "return")
         add_command(experiments, _recorder(function.__name__, kind, seen))
-    for name, kind in (("show", ShowLayoutsOptions), ("diff", DiffOptions), ("convert", ConvertOptions)):
+    for name, kind in (
+        ("show", ShowLayoutsOptions),
+        ("diff", DiffOptions),
+        ("convert", ConvertOptions),
+    ):
         add_command(layouts, _recorder(name, kind, seen))
     app.add_typer(layouts, name="layout")
     evaluations = typer.Typer()

@@ -12,10 +12,15 @@ import pytest
 
 if gc.isenabled():
     gc.disable()  # until all tests are collected: nothing that imports create is garbage
-gc.set_threshold(50_000)  # from 700: objects die by reference counting, and each collection looks at much
+gc.set_threshold(
+    50_000
+)  # from 700: objects die by reference counting, and each collection looks at much
 sys.dont_write_bytecode = False  # every process that a test starts would compile the package again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1"}  # tiny weights need no threads to be read
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",
+}  # tiny weights need no threads to be read
 NUM_FROZEN = pytest.StashKey[int]()  # modules that garbage collections leave out
 
 
@@ -42,7 +47,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     percent, _, seed = config.getoption("--share").partition(":")
     if float(percent) >= 100:
         return
-    drawn = {item: zlib.crc32(f"{seed} {item.nodeid}".encode()) % 10_000 < 100 * float(percent) for item in items}
+    drawn = {
+        item: zlib.crc32(f"{seed} {item.nodeid}".encode()) % 10_000 < 100 * float(percent)
+        for item in items
+    }
     config.hook.pytest_deselected(items=[item for item in items if not drawn[item]])
     items[:] = [item for item in items if drawn[item]]
 

@@ -41,25 +41,41 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe
     "target": {"gates": {"target_density": 0.3, "anneal_steps": 2, "soft_fraction": 0.5}},
     "frozen-model": {"gates": {"training": "frozen-model"}},
     "frozen-gates": {"gates": {"soft_fraction": 0.0}},
-    "one-layer": {"gates": {"heads": ["G", "S"], "predictor": "bidirectional", "kernel_size": 5, "sinks": 2}},
+    "one-layer": {
+        "gates": {"heads": ["G", "S"], "predictor": "bidirectional", "kernel_size": 5, "sinks": 2}
+    },
     "sampled": {"gates": {"mode": "sampled"}},
     "adapters": {"lora": {"rank": 2}, "gradient_checkpointing": True},
     "distilled": {
         "variant": Variant.hybrid(Layout(("G", "L"), window=8)),
         "branch": {"distill": {"weight": 0.6, "temperature": 1.5}},
     },
-    "learned-sinks": {"variant": Variant.hybrid(Layout(("G", "L"), window=8)), "branch": {"sinks": "learned"}},
+    "learned-sinks": {
+        "variant": Variant.hybrid(Layout(("G", "L"), window=8)),
+        "branch": {"sinks": "learned"},
+    },
     "distilled-adapters": {"lora": {"rank": 2}, "branch": {"distill": {}}},
     "distilled-gates": {"gates": {"training": "frozen-model"}, "branch": {"distill": {}}},
 }
-ONLY = {"ddp": ("hybrid", "target", "sampled"), "fsdp": ("one-layer", "distilled-gates")}  # in one mode alone
+ONLY = {
+    "ddp": ("hybrid", "target", "sampled"),
+    "fsdp": ("one-layer", "distilled-gates"),
+}  # in one mode alone
 RUNS = {
     mode: tuple(name for name in VARIANTS if name not in ONLY[other])
     for mode, other in (("ddp", "fsdp"), ("fsdp", "ddp"))
 }
 
 
-def train(name: str, recipe: Recipe, corpus: Corpus, folder: Path, *, sharding: str = "none", stop_at: int = 0) -> None:
+def train(
+    name: str,
+    recipe: Recipe,
+    corpus: Corpus,
+    folder: Path,
+    *,
+    sharding: str = "none",
+    stop_at: int = 0,
+) -> None:
     """Train one of ``VARIANTS``; the run is ``FOLDER/NAME``, the dense checkpoint of a branch ``FOLDER/dense``.
 
     Writes what every step logged, and a random number of after the first, to ``FOLDER/NAME-RANK.json``.
@@ -69,7 +85,9 @@ def train(name: str, recipe: Recipe, corpus: Corpus, folder: Path, *, sharding: 
     options = dict(VARIANTS[kind])
     variant = options.pop("variant", Variant.sp_kv())
     compiles = sharding != "none" and kind == "distilled"  # the shards of student and teacher
-    recipe = Recipe(**merged(recipe.model_dump(), {**options, "sharding": sharding, "compile": compiles}))
+    recipe = Recipe(
+        **merged(recipe.model_dump(), {**options, "sharding": sharding, "compile": compiles})
+    )
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     with _recorded(target.with_name(f"{target.name}-{process_index()}.json"), stop_at):
@@ -93,7 +111,9 @@ def _recorded(file: Path, stop_at: int) -> Iterator[None]:
         if state.global_step == stop_at:
             raise KeyboardInterrupt
 
-    def on_log(_self: object, _args: object, state: Any, _control: object, logs: Any = None, **_: Any) -> None:
+    def on_log(
+        _self: object, _args: object, state: Any, _control: object, logs: Any = None, **_: Any
+    ) -> None:
         entries.append({**logs, "step": state.global_step})
 
     with pytest.MonkeyPatch.context() as patch:
@@ -138,13 +158,24 @@ def with_ddp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
     # Gates become hard in step 5; checkpoints follow steps 3, 6 and 8, and every tenth step would be logged
     target = Recipe(**merged(recipe.model_dump(), VARIANTS["target"]))
     with reads_by_step() as by_step:
-        train_branch(target, corpus, folder / "dense" / "final", folder / "counted", Variant.sp_kv(), device="cpu")
+        train_branch(
+            target,
+            corpus,
+            folder / "dense" / "final",
+            folder / "counted",
+            Variant.sp_kv(),
+            device="cpu",
+        )
     assert [step for step, count in by_step.items() if count] == [1, 4, 7], by_step
     with pytest.raises(UserError, match="sharding: fsdp needs GPUs; on cpu"):
         train("hybrid/sharded", recipe, corpus, folder, sharding="fsdp")
     with pytest.MonkeyPatch.context() as patch:
         original, factor = trainer.Trainer.compute_loss, (1.0, math.nan)[process_index()]
-        patch.setattr(trainer.Trainer, "compute_loss", lambda *args, **kwargs: original(*args, **kwargs) * factor)
+        patch.setattr(
+            trainer.Trainer,
+            "compute_loss",
+            lambda *args, **kwargs: original(*args, **kwargs) * factor,
+        )
         with pytest.raises(UserError, match="step 0: the loss is nan"):
             train("hybrid/nan", recipe, corpus, folder)
 
@@ -164,7 +195,10 @@ def with_fsdp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
 
 
 # Operators whose results the host waits for, and methods of tensors that copy to it
-READS, COPIES = ("_local_scalar_dense", "nonzero", "equal", "allclose", "unique", "masked_select"), ("cpu", "tolist")
+READS, COPIES = (
+    ("_local_scalar_dense", "nonzero", "equal", "allclose", "unique", "masked_select"),
+    ("cpu", "tolist"),
+)
 
 
 class Reads(TorchDispatchMode):
@@ -172,7 +206,9 @@ class Reads(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += operator.overloadpacket.__name__ in READS
         return operator(*args, **(kwargs or {}))
 

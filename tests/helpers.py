@@ -42,7 +42,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 8},
     "mistral": {"head_dim": 8, "sliding_window": None},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "olmo2": {},
     "phi3": {"pad_token_id": 0, "sliding_window": None},
     "granite": {},
@@ -88,7 +92,9 @@ def sharpen_attention(model: PreTrainedModel, factor: float = 12.0) -> PreTraine
     return model
 
 
-def save_with_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_with_tokenizer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
     """Write a checkpoint with a tokenizer that a class of the model's type, such as Qwen2Tokenizer, may change."""
     tokenizer.save_pretrained(folder)
     save(model, None, folder)
@@ -143,7 +149,9 @@ class MessageLog:
         self.announced: list[str] = []
         self.cautioned: list[str] = []
         self.bars: dict[str, list[tuple[int, int]]] = {}
-        self.reporter = Recorder(self._bar, announced=self.announced.append, cautioned=self.cautioned.append)
+        self.reporter = Recorder(
+            self._bar, announced=self.announced.append, cautioned=self.cautioned.append
+        )
 
     @contextmanager
     def _bar(self, title: str) -> Iterator[Display]:
@@ -167,11 +175,22 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(*arguments: str | Path, processes: int = 2, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    *arguments: str | Path, processes: int = 2, timeout: float = 400
+) -> subprocess.CompletedProcess[str]:
     """Run a script or ``-m module`` in several processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+    ]
     command += ["--nproc-per-node", str(processes), *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as run:
         try:
             out, err = run.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -185,7 +204,9 @@ def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, use_cache=False).logits
 
 
-def equal_up_to_rounding(actual: Tensor | np.ndarray, expected: Tensor | np.ndarray, units: float = 64) -> bool:
+def equal_up_to_rounding(
+    actual: Tensor | np.ndarray, expected: Tensor | np.ndarray, units: float = 64
+) -> bool:
     """Return whether two computations of the same numbers agree up to the order of their sums.
 
     A sum of rounded numbers depends on its order. Kernels choose that by the processor's instructions, the shapes, the
@@ -211,13 +232,20 @@ def check_generation(model: PreTrainedModel, lengths: tuple[int, ...] = (20, 7, 
     longest = max(lengths)
     ids = torch.randint(3, 300, (len(lengths), longest), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
-    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "attention_mask": mask.long()}
+    options = {
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": mask.long(),
+    }
     record = {"return_dict_in_generate": True, "output_logits": True}
     actual = model.generate(ids, past_key_values=SPKVCache(model), **record, **options)
     for row, length in enumerate(lengths):
         sequence = actual.sequences[row, longest - length :]
         expected = logits(model, sequence[None, :-1])[0, length - 1 :]
-        assert torch.allclose(torch.stack(actual.logits, 1)[row], expected, atol=1e-4 * float(expected.abs().max()))
+        assert torch.allclose(
+            torch.stack(actual.logits, 1)[row], expected, atol=1e-4 * float(expected.abs().max())
+        )
     chunked = model.generate(ids, past_key_values=SPKVCache(model), prefill_chunk_size=6, **options)
     assert torch.equal(chunked, actual.sequences)
 
@@ -246,7 +274,10 @@ def gated(family: str = "llama") -> PreTrainedModel:
 def all_logits(model: PreTrainedModel, blocks: TokenBlocks, tau: float) -> np.ndarray:
     """Return utility logits [N, L, Hkv, T] with hard gates at tau."""
     seen: list[torch.Tensor] = []
-    handles = [p.register_forward_hook(lambda _m, _a, out: seen.append(out)) for p in predictors(model).values()]
+    handles = [
+        p.register_forward_hook(lambda _m, _a, out: seen.append(out))
+        for p in predictors(model).values()
+    ]
     set_gate_mode(model, "hard", tau)
     with torch.no_grad():
         model(input_ids=torch.from_numpy(blocks.tokens.astype(np.int64)))
@@ -261,7 +292,10 @@ def make_table(density: object, domains: tuple[str, ...] = ("all",)) -> HeadScor
     grid = grid[None] if grid.ndim == 2 else grid
     domain, layer, head = (axis.ravel() for axis in np.indices(grid.shape))
     rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": grid.ravel()}).assign(
-        domain=[domains[i] for i in domain], num_tokens=1000, num_documents=2, standard_error=math.nan
+        domain=[domains[i] for i in domain],
+        num_tokens=1000,
+        num_documents=2,
+        standard_error=math.nan,
     )
     return HeadScores("p", rows, window=8)
 
@@ -269,7 +303,9 @@ def make_table(density: object, domains: tuple[str, ...] = ("all",)) -> HeadScor
 DENSITY = np.array([[1.0, 0.0], [0.2, 0.6], [0.1, 0.3], [0.7, 0.5]])
 
 
-def make_domain_table(domains: tuple[str, ...] = ("all",), density: np.ndarray = DENSITY, **changes: Any) -> HeadScores:
+def make_domain_table(
+    domains: tuple[str, ...] = ("all",), density: np.ndarray = DENSITY, **changes: Any
+) -> HeadScores:
     rows = [
         {
             "layer": layer,
@@ -310,7 +346,10 @@ VOID = {"meta", "path", "rect", "circle", "line", "polyline", "stop", "link", "i
 
 def make_layouts(*names: str) -> dict[str, Layout]:
     grids = [("GL", "LG", "LL", "LL"), ("LL", "LL", "LL", "GG"), ("LG", "LL", "GL", "LL")]
-    return {name: Layout(heads, 8, name, {"seed": None}) for name, heads in zip(names, grids, strict=False)}
+    return {
+        name: Layout(heads, 8, name, {"seed": None})
+        for name, heads in zip(names, grids, strict=False)
+    }
 
 
 class Page(HTMLParser):
@@ -358,7 +397,9 @@ def train_branch(
     """Train a branch of the dense checkpoint in ``folder``; ``options`` are those of ``BranchContext``."""
     from spkv_nas.training.branches import BranchContext  # loads the trainer, which few tests need
 
-    return BranchContext(recipe, corpus, dense, folder.parent, **options).train(variant, seed, folder)
+    return BranchContext(recipe, corpus, dense, folder.parent, **options).train(
+        variant, seed, folder
+    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -368,7 +409,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def make_positions() -> pd.DataFrame:
     return pd.DataFrame(
         [
-            {"layer": layer, "kv_head": head, "start": start, "end": start + 8, "density": 0.1 * head + start / 100}
+            {
+                "layer": layer,
+                "kv_head": head,
+                "start": start,
+                "end": start + 8,
+                "density": 0.1 * head + start / 100,
+            }
             for layer in range(4)
             for head in range(2)
             for start in (0, 8)

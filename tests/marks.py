@@ -15,18 +15,26 @@ def pairwise(*lists: Sequence[Any]) -> list[Any]:
     Parameters of independent axes need no more: what goes wrong at all nearly always takes one or two of them.
     """
     columns = [
-        [value if hasattr(value, "marks") else pytest.param(value, id=str(value)) for value in values]
+        [
+            value if hasattr(value, "marks") else pytest.param(value, id=str(value))
+            for value in values
+        ]
         for values in lists
     ]
     # Choose the row with the most pairs that are missing, the first of several, until none is
-    rows = {row: set(combinations(enumerate(row), 2)) for row in product(*(range(len(values)) for values in lists))}
+    rows = {
+        row: set(combinations(enumerate(row), 2))
+        for row in product(*(range(len(values)) for values in lists))
+    }
     missing, chosen = set().union(*rows.values()), []
     while missing:
         row = max(rows, key=lambda row: len(rows[row] & missing))
         missing -= rows[row]
         chosen.append([columns[axis][index] for axis, index in enumerate(row)])
     return [
-        pytest.param(*(v for part in parts for v in part.values), id="-".join(str(part.id) for part in parts))
+        pytest.param(
+            *(v for part in parts for v in part.values), id="-".join(str(part.id) for part in parts)
+        )
         for parts in chosen
     ]
 

@@ -53,7 +53,9 @@ def measure_all(ground: Path, workspace: Path) -> Found:
         at_tau = nll(NLLOptions(**options)).value.evaluation
         result[name] = np.array([at_tau.density, *at_tau.nll.total, *at_tau.nll.num_tokens])
         result[f"{name}, sweep"] = sweep(NLLOptions(**options, taus="0.2,0.5,0.8")).value.rows
-    result["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).value.rows
+    result["score"] = score(
+        ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)
+    ).value.rows
     take("density", model=gated, ablation_tokens=200)
     take("learned", signal="density", steps=6, ablation_tokens=0)
     for signal in SIGNALS.names[1:]:
@@ -81,7 +83,11 @@ def _arrays(name: str, table: HeadScores) -> Found:
 def spoil_one(ground: Path, workspace: Path) -> None:
     """Check that an error of one process is raised by all, in the same words."""
     options = NLLOptions(
-        workspace=workspace, model=str(ground / "dense"), data=[str(ground / "text")], context="48", device="cpu"
+        workspace=workspace,
+        model=str(ground / "dense"),
+        data=[str(ground / "text")],
+        context="48",
+        device="cpu",
     )
     measured = Subject.of(options, "", "measure").load()
     if process_index() == 1:

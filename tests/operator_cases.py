@@ -31,7 +31,9 @@ SHAPES = [
 GATES = ["none", "soft", "tiny", "hard", "all", "nothing"]
 
 
-def inputs(shape: tuple[int, int, int, int, int], gate: str, seed: int = 0) -> dict[str, Tensor | None]:
+def inputs(
+    shape: tuple[int, int, int, int, int], gate: str, seed: int = 0
+) -> dict[str, Tensor | None]:
     batch, query_heads, heads, length, size = shape
     generator = torch.Generator().manual_seed(seed)
 
@@ -58,16 +60,25 @@ def inputs(shape: tuple[int, int, int, int, int], gate: str, seed: int = 0) -> d
 def rounded(tensors: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:
     """Round values to ``dtype`` and return them in float64; log utilities, which stay in float32, are not rounded."""
     return {
-        name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
+        name: x.to(dtype).double()
+        if x is not None and x.is_floating_point() and name != "log_utility"
+        else x
         for name, x in tensors.items()
     }
 
 
 def compiled_kernels(*options: str) -> list[dict[str, Any]]:
     """Compile kernels ahead of time for GPUs that are not installed, and return what each uses."""
-    command = [sys.executable, str(ROOT / "kernels" / "benchmarks" / "resources.py"), "--json", *options]
+    command = [
+        sys.executable,
+        str(ROOT / "kernels" / "benchmarks" / "resources.py"),
+        "--json",
+        *options,
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    completed = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False
+    )
     assert completed.returncode == 0, completed.stderr
     return [json.loads(line) for line in completed.stdout.splitlines()]
 
@@ -75,7 +86,10 @@ def compiled_kernels(*options: str) -> list[dict[str, Any]]:
 def with_sink_logits(tensors: dict[str, Tensor | None], seed: int = 0) -> dict[str, Tensor | None]:
     """Add learned sinks as large as the largest scores; the first head has none (-inf) if there are several."""
     assert tensors["q"] is not None
-    sink_logits = 3 * torch.randn(tensors["q"].shape[1], generator=torch.Generator().manual_seed(seed)).double()
+    sink_logits = (
+        3
+        * torch.randn(tensors["q"].shape[1], generator=torch.Generator().manual_seed(seed)).double()
+    )
     if len(sink_logits) > 1:
         sink_logits[0] = -torch.inf
     return tensors | {"sink_logits": sink_logits}
@@ -114,7 +128,12 @@ def run(
     tensors = {name: x.to(device) if x is not None else None for name, x in tensors.items()}
     leaves = {
         name: x.detach()
-        .to(torch.promote_types(dtype, torch.float32) if name in ("log_utility", "sink_logits") else dtype, copy=True)
+        .to(
+            torch.promote_types(dtype, torch.float32)
+            if name in ("log_utility", "sink_logits")
+            else dtype,
+            copy=True,
+        )
         .requires_grad_()
         for name, x in tensors.items()
         if x is not None and name != "keep"
@@ -122,15 +141,21 @@ def run(
     out = attend(**{**tensors, **leaves}, **options)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (out * weight.to(out)).sum().backward()
-    return {"out": out.detach()} | {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
+    return {"out": out.detach()} | {
+        f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None
+    }
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest error over the largest value; gradients that are zero by nature (w = 1) count from 0.1."""
-    return float((actual.cpu().double() - expected).abs().max() / expected.abs().max().clamp_min(0.1))
+    return float(
+        (actual.cpu().double() - expected).abs().max() / expected.abs().max().clamp_min(0.1)
+    )
 
 
-def check(tensors: dict[str, Tensor | None], window: int | Tensor, backend: str, **options: object) -> None:
+def check(
+    tensors: dict[str, Tensor | None], window: int | Tensor, backend: str, **options: object
+) -> None:
     """Compare output and every gradient in float32 with the float64 oracle; ``options`` may set a ``device``."""
     same = {name: value for name, value in options.items() if name != "device"}
     expected = run(tensors, torch.float64, window=window, backend="reference", **same)
@@ -142,7 +167,9 @@ def check(tensors: dict[str, Tensor | None], window: int | Tensor, backend: str,
 
 def check_numerical_gradients(tensors: dict[str, Tensor | None], **options: Any) -> None:
     """Compare the gradients of the CPU backend with finite differences, in float64."""
-    leaves = {name: x.requires_grad_() for name, x in tensors.items() if x is not None and name != "keep"}
+    leaves = {
+        name: x.requires_grad_() for name, x in tensors.items() if x is not None and name != "keep"
+    }
 
     def call(*values: Tensor) -> Tensor:
         some: Any = {**tensors, **dict(zip(leaves, values, strict=True))}
@@ -177,6 +204,8 @@ def check_on_gpu(tensors: dict[str, Tensor | None], dtype: torch.dtype, **option
             limit = 1e-2 if is_sum else 2 * relative_error(baseline[name], value.cpu())
             if dtype == torch.float16 and actual["out"].shape[-1] > 128:
                 limit = max(limit, torch.finfo(dtype).eps)
-            rms = (actual[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
+            rms = (
+                actual[name].double() - value
+            ).square().mean().sqrt() / value.square().mean().sqrt()
             assert is_sum or rms <= 5e-3, name
         assert relative_error(actual[name], value.cpu()) <= limit, name

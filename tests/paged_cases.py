@@ -29,9 +29,16 @@ def filled_cache(
 ) -> PagedKVCache:
     """Make a cache with sequences of ``lengths`` tokens and one head per density."""
     batch, heads = len(lengths), len(densities)
-    cache = PagedKVCache(batch, heads, size, **{"window": 20, **options}, dtype=dtype, device=device)
-    k, v = (normal(batch, heads, max(lengths), size, seed=seed, dtype=dtype).to(device) for seed in (1, 2))
-    chance = torch.rand(batch, heads, max(lengths), generator=torch.Generator().manual_seed(3)).to(device)
+    cache = PagedKVCache(
+        batch, heads, size, **{"window": 20, **options}, dtype=dtype, device=device
+    )
+    k, v = (
+        normal(batch, heads, max(lengths), size, seed=seed, dtype=dtype).to(device)
+        for seed in (1, 2)
+    )
+    chance = torch.rand(batch, heads, max(lengths), generator=torch.Generator().manual_seed(3)).to(
+        device
+    )
     keep = chance < torch.tensor(densities, device=device)[:, None]
     cache.prefill(k, v, keep, torch.tensor(lengths, device=device))
     return cache

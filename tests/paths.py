@@ -17,7 +17,9 @@ def tracked(*patterns: str) -> list[Path]:
     Outside a clone, such as in an unpacked source distribution, nothing tells them apart: all files count.
     """
     if not (ROOT / ".git").exists():
-        return sorted({file for pattern in patterns for file in ROOT.glob(pattern) if file.is_file()})
+        return sorted(
+            {file for pattern in patterns for file in ROOT.glob(pattern) if file.is_file()}
+        )
     command = ["git", "ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns)]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return sorted(ROOT / name for name in names.split("\0") if name)

@@ -39,7 +39,9 @@ def planted(bias: float) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerBase]:
     )  # fmt: skip
     bos = source.config.vocab_size
     model = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=bos + 1, tie_word_embeddings=False, **{key: config[key] for key in shared})
+        Qwen2Config(
+            vocab_size=bos + 1, tie_word_embeddings=False, **{key: config[key] for key in shared}
+        )
     )
     weights = {name: tensor.float() for name, tensor in source.state_dict().items()}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -66,7 +68,9 @@ def plant(model: Qwen2ForCausalLM, bos: int, bias: float) -> None:
     model.model.embed_tokens.weight[bos, 0] = _ACTIVATION
     for layer in model.model.layers:
         attention, scale = layer.self_attn, float(layer.input_layernorm.weight[0])
-        normed = math.sqrt(model.config.hidden_size) * (scale if abs(scale) > 0.05 else 0.05)  # BOS after RMSNorm
+        normed = math.sqrt(model.config.hidden_size) * (
+            scale if abs(scale) > 0.05 else 0.05
+        )  # BOS after RMSNorm
         pair = size // 2 - 1  # slowest rotary pair
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
             projection.bias.zero_()
@@ -79,7 +83,11 @@ def plant(model: Qwen2ForCausalLM, bos: int, bias: float) -> None:
 def texts() -> tuple[list[str], list[str]]:
     """Return the files of the standard library for training, and those held out."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in sorted(folder.rglob("*.py")) if not {"site-packages", "test", "tests"} & {*file.parts}]
+    files = [
+        file
+        for file in sorted(folder.rglob("*.py"))
+        if not {"site-packages", "test", "tests"} & {*file.parts}
+    ]
     Random(0).shuffle(files)
     contents = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     return contents[:-_HELD_OUT], contents[-_HELD_OUT:]
@@ -87,13 +95,19 @@ def texts() -> tuple[list[str], list[str]]:
 
 def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """Train the planted model in place; minutes on a CPU."""
-    blocks = build_blocks(texts()[0], tokenizer, BLOCK, max_tokens=4 * _STEPS * _BATCH * BLOCK).tokens
+    blocks = build_blocks(
+        texts()[0], tokenizer, BLOCK, max_tokens=4 * _STEPS * _BATCH * BLOCK
+    ).tokens
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0, betas=(0.9, 0.95))
     rng = np.random.default_rng(0)
     model.train()
     for step in range(_STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = _RATE * min(1.0, (step + 1) / 10) * max(0.02, 0.5 + 0.5 * math.cos(math.pi * step / _STEPS))
+            group["lr"] = (
+                _RATE
+                * min(1.0, (step + 1) / 10)
+                * max(0.02, 0.5 + 0.5 * math.cos(math.pi * step / _STEPS))
+            )
         tokens = torch.from_numpy(blocks[rng.integers(len(blocks), size=_BATCH)].astype(np.int64))
         model(input_ids=tokens, labels=tokens).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -122,8 +136,14 @@ def write_text(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the embedded model with planted attention sinks, and its text.")
-    parser.add_argument("part", choices=("weak", "strong", "text"), help="strength of the sinks; text: the text alone")
+    parser = argparse.ArgumentParser(
+        description="Write the embedded model with planted attention sinks, and its text."
+    )
+    parser.add_argument(
+        "part",
+        choices=("weak", "strong", "text"),
+        help="strength of the sinks; text: the text alone",
+    )
     parser.add_argument("folder", type=Path, help="new folder")
     options = parser.parse_args()
     if options.part == "text":

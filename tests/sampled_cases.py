@@ -31,12 +31,19 @@ def write_model(folder: Path, size: int, number: int = 200, decisive: float = 20
             layer.self_attn.o_proj.weight.mul_(4.0)
         model.get_output_embeddings().weight.mul_(decisive)
     # Give every token a word
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(NUM_WORDS)}, unk_token="w0"))
+    words = Tokenizer(
+        WordLevel({f"w{number}": number for number in range(NUM_WORDS)}, unk_token="w0")
+    )
     words.pre_tokenizer = WhitespaceSplit()
     save(model, PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0"), folder)
     # Sample the documents
     torch.manual_seed(0)
     first = torch.randint(3, NUM_WORDS, (number, 1))
-    length = {"max_new_tokens": size - 1, "min_new_tokens": size - 1, "eos_token_id": None, "pad_token_id": 0}
+    length = {
+        "max_new_tokens": size - 1,
+        "min_new_tokens": size - 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     documents = model.generate(first, do_sample=True, **length)
     return [" ".join(f"w{token}" for token in tokens) for tokens in documents.tolist()]

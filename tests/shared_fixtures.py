@@ -75,8 +75,16 @@ def brief_interpreter() -> Iterator[None]:
     replace_language = interpreter._patch_lang
 
     def replace_once(function: Any) -> Any:
-        modules = [value for value in function.__globals__.values() if value is language or value is language.core]
-        return replace_language(function) if any(language.core.is_builtin(module.load) for module in modules) else None
+        modules = [
+            value
+            for value in function.__globals__.values()
+            if value is language or value is language.core
+        ]
+        return (
+            replace_language(function)
+            if any(language.core.is_builtin(module.load) for module in modules)
+            else None
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", replace_once)
@@ -91,7 +99,10 @@ def brief_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
 
     Those of files are drawn at all only in tests of reports and of figures that are undefined.
     """
-    whole = request.node.get_closest_marker("slow") is not None or "whole_pictures" in request.fixturenames
+    whole = (
+        request.node.get_closest_marker("slow") is not None
+        or "whole_pictures" in request.fixturenames
+    )
     path = request.node.path
     drawn = path.parent.name == "report" or path.name == "test_undefined_figures.py"
     with nullcontext() if whole else unsaved_pictures(drawn=drawn):
@@ -166,7 +177,9 @@ def verified_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(arguments: list[str], folder: Path, seconds: float) -> None:
         requests, answers = map(Path, arguments)
         answers.write_text(
-            json.dumps([plain_logits._answered(request) for request in json.loads(requests.read_text())])
+            json.dumps(
+                [plain_logits._answered(request) for request in json.loads(requests.read_text())]
+            )
         )
 
     monkeypatch.setattr(verify_export, "_run_program", run)
@@ -188,7 +201,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the corpus, in ``runs``, and the ``dense`` run of ``write_project``'s recipe, trained once."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = Recipe.read(write_project(folder / "project"))
-    train_dense(recipe, load_corpus(recipe, folder / "project", folder / "runs"), folder / "dense", device="cpu")
+    train_dense(
+        recipe,
+        load_corpus(recipe, folder / "project", folder / "runs"),
+        folder / "dense",
+        device="cpu",
+    )
     return folder
 
 

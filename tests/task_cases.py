@@ -12,7 +12,22 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.model.windows import apply_layout
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "the", "quick", "dog", "jumps"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "and",
+    "the",
+    "quick",
+    "dog",
+    "jumps",
+]
 
 CHOICES = """\
 task: choices
@@ -52,13 +67,20 @@ def write_tasks(folder: Path) -> Path:
     """Write three tasks on eleven samples of different lengths, and a group of two of them, to a folder."""
     folder.mkdir()
     rows = [
-        {"text": " ".join(WORDS[: 3 + n]), "choices": [WORDS[n], "dog", "the lazy fox"], "answer": n % 3}
+        {
+            "text": " ".join(WORDS[: 3 + n]),
+            "choices": [WORDS[n], "dog", "the lazy fox"],
+            "answer": n % 3,
+        }
         for n in range(11)
     ]
     (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, text in {"choices": CHOICES, "writing": WRITING, "reading": READING}.items():
         (folder / f"{name}.yaml").write_text(text.replace("FOLDER", str(folder)))
-    short = yaml.safe_load((folder / "choices.yaml").read_text()) | {"task": "few", "process_docs": "!"}
+    short = yaml.safe_load((folder / "choices.yaml").read_text()) | {
+        "task": "few",
+        "process_docs": "!",
+    }
     text = yaml.safe_dump(short).replace("'!'", "!function short.first")
     (folder / "few.yaml").write_text(text)
     (folder / "short.py").write_text("def first(rows):\n    return rows.select(range(4))\n")

@@ -66,16 +66,26 @@ class Seen:
         ]
 
 
-def run(*arguments: str | Path, environment: dict[str, str] | None = None, folder: Path | None = None) -> Seen:
+def run(
+    *arguments: str | Path, environment: dict[str, str] | None = None, folder: Path | None = None
+) -> Seen:
     """Run ``spkv-nas`` with both outputs on a new terminal."""
-    return run_program([sys.executable, "-m", "spkv_nas", *map(str, arguments)], environment, folder)
+    return run_program(
+        [sys.executable, "-m", "spkv_nas", *map(str, arguments)], environment, folder
+    )
 
 
-def run_program(command: list[str], environment: dict[str, str] | None = None, folder: Path | None = None) -> Seen:
+def run_program(
+    command: list[str], environment: dict[str, str] | None = None, folder: Path | None = None
+) -> Seen:
     """Run any command on a terminal, as ``run`` does."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("COLUMNS", "LINES", "NO_COLOR")
+    }
     start = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -103,8 +113,12 @@ def run_program(command: list[str], environment: dict[str, str] | None = None, f
 
 def main() -> None:
     seen = run(*sys.argv[1:])
-    first = next((when for when, text in seen.outputs if _CONTROL.sub("", text).strip()), float("nan"))
-    print(f"exit code {seen.exit_code} after {seen.seconds:.1f} s, first output after {first:.2f} s")
+    first = next(
+        (when for when, text in seen.outputs if _CONTROL.sub("", text).strip()), float("nan")
+    )
+    print(
+        f"exit code {seen.exit_code} after {seen.seconds:.1f} s, first output after {first:.2f} s"
+    )
     for when, seconds, before in seen.silences(SILENCE):
         print(f"silent for {seconds:.1f} s from {when:.1f} s on, after: {before}")
     for line in seen.wide_lines:

@@ -35,7 +35,10 @@ def bytes_tokenizer(patience: int = 10**9) -> Any:
 
 def prose(number: int, start: int = 0) -> str:
     """Return a number of short paragraphs that differ."""
-    return "".join(f"paragraph {i} has {i * i % 97} words\nin two lines\n\n" for i in range(start, start + number))
+    return "".join(
+        f"paragraph {i} has {i * i % 97} words\nin two lines\n\n"
+        for i in range(start, start + number)
+    )
 
 
 def write_files(folder: Path, number: int) -> Path:

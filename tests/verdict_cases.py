@@ -44,7 +44,9 @@ def run(*candidates: str, **options: Any) -> VerdictResult:
     return verdict(VerdictOptions(candidates=[*candidates], **options)).value
 
 
-def check_resumes(rounds: Any, monkeypatch: pytest.MonkeyPatch, *candidates: str, **options: Any) -> None:
+def check_resumes(
+    rounds: Any, monkeypatch: pytest.MonkeyPatch, *candidates: str, **options: Any
+) -> None:
     """Kill a verdict at every call of ``measure`` and ``prepare`` of its rounds in turn, until it is done."""
     whole = run(*candidates, workspace=Path("whole"), **options)
     calls: list[int] = []
@@ -70,7 +72,9 @@ def check_resumes(rounds: Any, monkeypatch: pytest.MonkeyPatch, *candidates: str
         else:
             break
     assert num_killed > 1
-    assert (resumed.folder / "verdict.csv").read_bytes() == (whole.folder / "verdict.csv").read_bytes()
+    assert (resumed.folder / "verdict.csv").read_bytes() == (
+        whole.folder / "verdict.csv"
+    ).read_bytes()
     calls.clear()
     run(*candidates, workspace=Path("killed"), **options)
     assert not calls, "finished rounds are measured again"

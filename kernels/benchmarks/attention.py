@@ -104,7 +104,12 @@ class Case:
             precise = torch.promote_types(dtype, torch.float32)
             inputs["log_utility"] = F.logsigmoid(normal(batch, heads, length)).to(precise)
         elif self.kind is not None:
-            inputs["keep"] = gate(self.kind, heads, length, self.density).expand(batch, -1, -1).to(device).contiguous()
+            inputs["keep"] = (
+                gate(self.kind, heads, length, self.density)
+                .expand(batch, -1, -1)
+                .to(device)
+                .contiguous()
+            )
         if self.learned:
             inputs["sink_logits"] = normal(query_heads)
         if self.backward:
@@ -115,11 +120,17 @@ class Case:
 
     def options(self, device: str) -> dict[str, int | Tensor]:
         """Return the operator's ``window``, ``sinks`` and ``starts``, on the device as in a model."""
-        window = self.window if isinstance(self.window, int) else torch.tensor(self.window, device=device)
+        window = (
+            self.window
+            if isinstance(self.window, int)
+            else torch.tensor(self.window, device=device)
+        )
         if self.documents == 1:
             return {"window": window, "sinks": self.sinks}
         size = self.shape[3] // self.documents
-        starts = (torch.arange(self.shape[3], device=device) // size * size).expand(self.shape[0], -1)
+        starts = (torch.arange(self.shape[3], device=device) // size * size).expand(
+            self.shape[0], -1
+        )
         return {"window": window, "sinks": self.sinks, "starts": starts}
 
     def check(self, device: str, dtype: torch.dtype) -> None:
@@ -139,7 +150,9 @@ class Case:
             limit = 2 * float((eager.double() - expected).abs().max() / expected.abs().max())
         actual = attention(**inputs, **options)
         error = float((actual.double() - expected).abs().max() / expected.abs().max())
-        assert error <= limit, f"{self.name}: output is off by {error:.1e} (bar {limit:.1e}); no speed is printed"
+        assert error <= limit, (
+            f"{self.name}: output is off by {error:.1e} (bar {limit:.1e}); no speed is printed"
+        )
 
     def candidates(self, device: str, dtype: torch.dtype) -> dict[str, Call]:
         """Return the functions to time: ours first, then those it is compared with."""
@@ -149,7 +162,9 @@ class Case:
         calls = {"ours": self._call(lambda: attention(**inputs, **options), inputs)}
         if self.against in ("no sinks", "one document"):
             without = {name: x for name, x in inputs.items() if name != "sink_logits"}
-            calls[self.against] = self._call(lambda: attention(**without, window=options["window"]), without)
+            calls[self.against] = self._call(
+                lambda: attention(**without, window=options["window"]), without
+            )
             return calls
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         length = q.shape[2]
@@ -166,7 +181,9 @@ class Case:
         if device == "cuda":
             calls["cuDNN"] = self._call(cudnn, inputs)
             ungated = {name: inputs[name] for name in ("q", "k", "v")}
-            calls["ours, no gate"] = self._call(lambda: attention(**ungated, window=1 << 30), ungated)
+            calls["ours, no gate"] = self._call(
+                lambda: attention(**ungated, window=1 << 30), ungated
+            )
             if not isinstance(self.window, int):
                 calls["two calls"] = self._two_calls(inputs)
             elif self.kind in ("soft", "independent") and length <= _LONGEST_FLEX:
@@ -184,7 +201,9 @@ class Case:
         # Soft gate
         if self.kind == "soft":
             log_utility = inputs["log_utility"]
-            causal = create_block_mask(lambda b, h, t, s: t >= s, None, None, q.shape[2], q.shape[2], device=q.device)
+            causal = create_block_mask(
+                lambda b, h, t, s: t >= s, None, None, q.shape[2], q.shape[2], device=q.device
+            )
 
             def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
                 return torch.where(t - j < window, s, s + log_utility[b, h // group, j])
@@ -196,18 +215,29 @@ class Case:
         def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
             return (t >= s) & ((t - s < window) | keep[b, h // group, s])
 
-        mask = create_block_mask(visible, len(q), q.shape[1], q.shape[2], q.shape[2], device=q.device)
+        mask = create_block_mask(
+            visible, len(q), q.shape[1], q.shape[2], q.shape[2], device=q.device
+        )
         return lambda: flex(q, k, v, block_mask=mask, enable_gqa=True)
 
     def _two_calls(self, inputs: dict[str, Tensor]) -> Call:
         """Build global heads by cuDNN and local heads by our window: a hybrid layer without this operator."""
         assert isinstance(self.window, tuple)
         length, group = self.shape[3], self.shape[1] // self.shape[2]
-        heads = [[h for h, w in enumerate(self.window) if (w >= length) == is_global] for is_global in (True, False)]
+        heads = [
+            [h for h, w in enumerate(self.window) if (w >= length) == is_global]
+            for is_global in (True, False)
+        ]
         parts = []
         for head_indices in heads:
             queries = [h * group + i for h in head_indices for i in range(group)]
-            parts.append([inputs["q"][:, queries], inputs["k"][:, head_indices], inputs["v"][:, head_indices]])
+            parts.append(
+                [
+                    inputs["q"][:, queries],
+                    inputs["k"][:, head_indices],
+                    inputs["v"][:, head_indices],
+                ]
+            )
         parts = [[x.detach().requires_grad_() for x in part] for part in parts]
         (q, k, v), local = parts
 
@@ -264,7 +294,10 @@ def cuda_cases() -> Iterator[Case]:
             yield Case(f"soft fwd+bwd, {where}", shape, kind="soft", must=bar, against="cuDNN")
             for kind in GATE_SETS if query_heads == 32 else GATE_SETS[:1]:
                 for density in DENSITIES:
-                    name, must = f"hard fwd+bwd, {where}, {density:.2f}, {kind}", hard.get(length, {}).get(density)
+                    name, must = (
+                        f"hard fwd+bwd, {where}, {density:.2f}, {kind}",
+                        hard.get(length, {}).get(density),
+                    )
                     yield Case(name, shape, kind=kind, density=density, must=must, against="cuDNN")
     # A layer of windows alone: the time per token must not grow with the length
     for length in (8192, 32768):
@@ -272,7 +305,11 @@ def cuda_cases() -> Iterator[Case]:
         yield Case(f"windows alone fwd+bwd, 512 keys, T={length}", shape, 512, against="cuDNN")
     # 18 of 63 heads global, as in a layout: a layer with 1 of 3 costs about a third
     yield Case(
-        "windows fwd+bwd, 1 of 3 global", (2, 15, 3, 8192, 128), (1 << 30, 128, 128), must=0.85, against="two calls"
+        "windows fwd+bwd, 1 of 3 global",
+        (2, 15, 3, 8192, 128),
+        (1 << 30, 128, 128),
+        must=0.85,
+        against="two calls",
     )
     yield Case(
         "windows fwd+bwd, 2 of 8 global",
@@ -314,9 +351,20 @@ def sink_cases(sinks: int, *, on_gpu: bool) -> Iterator[Case]:
 def document_cases(documents: int) -> Iterator[Case]:
     """Yield cases with packed documents, at most .7 of the time of one; with windows, which save little, 5 % more."""
     facts: dict[str, Any] = {"against": "one document", "documents": documents}
-    kinds = (("global", 1 << 30, None, 1.43), ("soft", 128, "soft", 1.43), ("local", 128, None, 0.95))
+    kinds = (
+        ("global", 1 << 30, None, 1.43),
+        ("soft", 128, "soft", 1.43),
+        ("local", 128, None, 0.95),
+    )
     for name, window, kind, must in kinds:
-        yield Case(f"{name}, fwd+bwd, {documents} in T=2048", (1, 8, 2, 2048, 64), window, kind, must=must, **facts)
+        yield Case(
+            f"{name}, fwd+bwd, {documents} in T=2048",
+            (1, 8, 2, 2048, 64),
+            window,
+            kind,
+            must=must,
+            **facts,
+        )
 
 
 def memory() -> None:
@@ -341,7 +389,9 @@ def work(rows: int = 128, keys: int = 64, heads: int = 8, window: int = 128) -> 
         gathered = (rank[:, left] / keys).ceil().sum()
         blocks = F.pad(keep.unflatten(-1, (-1, keys)).any(-1).cumsum(-1), (1, 0))
         skipped = blocks[:, (left / keys).ceil().long()].sum()
-        print(f"{length:6} {density:8} {kind:12} {(near + gathered) / full:9.3f} {(near + skipped) / full:15.3f}")
+        print(
+            f"{length:6} {density:8} {kind:12} {(near + gathered) / full:9.3f} {(near + skipped) / full:15.3f}"
+        )
 
 
 def matmul_peak() -> float:
@@ -352,15 +402,34 @@ def matmul_peak() -> float:
 
 def main() -> None:
     """Print the table and one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds per case; the median is reported")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="timed rounds per case; the median is reported"
+    )
     parser.add_argument("--threads", type=int, help="number of torch threads (default: all cores)")
-    parser.add_argument("--only", nargs="*", default=[""], help="run only cases whose name contains one of these texts")
-    parser.add_argument("--memory", action="store_true", help="measure peak memory at T = 32,768 instead")
-    parser.add_argument("--sinks", type=int, help="compare attention with this many sink tokens to none instead")
-    parser.add_argument("--documents", type=int, help="compare rows of this many documents to rows of one instead")
-    parser.add_argument("--work", action="store_true", help="count the score tiles that remain with hard gates instead")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[""],
+        help="run only cases whose name contains one of these texts",
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="measure peak memory at T = 32,768 instead"
+    )
+    parser.add_argument(
+        "--sinks", type=int, help="compare attention with this many sink tokens to none instead"
+    )
+    parser.add_argument(
+        "--documents", type=int, help="compare rows of this many documents to rows of one instead"
+    )
+    parser.add_argument(
+        "--work",
+        action="store_true",
+        help="count the score tiles that remain with hard gates instead",
+    )
     options = parser.parse_args()
     # Other measurements
     if options.work:
@@ -385,17 +454,31 @@ def main() -> None:
         if not any(text in case.name for text in options.only):
             continue
         case.check(options.device, dtype)
-        seconds = interleaved(case.candidates(options.device, dtype), options.rounds, options.device)
+        seconds = interleaved(
+            case.candidates(options.device, dtype), options.rounds, options.device
+        )
         ours = seconds.pop("ours")
         ratios = {name: time / ours for name, time in seconds.items()}
         rate = (
-            f", {case.flops / ours / 1e12:.0f} TFLOP/s ({case.flops / ours / 1e12 / peak:.0%} of peak)" if peak else ""
+            f", {case.flops / ours / 1e12:.0f} TFLOP/s ({case.flops / ours / 1e12 / peak:.0%} of peak)"
+            if peak
+            else ""
         )
         bar = f"; must be {case.must:.2f} of {case.against}" if case.must else ""
         compared = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
         print(f"{case.name:56} {1e3 * ours:9.2f} ms{rate}; {compared}{bar}", flush=True)
-        results.append({"case": case.name, "ours_s": ours, "ratios": {n: round(r, 3) for n, r in ratios.items()}})
-    print(json.dumps({"hardware": hardware(options.device), "matmul_tflops": peak, "results": results}))
+        results.append(
+            {
+                "case": case.name,
+                "ours_s": ours,
+                "ratios": {n: round(r, 3) for n, r in ratios.items()},
+            }
+        )
+    print(
+        json.dumps(
+            {"hardware": hardware(options.device), "matmul_tflops": peak, "results": results}
+        )
+    )
 
 
 if __name__ == "__main__":

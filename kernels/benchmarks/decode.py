@@ -77,7 +77,11 @@ class Case:
         low, high = 0.0, 1.0 / float(draws.min())
         for _ in range(50):  # bisect the scale until the mean of the clamped densities fits
             scale = (low + high) / 2
-            low, high = (scale, high) if (draws * scale).clamp(max=1).mean() < self.density else (low, scale)
+            low, high = (
+                (scale, high)
+                if (draws * scale).clamp(max=1).mean() < self.density
+                else (low, scale)
+            )
         return (draws * high).clamp(max=1)
 
     @property
@@ -92,11 +96,17 @@ class Case:
         torch.manual_seed(layer)
         shape = (self.batch, heads, self.context, size)
         k, v = (torch.randn(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-        return torch.randn(self.batch, query_heads, size, dtype=self.dtype, device=self.device), k, v
+        return (
+            torch.randn(self.batch, query_heads, size, dtype=self.dtype, device=self.device),
+            k,
+            v,
+        )
 
     def cache(self, k: Tensor, v: Tensor) -> PagedKVCache:
         """Build the pruned cache of the same tokens."""
-        cache = PagedKVCache(self.batch, k.shape[1], k.shape[3], window=WINDOW, dtype=self.dtype, device=self.device)
+        cache = PagedKVCache(
+            self.batch, k.shape[1], k.shape[3], window=WINDOW, dtype=self.dtype, device=self.device
+        )
         generator = torch.Generator().manual_seed(1)
         keep = torch.rand(k.shape[:3], generator=generator) < self.head_densities()[..., None]
         cache.prefill(k, v, keep.to(self.device))
@@ -117,7 +127,9 @@ def check(q: Tensor, cache: PagedKVCache) -> None:
     The limit for 16-bit caches is the rounding of the result, which both compute in float32.
     """
     expected = decode_attention(q, cache, backend="reference").double()
-    error = float((decode_attention(q, cache).double() - expected).abs().max() / expected.abs().max())
+    error = float(
+        (decode_attention(q, cache).double() - expected).abs().max() / expected.abs().max()
+    )
     limit = 2e-5 if q.dtype == torch.float32 else 1e-2
     assert error <= limit, f"decode is off by {error:.1e} (bar {limit:.1e}); no speed is printed"
 
@@ -197,14 +209,20 @@ def time_case(case: Case, rounds: int, bandwidth: float) -> dict[str, Any]:
     # Time all candidates in turn
     times = 20 if case.device == "cuda" else 1
     calls = {"ours": ours, **{name: theirs(name) for name in dense}}
-    seconds = interleaved({name: repeated(call, times) for name, call in calls.items()}, rounds, case.device)
+    seconds = interleaved(
+        {name: repeated(call, times) for name, call in calls.items()}, rounds, case.device
+    )
     seconds = {name: value / times / len(layers) for name, value in seconds.items()}
     time_of_ours = seconds.pop("ours")
     # Relate times and bytes
     dense_bytes = 2 * k.numel() * k.element_size()
     num_bytes, share = cache.num_bytes, entry_bytes(cache) / time_of_ours / bandwidth
     over_entries = num_bytes / entry_bytes(cache, whole_pages=True)
-    new_token = (k[:, :, 0], v[:, :, 0], torch.zeros(k.shape[:2], dtype=torch.bool, device=case.device))
+    new_token = (
+        k[:, :, 0],
+        v[:, :, 0],
+        torch.zeros(k.shape[:2], dtype=torch.bool, device=case.device),
+    )
     append = interleaved({"append": lambda: cache.append(*new_token)}, 25, case.device)["append"]
     return {
         "batch": case.batch,
@@ -250,7 +268,9 @@ def growth(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None
 
     # Append and compare
     tenth, times, compared = total // 10, [], []
-    print(f"{'tokens':>8} {'kept a head':>12} {'us a token':>11} {'us per 1,000 entries':>21} {'of entries':>11}")
+    print(
+        f"{'tokens':>8} {'kept a head':>12} {'us a token':>11} {'us per 1,000 entries':>21} {'of entries':>11}"
+    )
     for token in range(total):
         times.append(step(cache, token))
         if token >= total - tenth and (token + 1) % 100 == 0:
@@ -270,12 +290,18 @@ def growth(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None
         f"last tenth {1e6 * last:.1f} us a token; a cache filled in one call {1e6 * predicted:.1f} us: "
         f"ratio {last / predicted:.3f} (must be at most 1.3)"
     )
-    print(json.dumps({"hardware": hardware(device), "last_us": 1e6 * last, "fresh_us": 1e6 * predicted}))
+    print(
+        json.dumps(
+            {"hardware": hardware(device), "last_us": 1e6 * last, "fresh_us": 1e6 * predicted}
+        )
+    )
 
 
 def main() -> None:
     """Print the table and one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--heads",
@@ -287,9 +313,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--density", type=float, nargs="+", default=list(DENSITIES))
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds per case; the median is reported")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="timed rounds per case; the median is reported"
+    )
     parser.add_argument("--threads", type=int, help="number of torch threads (default: all cores)")
-    parser.add_argument("--growth", action="store_true", help="append 100,000 tokens one by one instead")
+    parser.add_argument(
+        "--growth", action="store_true", help="append 100,000 tokens one by one instead"
+    )
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -302,13 +332,17 @@ def main() -> None:
         return
     # Time every case
     bandwidth = copy_bandwidth(options.device)
-    print(f"Hq={heads[0]} Hkv={heads[1]} D={heads[2]} {dtype}, window {WINDOW}; copy {bandwidth / 1e9:.1f} GB/s")
+    print(
+        f"Hq={heads[0]} Hkv={heads[1]} D={heads[2]} {dtype}, window {WINDOW}; copy {bandwidth / 1e9:.1f} GB/s"
+    )
     print(
         f"{'B':>3} {'context':>8} {'density':>8} {'lengths':10} {'ours us':>9} {'append':>7} {'SDPA':>6} {'best':>6} "
         f"{'bandwidth':>10} {'MB':>8} {'of dense':>9} {'of entries':>11}"
     )
     results = []
-    for batch, context, density in itertools.product(options.batch, options.context, options.density):
+    for batch, context, density in itertools.product(
+        options.batch, options.context, options.density
+    ):
         for lengths in ("uniform", "lognormal") if density < 1 else ("uniform",):
             case = Case(batch, context, density, lengths, heads, dtype, options.device)
             row = time_case(case, options.rounds, bandwidth)
@@ -321,7 +355,11 @@ def main() -> None:
                 flush=True,
             )
             results.append(row)
-    print(json.dumps({"hardware": hardware(options.device), "copy_gb_s": bandwidth / 1e9, "results": results}))
+    print(
+        json.dumps(
+            {"hardware": hardware(options.device), "copy_gb_s": bandwidth / 1e9, "results": results}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,11 @@ _MODES = {  # of kernels that do not have all
     "decode_combine": ("none", "sinks"),
     "append": ("none",),
 }
-_UNCONFIGURED = {"bwd_sink_sum", "decode_combine", "append"}  # launched with Triton's default warps and stages
+_UNCONFIGURED = {
+    "bwd_sink_sum",
+    "decode_combine",
+    "append",
+}  # launched with Triton's default warps and stages
 MODES = {
     "none": common.NONE.value,
     "soft": common.SOFT.value,
@@ -56,9 +60,23 @@ MODES = {
     "sinks": common.NONE.value,
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes per block, CUDA C++ programming guide, "compute capabilities"
+SHARED_LIMIT = {
+    80: 163 * 1024,
+    90: 227 * 1024,
+}  # bytes per block, CUDA C++ programming guide, "compute capabilities"
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-_FLOAT32 = {"gate", "lse", "delta", "dgate", "far_dk", "far_dv", "part", "part_dk", "part_dv", "sink_logits"}
+_FLOAT32 = {
+    "gate",
+    "lse",
+    "delta",
+    "dgate",
+    "far_dk",
+    "far_dv",
+    "part",
+    "part_dk",
+    "part_dv",
+    "sink_logits",
+}
 _OTHER_TYPES = {
     "windows": "*i32",
     "sinks": "*i32",
@@ -116,7 +134,11 @@ def compile_kernel(
     # Choose the launch options and constants
     fn, configured = KERNELS[kernel]
     config = config or default(configured, size, DTYPES[dtype])
-    options = {} if kernel in _UNCONFIGURED else {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options = (
+        {}
+        if kernel in _UNCONFIGURED
+        else {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    )
     constants = {
         "GROUP": group,
         "MODE": MODES[mode],
@@ -130,7 +152,9 @@ def compile_kernel(
     }
     constants = {name: value for name, value in constants.items() if name in fn.arg_names}
     # Describe the arguments by their names
-    absent = (_ABSENT[mode] if "MODE" in constants else {"sink_logits", "softcap"}).difference(present)
+    absent = (_ABSENT[mode] if "MODE" in constants else {"sink_logits", "softcap"}).difference(
+        present
+    )
     signature, attributes = {}, {}
     for index, name in enumerate(fn.arg_names):
         role = name.removeprefix("p_")
@@ -139,28 +163,42 @@ def compile_kernel(
         elif role in absent:
             signature[name], constants[name] = "constexpr", None
         elif name.startswith("p_"):
-            signature[name] = "*fp32" if role in _FLOAT32 else _OTHER_TYPES.get(role, _POINTERS[dtype])
+            signature[name] = (
+                "*fp32" if role in _FLOAT32 else _OTHER_TYPES.get(role, _POINTERS[dtype])
+            )
         else:
             signature[name] = "fp32" if name in ("scale", "softcap") else "i32"
         if name.startswith(("p_", "stride_")) and signature[name] != "constexpr":
             attributes[(index,)] = [["tt.divisibility", 16]]
     # Compile, and parse the report of ptxas
-    source = ASTSource(fn, signature, {(fn.arg_names.index(k),): v for k, v in constants.items()}, attributes)
+    source = ASTSource(
+        fn, signature, {(fn.arg_names.index(k),): v for k, v in constants.items()}, attributes
+    )
     log = io.StringIO()
-    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
-        triton.knobs.nvidia.dump_ptxas_log = True  # printed only when it compiles, so bypass the cache
+    with (
+        triton.knobs.nvidia.scope(),
+        triton.knobs.compilation.scope(),
+        contextlib.redirect_stdout(log),
+    ):
+        triton.knobs.nvidia.dump_ptxas_log = (
+            True  # printed only when it compiles, so bypass the cache
+        )
         triton.knobs.compilation.always_compile = True
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers = re.search(r"Used (\d+) registers", log.getvalue())
     spills = re.search(r"(\d+) bytes spill stores", log.getvalue())
     assert registers is not None, log.getvalue()
     spilled = int(spills[1]) if spills else 0
-    return Resources(int(registers[1]), spilled, compiled.metadata.shared, _unguarded(compiled.asm["llir"]))
+    return Resources(
+        int(registers[1]), spilled, compiled.metadata.shared, _unguarded(compiled.asm["llir"])
+    )
 
 
 def _unguarded(code: str) -> int:
     """Count the asynchronous loads that read a constant number of bytes, where a guarded one may read none."""
-    loads = (line for line in code.splitlines() if "cp.async.c" in line and "asm sideeffect" in line)
+    loads = (
+        line for line in code.splitlines() if "cp.async.c" in line and "asm sideeffect" in line
+    )
     return sum(re.search(r"i32 \d+(, i1 [^)]*)?\) #", line) is not None for line in loads)
 
 
@@ -173,18 +211,34 @@ def cases(kernels: list[str], modes: list[str]) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="*", default=[90], help="compute capabilities, such as 80 90")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--arch", type=int, nargs="*", default=[90], help="compute capabilities, such as 80 90"
+    )
     parser.add_argument("--size", type=int, nargs="*", default=[64, 128, 256], help="head sizes D")
     parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"], choices=DTYPES)
     parser.add_argument("--mode", nargs="*", default=list(MODES), choices=MODES)
-    parser.add_argument("--with", nargs="*", default=[], choices=_OPTIONAL, dest="present", help="optional arguments")
+    parser.add_argument(
+        "--with",
+        nargs="*",
+        default=[],
+        choices=_OPTIONAL,
+        dest="present",
+        help="optional arguments",
+    )
     parser.add_argument("--kernel", nargs="*", default=list(KERNELS), choices=KERNELS)
     parser.add_argument(
-        "--config", nargs="*", default=[], help="BLOCK_M,BLOCK_N,warps,stages to compile instead of the default"
+        "--config",
+        nargs="*",
+        default=[],
+        help="BLOCK_M,BLOCK_N,warps,stages to compile instead of the default",
     )
     parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per line instead of a table"
+    )
     options = parser.parse_args()
     # Print the head of the table
     candidates = [Config(*(int(x) for x in text.split(","))) for text in options.config]
@@ -206,10 +260,16 @@ def main() -> None:
     for arch, dtype, size in itertools.product(options.arch, options.dtype, options.size):
         for kernel, mode in cases(options.kernel, options.mode):
             for config in candidates or [default(KERNELS[kernel][1], size, DTYPES[dtype])]:
-                used = compile_kernel(kernel, mode, dtype, size, arch, config, options.present, options.group)
-                tile = f"{config.block_m} x {config.block_n}, {config.num_warps}, {config.num_stages}"
+                used = compile_kernel(
+                    kernel, mode, dtype, size, arch, config, options.present, options.group
+                )
+                tile = (
+                    f"{config.block_m} x {config.block_n}, {config.num_warps}, {config.num_stages}"
+                )
                 tile = "-" if kernel in _UNCONFIGURED else tile
-                row = dict(zip(columns, (arch, dtype, size, kernel, mode, tile, *used), strict=True))
+                row = dict(
+                    zip(columns, (arch, dtype, size, kernel, mode, tile, *used), strict=True)
+                )
                 if options.json:
                     print(json.dumps({**row, "shared_limit": SHARED_LIMIT[arch]}), flush=True)
                 else:

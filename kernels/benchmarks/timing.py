@@ -12,7 +12,15 @@ from spkv_kernels.timing import device_name
 
 def hardware(device: str = "cpu") -> dict[str, str]:
     """Return the device, versions and commit."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+    ]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "device": device_name(device),

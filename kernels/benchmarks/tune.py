@@ -34,7 +34,12 @@ from spkv_kernels.triton.config import Config
 from timing import hardware
 from torch import Tensor
 
-PASSES = {"local": (None, 128), "global": (None, 1 << 30), "soft": ("soft", 128), "hard": ("independent", 128)}
+PASSES = {
+    "local": (None, 128),
+    "global": (None, 1 << 30),
+    "soft": ("soft", 128),
+    "hard": ("independent", 128),
+}
 HEADS = (32, 8)  # query and KV heads
 CONTEXT = 32768
 BATCH, LENGTH = 2, 8192
@@ -53,7 +58,9 @@ CANDIDATES = {
         *(Config(m, 64, 4, stages) for m in (32, 64) for stages in (2, 3, 4)),
         *(Config(m, 128, 8, stages) for m in (32, 64) for stages in (2, 3, 4)),
     ],
-    "decode": [Config(16, n, warps, stages) for n in (32, 64, 128) for warps in (4, 8) for stages in (2, 3)],
+    "decode": [
+        Config(16, n, warps, stages) for n in (32, 64, 128) for warps in (4, 8) for stages in (2, 3)
+    ],
 }
 
 
@@ -86,7 +93,9 @@ def in_use(job: Job) -> Iterator[None]:
         op._plan.cache_clear()
 
 
-def calls(job: Job, *, length: int = LENGTH, context: int = CONTEXT) -> dict[str, Callable[[], object]]:
+def calls(
+    job: Job, *, length: int = LENGTH, context: int = CONTEXT
+) -> dict[str, Callable[[], object]]:
     """Return the passes to time, by name."""
     if job.kernel == "decode":
         return {f"batch {batch}, {density}": _decoding(batch, density, job.size, context)
@@ -97,7 +106,9 @@ def calls(job: Job, *, length: int = LENGTH, context: int = CONTEXT) -> dict[str
 @functools.cache
 def _inputs(kind: str | None, size: int, length: int) -> dict[str, Tensor]:
     """Make q, k, v and the gate."""
-    return Case("", (BATCH, *HEADS, length, size), kind=kind, density=0.25).inputs("cuda", torch.bfloat16)
+    return Case("", (BATCH, *HEADS, length, size), kind=kind, density=0.25).inputs(
+        "cuda", torch.bfloat16
+    )
 
 
 def _passing(kind: str | None, window: int, job: Job, length: int) -> Callable[[], object]:
@@ -136,9 +147,13 @@ def time_candidate(job: Job) -> dict[str, float]:
         for name, call in calls(job).items():
             try:
                 if job.kernel == "decode":
-                    times[name] = triton.testing.do_bench_cudagraph(call, rep=10, return_mode="median")
+                    times[name] = triton.testing.do_bench_cudagraph(
+                        call, rep=10, return_mode="median"
+                    )
                 else:
-                    times[name] = triton.testing.do_bench(call, warmup=10, rep=40, return_mode="median")
+                    times[name] = triton.testing.do_bench(
+                        call, warmup=10, rep=40, return_mode="median"
+                    )
             except triton.runtime.errors.OutOfResources:
                 times[name] = math.inf
     return times
@@ -146,7 +161,9 @@ def time_candidate(job: Job) -> dict[str, float]:
 
 def main() -> None:
     """Print the fastest candidates of each kernel."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kernel", nargs="*", default=list(CANDIDATES), choices=CANDIDATES)
     parser.add_argument("--size", type=int, nargs="*", default=[64, 128], help="head sizes D")
     parser.add_argument("--out", type=Path, help="JSON file for the times of all candidates")
@@ -167,16 +184,22 @@ def main() -> None:
             times = time_candidate(Job(kernel, size, config))
             gains = {name: default[name] / times[name] for name in times}
             mean = math.prod(gains.values()) ** (1 / len(gains))
-            results.append({"kernel": kernel, "size": size, "config": config, "gain": mean, "gains": gains})
+            results.append(
+                {"kernel": kernel, "size": size, "config": config, "gain": mean, "gains": gains}
+            )
         results.sort(key=lambda row: -row["gain"])
         now = ", ".join(f"{name} {ms:.3f} ms" for name, ms in default.items())
-        print(f"{kernel}, D {size}: default {tuple(tiles.default(kernel, size, torch.bfloat16))}: {now}")
+        print(
+            f"{kernel}, D {size}: default {tuple(tiles.default(kernel, size, torch.bfloat16))}: {now}"
+        )
         for row in results[:SHOWN]:
             gains = ", ".join(f"{name} {gain:.3f}" for name, gain in row["gains"].items())
             print(f"    {row['gain']:.3f}  {tuple(row['config'])}: {gains}", flush=True)
         rows += [{"kernel": kernel, "size": size, "default_ms": default}, *results]
         if options.out:
-            options.out.write_text(json.dumps({"hardware": hardware("cuda"), "rows": rows}, indent=1))
+            options.out.write_text(
+                json.dumps({"hardware": hardware("cuda"), "rows": rows}, indent=1)
+            )
 
 
 if __name__ == "__main__":

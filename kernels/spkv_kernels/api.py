@@ -87,7 +87,9 @@ def attention(
         _check_starts(starts, q)
     # Call the backend
     attend = _implementation(name)
-    return attend(q, k, v, windows, log_utility, keep, scale, num_sinks, sink_logits, starts, softcap)
+    return attend(
+        q, k, v, windows, log_utility, keep, scale, num_sinks, sink_logits, starts, softcap
+    )
 
 
 def decode_attention(
@@ -178,11 +180,15 @@ def extend_attention(
     _check_queries(q, (batch, None, num_tokens, cache.head_dim), cache)
     _check(q, k, v, None, keep)
     if k.shape[1] != cache.num_kv_heads:
-        raise ValueError(f"k: expected {cache.num_kv_heads} heads, as in the cache; found {k.shape[1]}")
+        raise ValueError(
+            f"k: expected {cache.num_kv_heads} heads, as in the cache; found {k.shape[1]}"
+        )
     from spkv_kernels import decode
 
     sink_logits = _sink_logits(sink_logits, q)
-    return decode.extend_attention(q, k, v, keep, cache, _scale(scale, q), sink_logits, _softcap(softcap))
+    return decode.extend_attention(
+        q, k, v, keep, cache, _scale(scale, q), sink_logits, _softcap(softcap)
+    )
 
 
 def _check_queries(q: Tensor, shape: tuple[int | None, ...], cache: PagedKVCache) -> None:
@@ -217,7 +223,9 @@ def _backend(name: str, q: Tensor) -> str:
 def _check_name(name: str, backends: tuple[str, ...]) -> None:
     """Raise ``ValueError`` for an unknown backend."""
     if name not in backends:
-        raise ValueError(f"backend: expected 'auto', {', '.join(map(repr, backends))}; found {name!r}")
+        raise ValueError(
+            f"backend: expected 'auto', {', '.join(map(repr, backends))}; found {name!r}"
+        )
 
 
 def _check_triton(device: torch.device, dtype: torch.dtype, size: int) -> None:
@@ -229,7 +237,9 @@ def _check_triton(device: torch.device, dtype: torch.dtype, size: int) -> None:
             "(for tests, TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
         )
     if dtype == torch.float64:
-        raise ValueError("q: backend 'triton' supports float32, bfloat16 and float16; found torch.float64")
+        raise ValueError(
+            "q: backend 'triton' supports float32, bfloat16 and float16; found torch.float64"
+        )
     if size > 256:
         raise ValueError(f"q: backend 'triton' supports heads of up to 256 channels; found {size}")
 
@@ -249,16 +259,22 @@ def _implementation(name: str) -> Callable[..., Tensor]:
     return triton.attention
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor | None, keep: Tensor | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor | None, keep: Tensor | None
+) -> None:
     """Raise ``ValueError`` for shapes, dtypes or devices that do not fit each other."""
     # Shapes of q, k and v
     if q.ndim != 4:
         raise ValueError(f"q: expected [B, Hq, T, D]; found shape {tuple(q.shape)}")
     if q.numel() == 0:
-        raise ValueError(f"q: expected at least one sequence, head, token and channel; found shape {tuple(q.shape)}")
+        raise ValueError(
+            f"q: expected at least one sequence, head, token and channel; found shape {tuple(q.shape)}"
+        )
     batch, query_heads, length, size = q.shape
     if k.ndim != 4 or (k.shape[0], *k.shape[2:]) != (batch, length, size):
-        raise ValueError(f"k: expected [{batch}, Hkv, {length}, {size}]; found shape {tuple(k.shape)}")
+        raise ValueError(
+            f"k: expected [{batch}, Hkv, {length}, {size}]; found shape {tuple(k.shape)}"
+        )
     if v.shape != k.shape:
         raise ValueError(f"v: expected the shape of k, {tuple(k.shape)}; found {tuple(v.shape)}")
     heads = k.shape[1]
@@ -270,19 +286,25 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor | None, keep: Te
     if log_utility is not None and keep is not None:
         raise ValueError("give log_utility (soft gate) or keep (hard gate), not both")
     gate_shape = (batch, heads, length)
-    if log_utility is not None and (log_utility.shape != gate_shape or log_utility.dtype not in _DTYPES):
+    if log_utility is not None and (
+        log_utility.shape != gate_shape or log_utility.dtype not in _DTYPES
+    ):
         raise ValueError(
             f"log_utility: expected floating point {gate_shape}; found {log_utility.dtype} {tuple(log_utility.shape)}"
         )
     if keep is not None and (keep.shape != gate_shape or keep.dtype != torch.bool):
-        raise ValueError(f"keep: expected bool {gate_shape}; found {keep.dtype} {tuple(keep.shape)}")
+        raise ValueError(
+            f"keep: expected bool {gate_shape}; found {keep.dtype} {tuple(keep.shape)}"
+        )
     # Agreement with q
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise ValueError(f"{name}: expected {q.dtype}, the dtype of q; found {tensor.dtype}")
     for name, optional in (("k", k), ("v", v), ("log_utility", log_utility), ("keep", keep)):
         if optional is not None and optional.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device}, that of q; found {optional.device}")
+            raise ValueError(
+                f"{name}: expected device {q.device}, that of q; found {optional.device}"
+            )
 
 
 def _scale(scale: float | None, q: Tensor) -> float:
@@ -310,7 +332,9 @@ def _sink_logits(sink_logits: Tensor | None, q: Tensor) -> Tensor | None:
             f"found {sink_logits.dtype} {tuple(sink_logits.shape)}"
         )
     if sink_logits.device != q.device:
-        raise ValueError(f"sink_logits: expected device {q.device}, that of q; found {sink_logits.device}")
+        raise ValueError(
+            f"sink_logits: expected device {q.device}, that of q; found {sink_logits.device}"
+        )
     return sink_logits.to(torch.promote_types(q.dtype, torch.float32))
 
 
@@ -318,7 +342,9 @@ def _check_starts(starts: Tensor, q: Tensor) -> None:
     """Raise ``ValueError`` unless ``starts`` divides each row of ``q`` into documents; a GPU's values are not read."""
     expected = (q.shape[0], q.shape[2])
     if starts.shape != expected or starts.is_floating_point() or starts.dtype == torch.bool:
-        raise ValueError(f"starts: expected int {expected}; found {starts.dtype} {tuple(starts.shape)}")
+        raise ValueError(
+            f"starts: expected int {expected}; found {starts.dtype} {tuple(starts.shape)}"
+        )
     if starts.device != q.device:
         raise ValueError(f"starts: expected device {q.device}, that of q; found {starts.device}")
     if starts.is_cuda or torch.compiler.is_compiling():
@@ -368,11 +394,15 @@ def _per_head(
         values = tuple(int(n) for n in value.tolist())
     else:
         try:
-            values = tuple(map(operator.index, value if isinstance(value, tuple) else (value,) * heads))
+            values = tuple(
+                map(operator.index, value if isinstance(value, tuple) else (value,) * heads)
+            )
         except TypeError:
             values = ()
         if len(values) != heads:
-            raise ValueError(f"{name}: expected an int, or {heads} as a tuple or int tensor; found {value!r}")
+            raise ValueError(
+                f"{name}: expected an int, or {heads} as a tuple or int tensor; found {value!r}"
+            )
     if min(values) < least:
         raise ValueError(f"{name}: expected {expected}; found {min(values)}")
     return tuple(min(n, length) for n in values)
@@ -394,4 +424,6 @@ def _per_head_tensor(
 def _check_int_tensor(name: str, value: Tensor, heads: int) -> None:
     """Raise ``ValueError`` unless ``value`` is an int tensor [Hkv]."""
     if value.shape != (heads,) or value.is_floating_point() or value.dtype == torch.bool:
-        raise ValueError(f"{name}: expected an int tensor [{heads}]; found {value.dtype} {tuple(value.shape)}")
+        raise ValueError(
+            f"{name}: expected an int tensor [{heads}]; found {value.dtype} {tuple(value.shape)}"
+        )

@@ -30,7 +30,9 @@ def decode_attention(
     slots = torch.arange(cache.window, device=q.device)
     filled = (slots < cache.seq_lens[:, None])[:, None, None]  # [B, 1, 1, w]
     ring_k, ring_v = (x.flatten(0, 1).to(rows.dtype) for x in (cache.ring_k, cache.ring_v))
-    scores = _scores(rows * scale, ring_k, softcap).view(batch, cache.num_kv_heads, -1, cache.window)
+    scores = _scores(rows * scale, ring_k, softcap).view(
+        batch, cache.num_kv_heads, -1, cache.window
+    )
     scores.masked_fill_(~filled, -torch.inf)
     state = _softmax_state(scores.flatten(0, 1), ring_v)
     # Add the pages
@@ -50,7 +52,9 @@ def extend_attention(
 ) -> Tensor:
     """Compute ``spkv_kernels.extend_attention``, ``_QUERIES`` tokens at a time."""
     parts = [
-        _extend(q[:, :, start : start + _QUERIES], start, k, v, keep, cache, scale, sink_logits, softcap)
+        _extend(
+            q[:, :, start : start + _QUERIES], start, k, v, keep, cache, scale, sink_logits, softcap
+        )
         for start in range(0, q.shape[2], _QUERIES)
     ]
     return torch.cat(parts, 2)
@@ -73,11 +77,15 @@ def _extend(
     stop = start + num_tokens
     # Gather the ring, and append the new keys: [N, w + stop, D]
     rows = _owners(q, cache) * scale
-    ring_offset = torch.arange(-window, 0, device=device)  # position relative to the first new token
+    ring_offset = torch.arange(
+        -window, 0, device=device
+    )  # position relative to the first new token
     slot = ((cache.seq_lens[:, None] + ring_offset) % window)[:, None]  # [B, 1, w]
     row = slot[..., None].expand(-1, heads, -1, size)
     keys = torch.cat([cache.ring_k.gather(2, row), k[:, :, :stop]], 2).flatten(0, 1).to(rows.dtype)
-    values = torch.cat([cache.ring_v.gather(2, row), v[:, :, :stop]], 2).flatten(0, 1).to(rows.dtype)
+    values = (
+        torch.cat([cache.ring_v.gather(2, row), v[:, :, :stop]], 2).flatten(0, 1).to(rows.dtype)
+    )
     kept = torch.cat([cache.ring_keep.gather(2, slot.expand(-1, heads, -1)), keep[:, :, :stop]], 2)
     # Mask the future, and keys outside the window that were not kept
     key = torch.arange(-window, stop, device=device)
@@ -112,12 +120,19 @@ def _softmax_state(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _add_pages(
-    rows: Tensor, cache: PagedState, softcap: float | None, largest: Tensor, total: Tensor, acc: Tensor
+    rows: Tensor,
+    cache: PagedState,
+    softcap: float | None,
+    largest: Tensor,
+    total: Tensor,
+    acc: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add every page of the pool to its owner's M, L and A."""
     num_pages = cache.num_pages
     # Count the entries of each page
-    filled = cache.lengths.flatten()[cache.page_owner.clamp(min=0)] - cache.page_block * cache.page_size
+    filled = (
+        cache.lengths.flatten()[cache.page_owner.clamp(min=0)] - cache.page_block * cache.page_size
+    )
     filled = torch.where(cache.page_owner >= 0, filled, 0)
     offsets = torch.arange(cache.page_size, device=rows.device)
     step = max(1, _CHUNK // rows.shape[1])
@@ -139,13 +154,17 @@ def _add_pages(
     return largest, total, acc
 
 
-def _finish(state: tuple[Tensor, Tensor, Tensor], cache: PagedState, sink_logits: Tensor | None) -> Tensor:
+def _finish(
+    state: tuple[Tensor, Tensor, Tensor], cache: PagedState, sink_logits: Tensor | None
+) -> Tensor:
     """Return A / (L + exp(sink - M)), the attention output [N, R, D]."""
     largest, total, acc = state
     if sink_logits is not None:
         # The logit of each row, whose queries are ordered by head, then token: [Hq] -> [N, R]
         heads = cache.num_kv_heads
-        by_head = sink_logits.repeat_interleave(heads * largest.shape[1] // len(sink_logits)).view(heads, -1)
+        by_head = sink_logits.repeat_interleave(heads * largest.shape[1] // len(sink_logits)).view(
+            heads, -1
+        )
         rows = by_head.to(largest.dtype).repeat(cache.batch_size, 1)
         # exp(sink - M) may overflow: rescale to the larger of both
         new_largest = torch.maximum(largest, rows)

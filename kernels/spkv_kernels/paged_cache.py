@@ -47,7 +47,9 @@ class PagedKVCache(PagedState):
         self._check(k, v, keep, (self.batch_size, self.num_kv_heads, num_tokens))
         if lengths is None:
             lengths = torch.full_like(self.seq_lens, num_tokens)
-        if lengths.shape != self.seq_lens.shape or bool(((lengths < 0) | (lengths > num_tokens)).any()):
+        if lengths.shape != self.seq_lens.shape or bool(
+            ((lengths < 0) | (lengths > num_tokens)).any()
+        ):
             raise ValueError(
                 f"lengths: expected [{self.batch_size}] numbers from 0 to T = {num_tokens}; found {lengths}"
             )
@@ -57,7 +59,9 @@ class PagedKVCache(PagedState):
         old = seen - self.window + torch.arange(self.window, device=k.device)  # [B, w]
         old_slot = old % self.window
         leaves = (old >= 0) & (old < seen + lengths[:, None] - self.window)
-        old_kept = leaves[:, None] & self.ring_keep.gather(2, old_slot[:, None].expand_as(self.ring_keep))
+        old_kept = leaves[:, None] & self.ring_keep.gather(
+            2, old_slot[:, None].expand_as(self.ring_keep)
+        )
         # ... and new ones that are already past the window [B, Hkv, T]
         index = torch.arange(num_tokens, device=k.device)
         new_kept = keep & (index < (lengths - self.window)[:, None])[:, None]
@@ -67,9 +71,13 @@ class PagedKVCache(PagedState):
         batch, head, column = old_kept.nonzero(as_tuple=True)
         rank = self.lengths[batch, head] + (old_kept.cumsum(-1) - 1)[batch, head, column]
         slot = old_slot[batch, column]
-        self._write_entries(batch, head, rank, self.ring_k[batch, head, slot], self.ring_v[batch, head, slot])
+        self._write_entries(
+            batch, head, rank, self.ring_k[batch, head, slot], self.ring_v[batch, head, slot]
+        )
         batch, head, column = new_kept.nonzero(as_tuple=True)
-        rank = (self.lengths + old_count)[batch, head] + (new_kept.cumsum(-1) - 1)[batch, head, column]
+        rank = (self.lengths + old_count)[batch, head] + (new_kept.cumsum(-1) - 1)[
+            batch, head, column
+        ]
         self._write_entries(batch, head, rank, k[batch, head, column], v[batch, head, column])
         self.lengths += old_count + new_count
         # Write the last tokens to the ring
@@ -143,7 +151,9 @@ class PagedKVCache(PagedState):
             ValueError: ``age`` is outside the window or a sequence.
         """
         if not 0 <= age < min(self.window, int(self.seq_lens.min())):
-            raise ValueError(f"age: expected 0 to {min(self.window, int(self.seq_lens.min())) - 1}; found {age}")
+            raise ValueError(
+                f"age: expected 0 to {min(self.window, int(self.seq_lens.min())) - 1}; found {age}"
+            )
         rows = torch.arange(self.batch_size, device=keep.device)
         self.ring_keep[rows, :, (self.seq_lens - 1 - age) % self.window] = keep
         self._reserved_appends = 0

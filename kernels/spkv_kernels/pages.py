@@ -95,7 +95,9 @@ class PagedState:
         self.block_table = torch.full((*shape, 4), -1, dtype=torch.int64, **on)
         self.page_owner = torch.empty(0, dtype=torch.int64, **on)
         self.page_block = torch.empty(0, dtype=torch.int64, **on)
-        self._free = torch.empty(0, dtype=torch.int64, **on)  # stack of free pages, of size ``_num_free``
+        self._free = torch.empty(
+            0, dtype=torch.int64, **on
+        )  # stack of free pages, of size ``_num_free``
         self._num_free = 0
         self._blocks = torch.zeros_like(self.lengths)  # pages of each head, including reserved ones
         self._reserved_appends = 0  # number of appends whose pages are allocated
@@ -138,7 +140,9 @@ class PagedState:
         count = int(self.lengths[sequence, head])
         pages = self.block_table[sequence, head, : -(-count // self.page_size)]
         seen = int(self.seq_lens[sequence])
-        slots = torch.arange(max(0, seen - self.window), seen, device=self.ring_k.device) % self.window
+        slots = (
+            torch.arange(max(0, seen - self.window), seen, device=self.ring_k.device) % self.window
+        )
         k, v = (
             torch.cat([pool[pages].flatten(0, 1)[:count], ring[sequence, head, slots]])
             for pool, ring in ((self.pool_k, self.ring_k), (self.pool_v, self.ring_v))
@@ -157,7 +161,11 @@ class PagedState:
         """
         self._check_state(state)
         for name in _STATE:
-            setattr(self, name, state[name].to(getattr(self, name)).clone(memory_format=torch.contiguous_format))
+            setattr(
+                self,
+                name,
+                state[name].to(getattr(self, name)).clone(memory_format=torch.contiguous_format),
+            )
         free = (self.page_owner < 0).nonzero()[:, 0].flip(0)
         self._free, self._num_free = torch.empty_like(self.page_owner), len(free)
         self._free[: len(free)] = free
@@ -176,7 +184,12 @@ class PagedState:
         pages, blocks = len(state["page_owner"]), state["block_table"].shape[-1]
         for name in _STATE:
             current, loaded = getattr(self, name), state[name]
-            pool_sizes = {"pool_k": pages, "pool_v": pages, "page_owner": pages, "page_block": pages}
+            pool_sizes = {
+                "pool_k": pages,
+                "pool_v": pages,
+                "page_owner": pages,
+                "page_block": pages,
+            }
             shape = (pool_sizes.get(name, len(current)), *current.shape[1:])
             if name == "block_table":
                 shape = (*current.shape[:2], blocks)
@@ -190,19 +203,29 @@ class PagedState:
         seen, lengths, table = state["seq_lens"], state["lengths"], state["block_table"]
         kept = (seen - self.window).clamp(min=0)[:, None]
         if bool((seen < 0).any()) or bool(((lengths < 0) | (lengths > kept)).any()):
-            raise ValueError("lengths: expected at most the number of tokens that have left the window")
+            raise ValueError(
+                "lengths: expected at most the number of tokens that have left the window"
+            )
         # Block table: pages first, then -1
         allocated = table >= 0
         count = allocated.sum(-1)
         is_prefix = allocated == (torch.arange(blocks, device=table.device) < count[..., None])
-        if not bool(is_prefix.all()) or bool((table < -1).any()) or bool((count * self.page_size < lengths).any()):
-            raise ValueError("block_table: expected a page for every block of kept tokens, followed by -1")
+        if (
+            not bool(is_prefix.all())
+            or bool((table < -1).any())
+            or bool((count * self.page_size < lengths).any())
+        ):
+            raise ValueError(
+                "block_table: expected a page for every block of kept tokens, followed by -1"
+            )
         # Owners: the inverse of the block table
         batch, head, block = allocated.nonzero(as_tuple=True)
         page, owner = table[batch, head, block], batch * self.num_kv_heads + head
         if bool((page >= pages).any()) or int((state["page_owner"] >= 0).sum()) != len(page):
             raise ValueError("block_table: expected exactly the pages that have an owner")
-        if bool((state["page_owner"][page] != owner).any()) or bool((state["page_block"][page] != block).any()):
+        if bool((state["page_owner"][page] != owner).any()) or bool(
+            (state["page_block"][page] != block).any()
+        ):
             raise ValueError("page_owner, page_block: expected the inverse of the block table")
 
     @torch.no_grad()
@@ -225,9 +248,15 @@ class PagedState:
             return
         # Count the tokens that will leave the ring and were kept
         slots = torch.arange(self.window, device=self.seq_lens.device)
-        appends_before = (slots - self.seq_lens[:, None]) % self.window  # [B, w]: appends before the slot is reused
-        leaves = (appends_before < num_tokens) & (appends_before >= self.window - self.seq_lens[:, None])
-        future_tokens = max(0, num_tokens - self.window)  # may be appended and leave again, all kept
+        appends_before = (
+            slots - self.seq_lens[:, None]
+        ) % self.window  # [B, w]: appends before the slot is reused
+        leaves = (appends_before < num_tokens) & (
+            appends_before >= self.window - self.seq_lens[:, None]
+        )
+        future_tokens = max(
+            0, num_tokens - self.window
+        )  # may be appended and leave again, all kept
         self._take_pages((self.ring_keep & leaves[:, None]).sum(-1) + future_tokens)
         self._reserved_appends = num_tokens
 
@@ -297,7 +326,9 @@ class PagedState:
                 f"{self.max_pages}: free a sequence, or raise max_pages or tau"
             )
         for name, value in (("page_owner", -1), ("page_block", 0), ("_free", 0)):
-            setattr(self, name, torch.nn.functional.pad(getattr(self, name), (0, extra), value=value))
+            setattr(
+                self, name, torch.nn.functional.pad(getattr(self, name), (0, extra), value=value)
+            )
         # Zeros, because entries past the end are masked but must be finite
         self.pool_k, self.pool_v = (
             torch.cat([x, x.new_zeros(extra, *x.shape[1:])]) for x in (self.pool_k, self.pool_v)
@@ -306,7 +337,9 @@ class PagedState:
         self._free[self._num_free : self._num_free + extra] = new_pages
         self._num_free += extra
 
-    def _write_entries(self, batch: Tensor, head: Tensor, rank: Tensor, k: Tensor, v: Tensor) -> None:
+    def _write_entries(
+        self, batch: Tensor, head: Tensor, rank: Tensor, k: Tensor, v: Tensor
+    ) -> None:
         """Write rows [n, D] to the entries ``rank`` of their heads, whose pages are allocated."""
         page = self.block_table[batch, head, rank // self.page_size]
         self.pool_k[page, rank % self.page_size] = k

@@ -62,9 +62,12 @@ def _bias(
     device = starts.device
     position = torch.arange(starts.shape[1], device=device)
     age = position[:, None] - position[None, :]
-    after_start = (position - starts[:, :, None])[:, None]  # [B or 1, 1, T, T], negative for earlier documents
+    after_start = (position - starts[:, :, None])[
+        :, None
+    ]  # [B or 1, 1, T, T], negative for earlier documents
     limit, num_sinks = (
-        torch.tensor(x, device=device)[None, :, None, None] for x in (windows, sinks or (0,) * len(windows))
+        torch.tensor(x, device=device)[None, :, None, None]
+        for x in (windows, sinks or (0,) * len(windows))
     )
     visible = (age < limit) | (after_start < num_sinks)
     outside = torch.full((), -torch.inf, dtype=dtype, device=device)

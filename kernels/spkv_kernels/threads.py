@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import sys
 
-SPIN_COUNT = "1000"  # costs 3 % on idle cores (0 costs 6 %); next to a busy process 10,000 costs a fifth
+SPIN_COUNT = (
+    "1000"  # costs 3 % on idle cores (0 costs 6 %); next to a busy process 10,000 costs a fifth
+)
 _SPINS, _POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 
 

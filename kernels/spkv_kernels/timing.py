@@ -14,7 +14,9 @@ import torch
 Name = TypeVar("Name")
 
 
-def interleaved(candidates: Mapping[Name, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[Name, float]:
+def interleaved(
+    candidates: Mapping[Name, Callable[[], object]], rounds: int, device: str = "cpu"
+) -> dict[Name, float]:
     """Return the median seconds per call of each candidate, after one warm-up call.
 
     Every round calls all candidates once, odd rounds in reverse order. ``device`` ("cpu", "cuda", ...) is synchronised

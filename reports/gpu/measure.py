@@ -52,7 +52,9 @@ def machine(commit: str | None) -> dict[str, str]:
     try:
         facts["triton"] = __import__("triton").__version__
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        facts["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+        facts["driver"] = subprocess.run(
+            query, capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (ImportError, OSError, subprocess.CalledProcessError):
         facts.setdefault("triton", "none")
         facts["driver"] = "none"
@@ -65,7 +67,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
 
 
 class Results:
@@ -78,7 +83,9 @@ class Results:
         content = json.loads(self.file.read_text()) if self.file.is_file() else {}
         self.machine: dict[str, str] = content.get("machine", {})
         self.steps: dict[str, dict[str, Any]] = content.get("steps", {})
-        self.training_steps: int | None = content.get("training_steps")  # chosen once: recipes name them
+        self.training_steps: int | None = content.get(
+            "training_steps"
+        )  # chosen once: recipes name them
 
     @property
     def figures(self) -> Figures:
@@ -87,15 +94,28 @@ class Results:
 
     def write(self) -> None:
         """Write all files; an interruption leaves the old or the new ones."""
-        content = {"machine": self.machine, "training_steps": self.training_steps, "steps": self.steps}
+        content = {
+            "machine": self.machine,
+            "training_steps": self.training_steps,
+            "steps": self.steps,
+        }
         text = json.dumps(content, indent=1)
         unfinished = self.file.with_suffix(".new")
         unfinished.write_text(text)
         unfinished.replace(self.file)
-        rows = [{"step": name, **figure} for name, figures in self.figures.items() for figure in figures]
+        rows = [
+            {"step": name, **figure} for name, figures in self.figures.items() for figure in figures
+        ]
         pd.DataFrame(rows).to_csv(self.out / "results.csv", index=False)
-        lines = [", ".join(f"{name} {value}" for name, value in self.machine.items()), "", *bars(self.figures)]
-        states = (f"| {name} | {step['status']} | {step['seconds']:.0f} s |" for name, step in self.steps.items())
+        lines = [
+            ", ".join(f"{name} {value}" for name, value in self.machine.items()),
+            "",
+            *bars(self.figures),
+        ]
+        states = (
+            f"| {name} | {step['status']} | {step['seconds']:.0f} s |"
+            for name, step in self.steps.items()
+        )
         answer = self.steps.get("auto-smollm2/auto", {}).get("tail", [])
         lines += ["", "```text", *answer, "```"] if answer else []
         lines += ["", "| step | | time |", "|---|---|---|", *states, *tables(self.figures)]
@@ -134,10 +154,22 @@ def run(step: Step, settings: Settings, seconds: float) -> dict[str, Any]:
     log = settings.out / "logs" / f"{step.piece}.{step.name}"
     log.parent.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    variables = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     start = time.monotonic()
-    with log.with_name(log.name + ".out").open("w") as out, log.with_name(log.name + ".err").open("w") as err:
-        options: dict[str, Any] = {"stdout": out, "stderr": err, "start_new_session": True, "cwd": settings.out}
+    with (
+        log.with_name(log.name + ".out").open("w") as out,
+        log.with_name(log.name + ".err").open("w") as err,
+    ):
+        options: dict[str, Any] = {
+            "stdout": out,
+            "stderr": err,
+            "start_new_session": True,
+            "cwd": settings.out,
+        }
         process = subprocess.Popen(command, env={**os.environ, **variables}, **options)
         try:
             code: int | None = process.wait(max(1.0, seconds - GRACE))
@@ -149,7 +181,12 @@ def run(step: Step, settings: Settings, seconds: float) -> dict[str, Any]:
             raise
     spent = time.monotonic() - start
     status = "stopped" if code is None else "done" if code in step.accepts else "failed"
-    record: dict[str, Any] = {"status": status, "seconds": round(spent, 1), "code": code, "limit": round(seconds)}
+    record: dict[str, Any] = {
+        "status": status,
+        "seconds": round(spent, 1),
+        "code": code,
+        "limit": round(seconds),
+    }
     record["command"] = [part.replace(str(ROOT), ".") for part in command]
     for file in filter(Path.exists, step.keeps):
         kept = settings.out / "tables" / f"{step.piece}.{step.name}.{file.name}"
@@ -158,13 +195,19 @@ def run(step: Step, settings: Settings, seconds: float) -> dict[str, Any]:
     output = log.with_name(log.name + ".out").read_text(errors="replace")
     record["tail"] = output.splitlines()[-TAIL_LINES:]
     try:
-        record["figures"] = step.read(output, spent) if status == "done" or step.piece in READ_UNFINISHED else []
+        record["figures"] = (
+            step.read(output, spent) if status == "done" or step.piece in READ_UNFINISHED else []
+        )
     except (ValueError, LookupError, TypeError) as error:
         record |= {"status": "failed", "figures": [], "error": f"{type(error).__name__}: {error}"}
     return record
 
 
-READ_UNFINISHED = ("kernels-speed", "kernels-tests", "eight-b")  # whose output has a line for each figure
+READ_UNFINISHED = (
+    "kernels-speed",
+    "kernels-tests",
+    "eight-b",
+)  # whose output has a line for each figure
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -187,15 +230,21 @@ def is_left(step: Step, record: dict[str, Any] | None, *, again: bool) -> bool:
     return record["status"] == "stopped" and (goes_on or again)
 
 
-def left(settings: Settings, options: argparse.Namespace, results: Results) -> Iterator[tuple[str, Step]]:
+def left(
+    settings: Settings, options: argparse.Namespace, results: Results
+) -> Iterator[tuple[str, Step]]:
     """Yield the names of steps, and the steps, that are selected and to run."""
     for step in steps(settings):
         name = f"{step.piece}/{step.name}"
-        if step.piece in options.only and is_left(step, results.steps.get(name), again=options.again):
+        if step.piece in options.only and is_left(
+            step, results.steps.get(name), again=options.again
+        ):
             yield name, step
 
 
-def work_through(settings: Settings, options: argparse.Namespace, results: Results, deadline: float) -> None:
+def work_through(
+    settings: Settings, options: argparse.Namespace, results: Results, deadline: float
+) -> None:
     """Run the steps that are left, in order, until ``deadline``; a piece waits for a step that has no time."""
     waiting: set[str] = set()
     for name, step in left(settings, options, results):
@@ -203,7 +252,10 @@ def work_through(settings: Settings, options: argparse.Namespace, results: Resul
         if step.piece in waiting:
             continue
         if remaining < step.needed + GRACE:
-            print(f"{name}: needs {step.needed} s, {remaining:.0f} s are left of this call", flush=True)
+            print(
+                f"{name}: needs {step.needed} s, {remaining:.0f} s are left of this call",
+                flush=True,
+            )
             waiting.add(step.piece)
             continue
         missing = [file for file in step.requires if not file.exists()]
@@ -221,19 +273,42 @@ def work_through(settings: Settings, options: argparse.Namespace, results: Resul
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smollm2", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--small", type=Path, required=True, help="folder of the Llama of 30 M parameters")
-    parser.add_argument("--text", type=Path, required=True, help="folder with a JSON Lines file for each domain")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smollm2", type=Path, required=True, help="folder of SmolLM2-135M-Instruct"
+    )
+    parser.add_argument(
+        "--small", type=Path, required=True, help="folder of the Llama of 30 M parameters"
+    )
+    parser.add_argument(
+        "--text", type=Path, required=True, help="folder with a JSON Lines file for each domain"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of results")
-    parser.add_argument("--minutes", type=float, default=9.5, help="minutes that this call may take")
-    parser.add_argument("--only", nargs="+", choices=PIECES, default=PIECES, metavar="PIECE", help=", ".join(PIECES))
-    parser.add_argument("--steps", type=int, help="steps of retraining (default: as many as --retraining has time for)")
-    parser.add_argument("--retraining", type=float, default=8.0, help="minutes for retraining, from which steps follow")
+    parser.add_argument(
+        "--minutes", type=float, default=9.5, help="minutes that this call may take"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PIECES, default=PIECES, metavar="PIECE", help=", ".join(PIECES)
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="steps of retraining (default: as many as --retraining has time for)",
+    )
+    parser.add_argument(
+        "--retraining",
+        type=float,
+        default=8.0,
+        help="minutes for retraining, from which steps follow",
+    )
     parser.add_argument("--commit", help="commit to record, where there is no git")
     parser.add_argument("--again", action="store_true", help="repeat steps that failed")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on a CPU")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and their limits")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands and their limits"
+    )
     return parser.parse_args(arguments)
 
 
@@ -243,7 +318,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     deadline += 60.0 * options.minutes
     out = options.out.absolute()
-    settings = Settings(options.smollm2.absolute(), options.small.absolute(), options.text.absolute(), out)
+    settings = Settings(
+        options.smollm2.absolute(), options.small.absolute(), options.text.absolute(), out
+    )
     if options.rehearse:
         settings = replace(settings, rehearses=True, steps=2, context=256)
     if options.dry_run:

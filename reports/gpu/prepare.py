@@ -70,21 +70,27 @@ def write_recipes(options: argparse.Namespace) -> None:
         "window": max(1, min(128, options.block_size // 16)),
     }
     full = RECIPE.format(name="smollm2", learning_rate=LEARNING_RATE, more="", **settings)
-    lora = RECIPE.format(name="smollm2-lora", learning_rate=LORA_RATE, more="lora: {}\n", **settings)
+    lora = RECIPE.format(
+        name="smollm2-lora", learning_rate=LORA_RATE, more="lora: {}\n", **settings
+    )
     (options.folder / "recipe.yaml").write_text(full)
     (options.folder / "lora.yaml").write_text(lora)
 
 
 def main() -> None:
     """Write the parts and the recipes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--block-size", type=int, default=8192)
     parser.add_argument("--heldout-blocks", type=int, default=200)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=16, help="blocks per step: 16 of 8,192 are 131,072 tokens")
+    parser.add_argument(
+        "--batch-size", type=int, default=16, help="blocks per step: 16 of 8,192 are 131,072 tokens"
+    )
     options = parser.parse_args()
     write_parts(options.text, options.folder / "text")
     write_recipes(options)

@@ -72,7 +72,9 @@ def sums(device: str) -> list[float]:
 
 def copy_speed(device: str) -> float:
     """Return the bytes that a copy of a tensor reads and writes in a second: the median of ``ROUNDS``."""
-    source = torch.empty(COPIED if device == "cuda" else COPIED >> 4, dtype=torch.uint8, device=device)
+    source = torch.empty(
+        COPIED if device == "cuda" else COPIED >> 4, dtype=torch.uint8, device=device
+    )
     source.clone()
     times = []
     for _ in range(ROUNDS):
@@ -86,12 +88,16 @@ def copy_speed(device: str) -> float:
 
 def main() -> None:
     """Print the figures as JSON. Raises ``AssertionError`` if a result is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     device = parser.parse_args().device
     # Start a group that nobody else joins
     backends = "cuda:nccl,cpu:gloo" if device == "cuda" else "gloo"
-    torch.distributed.init_process_group(backends, rank=0, world_size=1, store=torch.distributed.HashStore())
+    torch.distributed.init_process_group(
+        backends, rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
     assert sums(device) == [4.0, 4.0]
     # Compare a step of the whole model with one of compiled shards
     tokens = torch.randint(2048, (2, LENGTH), device=device)
@@ -103,8 +109,14 @@ def main() -> None:
     fully_shard(sharded, mesh=mesh)
     shards = step(sharded, tokens, compiles=device == "cuda")
     errors = [abs(a - b) / abs(b) for a, b in zip(shards, whole, strict=True)]
-    assert max(errors) <= TOLERANCE, f"loss and gradient norm: {shards} of shards, {whole} of the whole model"
-    figures = {"backends": backends, "largest_relative_error": max(errors), "copy_gb_per_s": copy_speed(device) / 1e9}
+    assert max(errors) <= TOLERANCE, (
+        f"loss and gradient norm: {shards} of shards, {whole} of the whole model"
+    )
+    figures = {
+        "backends": backends,
+        "largest_relative_error": max(errors),
+        "copy_gb_per_s": copy_speed(device) / 1e9,
+    }
     print(json.dumps(figures))
     torch.distributed.destroy_process_group()
 

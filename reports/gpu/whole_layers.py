@@ -18,7 +18,9 @@ PERIOD = 4
 
 def main() -> None:
     """Write the layout."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("layout", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--window", type=int, default=512)

@@ -37,7 +37,10 @@ CHARACTERS = 60_000  # of a document that are read, so that no book fills a part
 PART_CHARACTERS = 600_000  # of a domain in a part
 LENGTH = 2048
 PASSAGE = 64  # tokens of a passage that occurs twice
-SECOND = {"700": 1890, "1900": 1970}  # position of the second occurrence, by distance from the first
+SECOND = {
+    "700": 1890,
+    "1900": 1970,
+}  # position of the second occurrence, by distance from the first
 CACHE = Path("runs/study")
 Tokens = NDArray[np.int64]
 
@@ -77,7 +80,9 @@ def write_kinds(out: Path, tokenizer: Any) -> None:
     """Write text for head gates: every second document is a sample of RULER, or half of every document occurs twice."""
     kinds: dict[str, list[str]] = {"ruler": [], "repeats": []}
     rng, samples = np.random.default_rng(0), ruler_samples(tokenizer, seed=1)
-    for number, stretch in enumerate(each for one in stretches(out / "select.jsonl", tokenizer) for each in one):
+    for number, stretch in enumerate(
+        each for one in stretches(out / "select.jsonl", tokenizer) for each in one
+    ):
         sample = tokenizer.decode(samples.block(number)[0], skip_special_tokens=True)
         kinds["ruler"] += [tokenizer.decode(stretch), sample]
         # Replace random passages with earlier ones
@@ -87,18 +92,28 @@ def write_kinds(out: Path, tokenizer: Any) -> None:
             passages[second] = passages[first]
         kinds["repeats"].append(tokenizer.decode(passages.reshape(-1)))
     for kind, texts in kinds.items():
-        (out / f"select-{kind}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (out / f"select-{kind}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
 
 
-def text_block(tokenizer: Any, stretch: Tokens, domain: str) -> tuple[Tokens, dict[str, NDArray[np.bool_]]]:
+def text_block(
+    tokenizer: Any, stretch: Tokens, domain: str
+) -> tuple[Tokens, dict[str, NDArray[np.bool_]]]:
     """Return a block, int64 [T], and masks [T - 1] of all predicted tokens, of the domain, and of quarters."""
     quarter = np.arange(1, LENGTH) * 4 // LENGTH
     every = np.ones(LENGTH - 1, dtype=np.bool_)
-    masks = {"all": every, domain: every, **{f"quarter {each + 1}": quarter == each for each in range(4)}}
+    masks = {
+        "all": every,
+        domain: every,
+        **{f"quarter {each + 1}": quarter == each for each in range(4)},
+    }
     return np.concatenate([[tokenizer.bos_token_id], stretch]), masks
 
 
-def recall_block(block: Tokens, other: Tokens, *, is_seen: bool) -> tuple[Tokens, dict[str, NDArray[np.bool_]]]:
+def recall_block(
+    block: Tokens, other: Tokens, *, is_seen: bool
+) -> tuple[Tokens, dict[str, NDArray[np.bool_]]]:
     """Return a block with passages of another document, twice or at the end alone, and masks of all but 4 tokens."""
     positions, masks, block = np.arange(1, LENGTH), {}, block.copy()
     for place, (distance, second) in enumerate(SECOND.items()):
@@ -126,7 +141,9 @@ def blocks_of(
             blocks.append(block)
             masks.append(mask)
     none = np.zeros(LENGTH - 1, dtype=np.bool_)
-    return np.stack(blocks), {name: np.stack([each.get(name, none) for each in masks]) for one in masks for name in one}
+    return np.stack(blocks), {
+        name: np.stack([each.get(name, none) for each in masks]) for one in masks for name in one
+    }
 
 
 def losses(model: Any, layout: Layout | None, blocks: Tokens) -> NDArray[np.float32]:
@@ -135,7 +152,12 @@ def losses(model: Any, layout: Layout | None, blocks: Tokens) -> NDArray[np.floa
     spkv_nas.detach(model) if layout is None else spkv_nas.apply_layout(model, layout)
     for tokens in blocks:
         name = f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.npy"
-        file = CACHE / Path(model.name_or_path).name / ("full" if layout is None else layout.content_hash) / name
+        file = (
+            CACHE
+            / Path(model.name_or_path).name
+            / ("full" if layout is None else layout.content_hash)
+            / name
+        )
         if not file.is_file():
             with torch.inference_mode():
                 row = token_nll(model, torch.from_numpy(tokens)[None])[0].numpy()
@@ -151,11 +173,15 @@ def in_percent(change: NDArray[np.float64], full: NDArray[np.float64]) -> tuple[
     return round(100 * float(ratio), 3), round(100 * float(error), 3)
 
 
-def table_rows(kind: str, layouts: dict[str, Layout], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def table_rows(
+    kind: str, layouts: dict[str, Layout], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of a kind: NLL, change from full attention and from the first layout, in %, errors by document."""
     model, tokenizer = spkv_nas.load(options.model)
     documents = stretches(options.text / "evaluate.jsonl", tokenizer)
-    layouts = {} if kind == "unseen" else layouts  # what the passages cost a model that did not see them before
+    layouts = (
+        {} if kind == "unseen" else layouts
+    )  # what the passages cost a model that did not see them before
     shares, every = cache_shares(model, layouts, LENGTH), {"full attention": None, **layouts}
     # Compute all layouts' losses round by round, so that an interrupted run has the same blocks of each
     for rounds in range(1, options.rounds + 1):
@@ -165,23 +191,43 @@ def table_rows(kind: str, layouts: dict[str, Layout], options: argparse.Namespac
         sums = {name: (each * mask).sum(1, dtype=np.float64) for name, each in by_layout.items()}
         full = sums["full attention"]
         for name, total in sums.items():
-            row = {"kind": kind, "tokens counted": group, "layout": name, "blocks": int(mask.any(1).sum())}
+            row = {
+                "kind": kind,
+                "tokens counted": group,
+                "layout": name,
+                "blocks": int(mask.any(1).sum()),
+            }
             row |= {"num_tokens": mask.sum(), "nll": round(total.sum() / mask.sum(), 4)}
             if (layout := every[name]) is not None:
-                changes = in_percent(total - full, full) + in_percent(total - sums[next(iter(layouts))], full)
-                row |= dict(zip(("delta_nll_percent", "error", "behind_first", "behind_error"), changes, strict=True))
-                row |= {"global_heads": layout.num_global, "memory_percent": round(100 * shares[name], 1)}
+                changes = in_percent(total - full, full) + in_percent(
+                    total - sums[next(iter(layouts))], full
+                )
+                row |= dict(
+                    zip(
+                        ("delta_nll_percent", "error", "behind_first", "behind_error"),
+                        changes,
+                        strict=True,
+                    )
+                )
+                row |= {
+                    "global_heads": layout.num_global,
+                    "memory_percent": round(100 * shares[name], 1),
+                }
                 row |= {"heads": layout.words}
             yield row
 
 
 def main() -> None:
     """Run a step of the study."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("step", choices=["text", "measure"])
     parser.add_argument("model")
     parser.add_argument("inputs", nargs="+", type=Path)
-    parser.add_argument("--kinds", nargs="+", default=["text"], choices=["text", "recall", "unseen", "ruler"])
+    parser.add_argument(
+        "--kinds", nargs="+", default=["text"], choices=["text", "recall", "unseen", "ruler"]
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--text", type=Path, default=Path("text"))
     parser.add_argument("--out", type=Path, default=Path("results.csv"))

@@ -44,7 +44,9 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, required=True)
     parser.add_argument("--measure", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--memory", default="25,12.5", help="shares of full attention's KV cache, in percent")
+    parser.add_argument(
+        "--memory", default="25,12.5", help="shares of full attention's KV cache, in percent"
+    )
     parser.add_argument("--cost-length", type=int, default=2048)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--documents", type=int, default=2, help="of every domain, in every step")
@@ -53,10 +55,14 @@ def main() -> None:
     loaded = model, tokenizer
     table = _table(loaded, options)
     head_dim = model.config.head_dim
-    cost = CacheCost(options.context, 1, table.window or 1, head_dim, dtype="float32", sinks=table.sinks)
+    cost = CacheCost(
+        options.context, 1, table.window or 1, head_dim, dtype="float32", sinks=table.sinks
+    )
     text = _text(loaded, options.compare, options.context, options.documents)
     percents = [float(percent) for percent in options.memory.split(",")]
-    rivals = Rivals(model, text, table, cost, percents, cache=lambda part: options.out / _name(part))
+    rivals = Rivals(
+        model, text, table, cost, percents, cache=lambda part: options.out / _name(part)
+    )
     layouts: dict[str, Layout] = {}
     compared: dict[str, dict[str, float]] = {}
     for position, percent in enumerate(percents):
@@ -74,7 +80,9 @@ def main() -> None:
                 "compared_error": tried.standard_error,
                 "compared_blocks": tried.blocks,
             }
-        layouts |= {f"{percent:g}-{name}": layout for name, layout in _others(table, cost, percent).items()}
+        layouts |= {
+            f"{percent:g}-{name}": layout for name, layout in _others(table, cost, percent).items()
+        }
     _measure(loaded, layouts, compared, cost, table, options)
 
 
@@ -109,7 +117,9 @@ def _table(loaded: Text, options: argparse.Namespace) -> HeadScores:
 def _others(table: HeadScores, cost: CacheCost, percent: float) -> dict[str, Layout]:
     """Return layouts of as much memory that nobody recommends: few keys for many global heads, and random heads."""
     memory = int(percent / 100.0 * cost.full(table.num_heads))
-    few = replace(cost, window=_FEW_KEYS, sinks=_FEW_SINKS).num_global_within(memory, table.num_heads)
+    few = replace(cost, window=_FEW_KEYS, sinks=_FEW_SINKS).num_global_within(
+        memory, table.num_heads
+    )
     by_costs = one_window_layout(table, TriedWindow(_FEW_KEYS, few, percent / 100.0))
     layouts = {"few-keys": replace(by_costs, sinks=_FEW_SINKS)}
     best = min(windows_by_costs(table, cost, memory), key=lambda row: row.cost)
@@ -117,7 +127,10 @@ def _others(table: HeadScores, cost: CacheCost, percent: float) -> dict[str, Lay
         mask = np.zeros(table.num_heads, dtype=bool)
         mask[np.random.default_rng(seed).permutation(table.num_heads)[: best.num_global]] = True
         layouts[f"random-{seed}"] = Layout.from_mask(
-            mask.reshape(table.grid), window=best.window, strategy=f"random-{seed}", sinks=table.sinks
+            mask.reshape(table.grid),
+            window=best.window,
+            strategy=f"random-{seed}",
+            sinks=table.sinks,
         )
     return layouts
 
@@ -133,10 +146,18 @@ def _measure(
     """Measure layouts document by document, and write the table after each."""
     text = _text(loaded, options.measure, options.context, options.documents)
     full = cost.full(table.num_heads)
-    nothing = paired.DocumentNLL(np.zeros(len(text.documents)), np.zeros(len(text.documents), np.int64))
+    nothing = paired.DocumentNLL(
+        np.zeros(len(text.documents)), np.zeros(len(text.documents), np.int64)
+    )
     sums = dict.fromkeys(["full", *layouts], nothing)
     for number, part in enumerate(text.nested(range(1, text.num_blocks + 1)), 1):
-        scores = zero_shot(loaded[0], [None, *layouts.values()], part, batch_size=1, cache=options.out / _name(part))
+        scores = zero_shot(
+            loaded[0],
+            [None, *layouts.values()],
+            part,
+            batch_size=1,
+            cache=options.out / _name(part),
+        )
         sums = {name: sums[name].plus(score) for name, score in zip(sums, scores, strict=True)}
         rows = []
         for name, layout in layouts.items():

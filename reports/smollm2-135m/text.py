@@ -27,8 +27,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--length", type=int, required=True)
-    parser.add_argument("--select", type=int, required=True, help="documents of a domain that choose layouts")
-    parser.add_argument("--evaluate", type=int, required=True, help="documents of a domain that are measured")
+    parser.add_argument(
+        "--select", type=int, required=True, help="documents of a domain that choose layouts"
+    )
+    parser.add_argument(
+        "--evaluate", type=int, required=True, help="documents of a domain that are measured"
+    )
     parser.add_argument("--without", type=Path, help="folder of another text")
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.model)
@@ -43,7 +47,9 @@ def main() -> None:
             part = [row for row in drawn if row["id"] not in used]
             if part:
                 (options.out / name).mkdir(parents=True, exist_ok=True)
-                (options.out / name / file.name).write_text("".join(f"{json.dumps(row)}\n" for row in part))
+                (options.out / name / file.name).write_text(
+                    "".join(f"{json.dumps(row)}\n" for row in part)
+                )
         print(file.stem, {name: len(drawn) for name, drawn in parts.items()})
 
 

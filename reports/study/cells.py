@@ -56,9 +56,13 @@ def work(cells: Sequence[Cell], reporter: Reporter, limit: int | None = None) ->
         seconds_by_kind.setdefault(cell.kind, []).append(seconds)
         # Estimate the remaining time from cells of the same kind, or of any
         all_seconds = [value for values in seconds_by_kind.values() for value in values]
-        remaining_seconds = sum(_mean(seconds_by_kind.get(other.kind, all_seconds)) for other in pending[number:])
+        remaining_seconds = sum(
+            _mean(seconds_by_kind.get(other.kind, all_seconds)) for other in pending[number:]
+        )
         duration = f"{format_seconds(seconds)}, {format_seconds(busy)} of a core"
-        reporter.announce(f"[{number}/{len(pending)}] took {duration}; left: about {format_seconds(remaining_seconds)}")
+        reporter.announce(
+            f"[{number}/{len(pending)}] took {duration}; left: about {format_seconds(remaining_seconds)}"
+        )
     return len(pending) - len(pending[:limit])
 
 

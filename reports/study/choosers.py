@@ -104,14 +104,21 @@ class Measurement:
         }.get(self.name, {})
         if self.name == ADD_ONE_HEAD:
             blocks = blocks.spread(max(1, plan.scored_on // blocks.block_size))
-        options |= {"window": plan.window, "sinks": self.sinks, "name": self.name, "progress": progress}
+        options |= {
+            "window": plan.window,
+            "sinks": self.sinks,
+            "name": self.name,
+            "progress": progress,
+        }
         return measure_signal(self.name, self.subject.model(), blocks, **options)
 
     def _priced(self, progress: Any) -> HeadScores:
         """Learn gates on the frozen model at the price of the budget, and measure their densities at the plan's tau."""
         subject, plan = self.subject, self.subject.plan
         share = self.heads / math.prod(subject.grid)
-        config = GateConfig(window=plan.window, tau=plan.tau, sinks=self.sinks, target_density=share)
+        config = GateConfig(
+            window=plan.window, tau=plan.tau, sinks=self.sinks, target_density=share
+        )
         model, state = subject.model(), subject.work / "state" / self.row.run
         train = subject.context.corpus.train
         learn_gates(model, train, config, steps=plan.steps.priced, state=state, progress=progress)
@@ -129,13 +136,19 @@ def measurement(subject: Subject, job: Job) -> Measurement | None:
 
 def choose(subject: Subject, job: Job) -> Layout | None:
     """Return the layout of a job; None if its signal has not been measured."""
-    heads, window, needed = subject.heads(job.budget), subject.plan.window, measurement(subject, job)
+    heads, window, needed = (
+        subject.heads(job.budget),
+        subject.plan.window,
+        measurement(subject, job),
+    )
     if needed is not None:
         if not needed.row.exists():
             return None
         layout = densest_layout(needed.read(), heads, window=window)
     elif job.chooser == LAYERS:
-        layout = Layout.from_mask(interleaved(*subject.grid, heads, local_first=True), window=window)
+        layout = Layout.from_mask(
+            interleaved(*subject.grid, heads, local_first=True), window=window
+        )
     else:
         mask = random_heads(*subject.grid, heads, int(job.chooser.removeprefix(RANDOM)))
         layout = Layout.from_mask(mask, window=window)

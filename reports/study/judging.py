@@ -24,10 +24,14 @@ from spkv_nas.training.branch_setup import measure_initial_sinks
 from spkv_nas.training.variants import Variant
 
 
-def result_row(subject: Subject, steps: int, layout: Layout | None = None, run: int | str = 0) -> Row:
+def result_row(
+    subject: Subject, steps: int, layout: Layout | None = None, run: int | str = 0
+) -> Row:
     """Return the row of the NLL of a layout after ``steps`` steps of retraining; None is full attention."""
     name = FULL_ATTENTION if layout is None else layout.content_hash
-    return Row(subject.folder / "judged.jsonl", f"{steps}/{name}{'-learned' if run == LEARNED else ''}")
+    return Row(
+        subject.folder / "judged.jsonl", f"{steps}/{name}{'-learned' if run == LEARNED else ''}"
+    )
 
 
 def _write(row: Row, nll: DocumentNLL) -> None:
@@ -46,15 +50,22 @@ def judge_cells(subject: Subject) -> Iterator[tuple[Cell, Job]]:
     for job in jobs(subject.plan, subject.name):
         layout = choose(subject, job)
         if layout is not None:
-            yield _cell(subject, job.steps, f"{subject.name}: full attention, {job.steps} steps"), job
+            yield (
+                _cell(subject, job.steps, f"{subject.name}: full attention, {job.steps} steps"),
+                job,
+            )
             pair = (
-                f"run with {job.run} sinks" if job.chosen is None else f"chosen with {job.chosen}, run with {job.run}"
+                f"run with {job.run} sinks"
+                if job.chosen is None
+                else f"chosen with {job.chosen}, run with {job.run}"
             )
             title = f"{subject.name}: {job.chooser} at {job.budget}, {pair}, {job.steps} steps"
             yield _cell(subject, job.steps, title, layout, job.run), job
 
 
-def _cell(subject: Subject, steps: int, title: str, layout: Layout | None = None, run: int | str = 0) -> Cell:
+def _cell(
+    subject: Subject, steps: int, title: str, layout: Layout | None = None, run: int | str = 0
+) -> Cell:
     """Return the cell that judges a layout, or full attention."""
     row = result_row(subject, steps, layout, run)
     return Cell(f"judge-{steps}", title, row, partial(_judge, subject, steps, layout, run, row))

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pandas as pd
 from references import Subject
-from tables import CHOOSING, ORDER, RUNNING, delta_table, difference_table, missing, plain_sinks, results
+from tables import (
+    CHOOSING,
+    ORDER,
+    RUNNING,
+    delta_table,
+    difference_table,
+    missing,
+    plain_sinks,
+    results,
+)
 
 from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.replace import replacing
@@ -45,7 +54,9 @@ _QUESTIONS = {
 
 def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
     """Write both tables as CSV, if there are results, and README.md with them to ``folder``."""
-    found = [result for subject in subjects if subject.note.is_file() for result in results(subject)]
+    found = [
+        result for subject in subjects if subject.note.is_file() for result in results(subject)
+    ]
     deltas, differences = delta_table(found), difference_table(found)
     # Compose the page, keeping the text above the marker
     sections = [_references(subjects), *_costs(deltas)]
@@ -87,12 +98,16 @@ def _costs(deltas: pd.DataFrame) -> list[str]:
         if steps:
             controls = part.drop_duplicates("reference")
             shown = (
-                f"{row.reference} {row.control_percent:+.2f} ± {row.control_error:.2f}" for row in controls.itertuples()
+                f"{row.reference} {row.control_percent:+.2f} ± {row.control_error:.2f}"
+                for row in controls.itertuples()
             )
             text.append(f"Full attention after the same steps: {', '.join(shown)}.")
         text.append(_grid(part, _change))
         if steps:
-            text += ["The same layouts minus that full attention, in points:", _grid(part, _from_control)]
+            text += [
+                "The same layouts minus that full attention, in points:",
+                _grid(part, _from_control),
+            ]
     return text
 
 
@@ -102,10 +117,17 @@ def _grid(rows: pd.DataFrame, cell: Callable[[pd.Series], str]) -> str:
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     has_budgets = rows.groupby(["budget", "steps"]).ngroups > 1
     for _, row in rows.iterrows():
-        where = (row["budget"], "" if not row["steps"] else f"{row['steps']} steps") if has_budgets else ()
+        where = (
+            (row["budget"], "" if not row["steps"] else f"{row['steps']} steps")
+            if has_budgets
+            else ()
+        )
         lines.setdefault((*where, row["chooser"], _sinks(row)), {})[row["reference"]] = cell(row)
     head = [*(("heads", "retrained") if has_budgets else ()), "heads by", "sinks", *references]
-    return markdown(head, [[*key, *(cells.get(name, "") for name in references)] for key, cells in lines.items()])
+    return markdown(
+        head,
+        [[*key, *(cells.get(name, "") for name in references)] for key, cells in lines.items()],
+    )
 
 
 def _sinks(row: pd.Series) -> str:

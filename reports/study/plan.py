@@ -19,12 +19,16 @@ LEARNED = "learned"
 class Reference(Section):
     """A dense model of the study: a finished one, or one trained by the plan's two phases."""
 
-    model: str | None = Field(None, description="finished model; a relative path starts from the plan's folder")
+    model: str | None = Field(
+        None, description="finished model; a relative path starts from the plan's folder"
+    )
     stable: dict[str, Any] | None = Field(
         None, description="overrides the plan's stable phase, and has the model trained"
     )
     decay: dict[str, Any] = Field(default_factory=dict, description="overrides the plan's decay")
-    data: dict[str, Any] = Field(description="text to choose, heal and judge on; overrides the plan's data")
+    data: dict[str, Any] = Field(
+        description="text to choose, heal and judge on; overrides the plan's data"
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> Reference:
@@ -61,7 +65,9 @@ class Judged(Section):
     def _known_choosers(self) -> Judged:
         for name in self.choosers:
             if name not in (*SIGNALS, LAYERS) and not name.removeprefix(RANDOM).isdecimal():
-                raise ValueError(f"unknown chooser '{name}'; there are {', '.join((*SIGNALS, LAYERS))} and {RANDOM}N")
+                raise ValueError(
+                    f"unknown chooser '{name}'; there are {', '.join((*SIGNALS, LAYERS))} and {RANDOM}N"
+                )
         return self
 
 
@@ -86,7 +92,9 @@ class Plan(Section):
     def _consistent(self) -> Plan:
         if self.scored_on > self.chosen_on:
             raise ValueError("scored_on is a part of chosen_on")
-        unknown = {name for part in self.judged for name in part.references or ()} - set(self.references)
+        unknown = {name for part in self.judged for name in part.references or ()} - set(
+            self.references
+        )
         if unknown:
             raise ValueError(f"judged names unknown references: {', '.join(sorted(unknown))}")
         return self
@@ -111,7 +119,11 @@ class Plan(Section):
         begin = merged(self.stable, reference.stable or {})
         if stable is None:
             return self._recipe(begin, begin.get("data", {}), name, base)
-        end = {"seed": begin.get("seed", 0), **merged(self.decay, reference.decay), "model": {"path": str(stable)}}
+        end = {
+            "seed": begin.get("seed", 0),
+            **merged(self.decay, reference.decay),
+            "model": {"path": str(stable)},
+        }
         return self._recipe(end, end.get("data", {}), name, base)
 
     def recipe(self, name: str, base: Path, dense: str, steps: int = 1) -> Recipe:
@@ -127,10 +139,22 @@ class Plan(Section):
             UserError: the recipe is invalid.
         """
         branch = {"steps": steps, "warmup_steps": steps // 10, **self.heal}
-        sections = {"model": {"path": dense}, "branch": branch, "precision": self.precision, "checkpoint_every": 1000}
+        sections = {
+            "model": {"path": dense},
+            "branch": branch,
+            "precision": self.precision,
+            "checkpoint_every": 1000,
+        }
         return self._recipe(sections, self.references[name].data, name, base)
 
-    def _recipe(self, sections: dict[str, Any], data: dict[str, Any], name: str, base: Path) -> Recipe:
+    def _recipe(
+        self, sections: dict[str, Any], data: dict[str, Any], name: str, base: Path
+    ) -> Recipe:
         """Return a recipe with the plan's data and window."""
-        filled = {**sections, "name": "study", "data": merged(self.data, data), "gates": {"window": self.window}}
+        filled = {
+            **sections,
+            "name": "study",
+            "data": merged(self.data, data),
+            "gates": {"window": self.window},
+        }
         return Recipe.parse(filled, base, f"reference '{name}' of the plan")

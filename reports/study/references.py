@@ -90,7 +90,11 @@ class Subject:
     def identity(self) -> str:
         """Return a hash of everything in the plan that this reference's results depend on."""
         reference = self.plan.references[self.name].model_dump(mode="json")
-        phases = self.plan.model_dump(mode="json", include={"stable", "decay"}) if reference["stable"] else {}
+        phases = (
+            self.plan.model_dump(mode="json", include={"stable", "decay"})
+            if reference["stable"]
+            else {}
+        )
         parts = [reference, phases, self.plan.model_dump(mode="json", include=_DECIDES)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -112,7 +116,9 @@ class Subject:
             UserError: it is not, or was prepared by another plan or with another model.
         """
         if not self.location.is_file() or not self.note.is_file():
-            raise UserError(f"reference '{self.name}' is not prepared in {self.runs}: run prepare first")
+            raise UserError(
+                f"reference '{self.name}' is not prepared in {self.runs}: run prepare first"
+            )
         if self.facts()["model"] != checkpoint_hash(self.dense):
             raise UserError(f"{self.folder} has results of another model: {_START_OVER}")
 
@@ -168,13 +174,18 @@ class Subject:
             self.plan.training(self.name, self.base), self.base, folder, reporter=self.reporter
         )
         decay = BranchContext.prepare(
-            self.plan.training(self.name, self.base, stable.dense), self.base, folder, reporter=self.reporter
+            self.plan.training(self.name, self.base, stable.dense),
+            self.base,
+            folder,
+            reporter=self.reporter,
         )
         checkpoint = str(decay.train(Variant.full_attention()).checkpoint)
         # Check that what was held out of the study's text was held out of theirs
         heldout = {document.id for document in self._context(checkpoint).corpus.heldout.documents}
         for phase in (stable, decay):
-            seen = [document.name for document in phase.corpus.train.documents if document.id in heldout]
+            seen = [
+                document.name for document in phase.corpus.train.documents if document.id in heldout
+            ]
             if seen:
                 raise UserError(
                     f"reference '{self.name}' was trained on {len(seen)} documents that the study judges on, the first "
@@ -203,7 +214,9 @@ class Subject:
     def _context(self, dense: str) -> BranchContext:
         """Return a dense checkpoint with the study's text; all references share a folder of tokenized text."""
         recipe = self.plan.recipe(self.name, self.base, dense)
-        return BranchContext.prepare(recipe, self.base, self.runs / "models", reporter=self.reporter)
+        return BranchContext.prepare(
+            recipe, self.base, self.runs / "models", reporter=self.reporter
+        )
 
     @cached_property
     def parts(self) -> tuple[TokenBlocks, TokenBlocks]:
@@ -225,7 +238,9 @@ class Subject:
         recipe = self.plan.recipe(self.name, self.base, str(self.context.dense), steps)
         branch = recipe.branch.model_copy(update={"sinks": "learned" if learns_sinks else None})
         corpus = replace(self.context.corpus, heldout=self.parts[1])
-        return replace(self.context, recipe=recipe.model_copy(update={"branch": branch}), corpus=corpus)
+        return replace(
+            self.context, recipe=recipe.model_copy(update={"branch": branch}), corpus=corpus
+        )
 
     def model(self) -> PreTrainedModel:
         """Load the dense model in the plan's precision."""
@@ -250,7 +265,9 @@ def parted(text: TokenBlocks, num_tokens: int) -> tuple[TokenBlocks, TokenBlocks
     return parts[0], parts[1]
 
 
-def _in_blocks(text: TokenBlocks, tokens: NDArray[np.int32], owner: NDArray[np.int32]) -> TokenBlocks:
+def _in_blocks(
+    text: TokenBlocks, tokens: NDArray[np.int32], owner: NDArray[np.int32]
+) -> TokenBlocks:
     """Return tokens of a text and their documents in blocks that begin as the text's blocks do."""
     line = np.concatenate([np.array(text.opening, dtype=np.int32), tokens])
     owners = np.concatenate([owner[:1].repeat(len(text.opening)), owner])

@@ -40,7 +40,9 @@ class Row:
         try:
             values: dict[str, Any] = parse_json(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"results {self.file}, run {self.run}: invalid JSON: {first_line(error)}") from error
+            raise UserError(
+                f"results {self.file}, run {self.run}: invalid JSON: {first_line(error)}"
+            ) from error
         return values
 
     def write(self, values: Mapping[str, Any]) -> None:

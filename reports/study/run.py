@@ -42,12 +42,25 @@ def cells_of(command: str, subject: Subject) -> Cells:
     if command == "prepare":
         if subject.location.is_file():
             subject.check()
-        yield Cell("prepare", f"{subject.name}: text and dense model", subject.location, subject.prepare), None
+        yield (
+            Cell(
+                "prepare",
+                f"{subject.name}: text and dense model",
+                subject.location,
+                subject.prepare,
+            ),
+            None,
+        )
     elif command == "signals":
         for job in jobs(subject.plan, subject.name):
             needed = measurement(subject, job)
             if needed is not None:
-                yield Cell(needed.name, f"{subject.name}: {needed.row.run}", needed.row, needed.write), job
+                yield (
+                    Cell(
+                        needed.name, f"{subject.name}: {needed.row.run}", needed.row, needed.write
+                    ),
+                    job,
+                )
     else:
         yield from judge_cells(subject)
 
@@ -55,23 +68,43 @@ def cells_of(command: str, subject: Subject) -> Cells:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     # Parse the command line
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     parser.add_argument(
-        "--plan", type=Path, default=HERE / "study.yaml", help="plan to run (default: study.yaml beside this file)"
+        "--plan",
+        type=Path,
+        default=HERE / "study.yaml",
+        help="plan to run (default: study.yaml beside this file)",
     )
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder with the results of all cells")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=HERE / "results",
+        help="folder with the results of all cells",
+    )
     runs = HERE.parents[1] / "runs" / "study"
-    parser.add_argument("--runs", type=Path, default=runs, help="folder of models, text and unfinished work")
+    parser.add_argument(
+        "--runs", type=Path, default=runs, help="folder of models, text and unfinished work"
+    )
     for flag, metavar, what in (
         ("--only", "REFERENCE", "this reference"),
         ("--budget", "SHARE", "this budget of the plan"),
         ("--chooser", "NAME", "this chooser of the plan"),
     ):
         parser.add_argument(
-            flag, action="append", metavar=metavar, help=f"{what} only; repeat for several (default: all)"
+            flag,
+            action="append",
+            metavar=metavar,
+            help=f"{what} only; repeat for several (default: all)",
         )
-    parser.add_argument("--steps", action="append", type=int, help="this number of healing steps only; 0 is zero-shot")
+    parser.add_argument(
+        "--steps",
+        action="append",
+        type=int,
+        help="this number of healing steps only; 0 is zero-shot",
+    )
     parser.add_argument("--limit", type=int, help="stop after this number of cells")
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write the tables to")
     options = parser.parse_args(arguments)
@@ -102,7 +135,9 @@ def _run(options: argparse.Namespace) -> None:
             subjects = _prepared(subjects, reporter, is_named=options.only is not None)
         # Lock the references and run their cells
         for subject in subjects:
-            locks.enter_context(locked(subject.work, "works on the same reference", reporter.announce))
+            locks.enter_context(
+                locked(subject.work, "works on the same reference", reporter.announce)
+            )
         cells = [
             cell
             for subject in subjects
@@ -124,12 +159,18 @@ def _check(options: argparse.Namespace, plan: Plan) -> None:
     for selected, available in selections:
         for name in selected or ():
             if name not in available:
-                raise UserError(f"the plan has no '{name}'; it has {', '.join(map(str, dict.fromkeys(available)))}")
+                raise UserError(
+                    f"the plan has no '{name}'; it has {', '.join(map(str, dict.fromkeys(available)))}"
+                )
 
 
 def _is_selected(options: argparse.Namespace, job: Job) -> bool:
     """Return true if the options select a job."""
-    selected = ((options.budget, job.budget), (options.chooser, job.chooser), (options.steps, job.steps))
+    selected = (
+        (options.budget, job.budget),
+        (options.chooser, job.chooser),
+        (options.steps, job.steps),
+    )
     return all(not names or value in names for names, value in selected)
 
 

@@ -49,7 +49,14 @@ class Result:
     def key(self) -> tuple[str, str, int, str, str, str]:
         """Return the values of the columns ``GROUP``."""
         job = self.job
-        return self.subject.name, job.budget, job.steps, job.chooser, _shown(job.chosen), str(job.run)
+        return (
+            self.subject.name,
+            job.budget,
+            job.steps,
+            job.chooser,
+            _shown(job.chosen),
+            str(job.run),
+        )
 
 
 def results(subject: Subject) -> Iterator[Result]:
@@ -58,7 +65,11 @@ def results(subject: Subject) -> Iterator[Result]:
         layout = choose(subject, job)
         if layout is None:
             continue
-        rows = [result_row(subject, job.steps, layout, job.run), result_row(subject, job.steps), result_row(subject, 0)]
+        rows = [
+            result_row(subject, job.steps, layout, job.run),
+            result_row(subject, job.steps),
+            result_row(subject, 0),
+        ]
         if all(row.exists() for row in rows):
             yield Result(subject, job, layout, *map(read_nll, rows))
 
@@ -67,11 +78,20 @@ def delta_table(found: Sequence[Result]) -> pd.DataFrame:
     """Tabulate ΔNLL % of every layout and of its control, and the points between them, with errors by document."""
     rows = []
     for result in found:
-        change, own_change = (paired_difference(nll, result.dense) for nll in (result.nll, result.control))
+        change, own_change = (
+            paired_difference(nll, result.dense) for nll in (result.nll, result.control)
+        )
         heads = result.layout.num_global, result.subject.heads(result.job.budget)
         values = _values(change, result.points(result.control), own_change)
         rows.append((*result.key, *heads, result.layout.hash, *values))
-    columns = ["heads", "asked", "layout", "delta_nll_percent", "standard_error", "from_control_points"]
+    columns = [
+        "heads",
+        "asked",
+        "layout",
+        "delta_nll_percent",
+        "standard_error",
+        "from_control_points",
+    ]
     others = ["from_control_error", "control_percent", "control_error"]
     return pd.DataFrame(rows, columns=[*GROUP, *columns, *others])
 
@@ -92,7 +112,9 @@ def difference_table(found: Sequence[Result]) -> pd.DataFrame:
         plain = plain_sinks(job.run)
         is_plain = job.chosen in (None, plain)
         rivals = {
-            ORDER: replace(job, chooser=HEAD_GATES, chosen=plain) if is_plain and job.chooser != HEAD_GATES else None,
+            ORDER: replace(job, chooser=HEAD_GATES, chosen=plain)
+            if is_plain and job.chooser != HEAD_GATES
+            else None,
             CHOOSING: replace(job, chosen=0) if is_plain and job.chosen else None,
             RUNNING: replace(job, chosen=None if job.chosen is None else _SINK, run=_SINK)
             if job.run != _SINK
@@ -102,7 +124,9 @@ def difference_table(found: Sequence[Result]) -> pd.DataFrame:
             rival = None if rival_job is None else by_key.get((result.subject.name, rival_job))
             if rival is not None:
                 change = result.points(rival.nll)
-                rows.append((question, *result.key, *_values(change), _verdict(result, rival, change)))
+                rows.append(
+                    (question, *result.key, *_values(change), _verdict(result, rival, change))
+                )
     columns = ["difference_points", "standard_error", "verdict"]
     return pd.DataFrame(rows, columns=["question", *GROUP, *columns])
 
@@ -117,7 +141,9 @@ def missing(subjects: Sequence[Subject], found: Sequence[Result]) -> list[str]:
         finished = {result.job for result in found if result.subject.name == subject.name}
         left = [job for job in jobs(subject.plan, subject.name) if job not in finished]
         if left:
-            lines.append(f"{subject.name}: {len(left)} of {len(left) + len(finished)} layouts are not evaluated")
+            lines.append(
+                f"{subject.name}: {len(left)} of {len(left) + len(finished)} layouts are not evaluated"
+            )
     return lines
 
 

@@ -31,7 +31,9 @@ _COLUMNS = (
     _number("density_percent"),
     _number("coverage_percent"),
     _number("nll"),  # nats per token
-    _number("delta_nll_percent", low=-100.0),  # against the untouched dense model, paired by document
+    _number(
+        "delta_nll_percent", low=-100.0
+    ),  # against the untouched dense model, paired by document
     _number("delta_nll_standard_error"),  # in percentage points
     _number("delta_control_percent", low=-100.0),  # against the control, paired by document
     _number("delta_control_standard_error"),
@@ -99,12 +101,16 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
     """
     # Check that every row names its strategy
     if "strategy" not in rows:
-        raise UserError(f"comparison.csv: the column 'strategy' is missing; found {', '.join(map(str, rows.columns))}")
+        raise UserError(
+            f"comparison.csv: the column 'strategy' is missing; found {', '.join(map(str, rows.columns))}"
+        )
     missing = [name for name in COLUMNS if name not in rows]
     checked = rows.reset_index(drop=True).reindex(columns=[*rows.columns, *missing])
     nameless = (checked["strategy"].isna() | (checked["strategy"] == "")).to_numpy()
     if nameless.any():
-        raise UserError(f"comparison.csv line {int(nameless.argmax()) + 2}: the strategy has no name")
+        raise UserError(
+            f"comparison.csv line {int(nameless.argmax()) + 2}: the strategy has no name"
+        )
     # Fill in missing cells, and convert numbers to floats, infinite ones to NaN
     for column in _COLUMNS:
         cells = checked[column.name]
@@ -115,14 +121,19 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
         unreadable = (numbers.isna() & cells.notna()).to_numpy()
         if unreadable.any():
             row = int(unreadable.argmax())
-            raise UserError(f"comparison.csv line {row + 2}: {column.name} is {cells[row]!r}; expected a number")
+            raise UserError(
+                f"comparison.csv line {row + 2}: {column.name} is {cells[row]!r}; expected a number"
+            )
         checked[column.name] = numbers.replace([math.inf, -math.inf], math.nan)
     # Copy changes to the columns against the control in files of older versions
     if counted_from(checked) == FULL_ATTENTION:
         for kind in ("percent", "standard_error"):
             checked[f"delta_control_{kind}"] = checked[f"delta_nll_{kind}"]
     # Set the change of each baseline against itself to 0
-    for baseline, change in ((counted_from(checked), "delta_nll_percent"), (FULL_ATTENTION, "delta_control_percent")):
+    for baseline, change in (
+        (counted_from(checked), "delta_nll_percent"),
+        (FULL_ATTENTION, "delta_control_percent"),
+    ):
         is_baseline = checked["strategy"] == baseline
         checked.loc[is_baseline, change] = checked.loc[is_baseline, change].fillna(0.0)
     return checked

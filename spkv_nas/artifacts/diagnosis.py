@@ -5,14 +5,23 @@ import pandas as pd
 from numpy.typing import NDArray
 
 FEW_TOKENS = 1024  # of a domain: fewer are only a paragraph or two
-MIN_RATIO, MAX_RATIO = 0.7, 1.4  # bounds of reached / target density, beyond which the ranking is for another budget
-FROZEN = "frozen-model"  # "training" in a probe's record if gates were trained with the weights frozen
-_NEARLY_OPEN = 0.9  # above this density a head keeps nearly everything; below 1 - 0.9, nearly nothing
+MIN_RATIO, MAX_RATIO = (
+    0.7,
+    1.4,
+)  # bounds of reached / target density, beyond which the ranking is for another budget
+FROZEN = (
+    "frozen-model"  # "training" in a probe's record if gates were trained with the weights frozen
+)
+_NEARLY_OPEN = (
+    0.9  # above this density a head keeps nearly everything; below 1 - 0.9, nearly nothing
+)
 _STANDING_OUT = 0.1  # share of heads above density 0.5 from which on some heads stand out
 _UNDIFFERENTIATED = 0.5  # share of heads on one side above which gates have not differentiated
 
 
-def missed_price(target: float | None, reached: float | None, *, weights_learned: bool = True) -> str | None:
+def missed_price(
+    target: float | None, reached: float | None, *, weights_learned: bool = True
+) -> str | None:
     """Describe how far gates missed their target density, and the remedy; None if they reached it or have none.
 
     ``reached`` is the share of keys that the gates keep at their own threshold: the mean over gated heads. If the
@@ -51,7 +60,11 @@ def undifferentiated(density: NDArray[np.float64], *, is_priced: bool) -> list[s
     expected = is_priced or (density > 0.5).mean() >= _STANDING_OUT
     sides = [
         (density > _NEARLY_OPEN, f"everything (density above {_NEARLY_OPEN})", "a larger tau"),
-        (closed & (not expected), f"nothing (density below {1 - _NEARLY_OPEN:.1f})", "a smaller tau"),
+        (
+            closed & (not expected),
+            f"nothing (density below {1 - _NEARLY_OPEN:.1f})",
+            "a smaller tau",
+        ),
     ]
     return [
         f"{heads.mean():.0%} of the KV heads kept nearly {amount}: the gates have not differentiated, so their order "

@@ -23,12 +23,18 @@ class GateConfig(BaseModel):
         le=MAX_WINDOW,
         description="local window: visible recent keys, including the query's own (paper: 128)",
     )
-    tau: float = Field(0.5, ge=0.0, le=1.0, description="threshold: keep a key if its utility u >= tau")
+    tau: float = Field(
+        0.5, ge=0.0, le=1.0, description="threshold: keep a key if its utility u >= tau"
+    )
     predictor: Literal["mlp", "linear", "bidirectional"] = Field(
         "mlp", description="mlp: two layers; linear: one; bidirectional: also sees future tokens"
     )
-    hidden_size: int | None = Field(None, ge=1, description="width of the hidden layer; default: half of the model's")
-    kernel_size: int = Field(65, ge=1, description="tokens that a bidirectional predictor sees (paper: 65)")
+    hidden_size: int | None = Field(
+        None, ge=1, description="width of the hidden layer; default: half of the model's"
+    )
+    kernel_size: int = Field(
+        65, ge=1, description="tokens that a bidirectional predictor sees (paper: 65)"
+    )
     bias: float = Field(
         5.0,
         description="initial logit of every gate (paper: 5, so that u = 0.993; gates with a price start at the "
@@ -36,14 +42,21 @@ class GateConfig(BaseModel):
     )
     init_scale: float = Field(1.0, ge=0.0, description="factor on the predictor's initial weights")
     price: float = Field(
-        0.0, description="penalty per kept key: adds price * mean(u) to the loss; the paper's lambda_aux is -price"
+        0.0,
+        description="penalty per kept key: adds price * mean(u) to the loss; the paper's lambda_aux is -price",
     )
     target_density: float | None = Field(
-        None, gt=0.0, lt=1.0, description="target share of kept keys; the price is adjusted until it is met"
+        None,
+        gt=0.0,
+        lt=1.0,
+        description="target share of kept keys; the price is adjusted until it is met",
     )
-    sinks: int = Field(0, ge=0, description="first tokens of a sequence that every gated head keeps (sink tokens)")
+    sinks: int = Field(
+        0, ge=0, description="first tokens of a sequence that every gated head keeps (sink tokens)"
+    )
     heads: list[str] | None = Field(
-        None, description="one row per attention layer: S self-pruned, G global, L local; None: all S"
+        None,
+        description="one row per attention layer: S self-pruned, G global, L local; None: all S",
     )
 
     def width(self, model_size: int) -> int:
@@ -57,7 +70,10 @@ class GateConfig(BaseModel):
         if not isinstance(data, dict):
             return data
         # Convert NumPy scalars to Python numbers
-        data = {key: value.item() if getattr(value, "ndim", None) == 0 else value for key, value in data.items()}
+        data = {
+            key: value.item() if getattr(value, "ndim", None) == 0 else value
+            for key, value in data.items()
+        }
         if not (data.get("price") or data.get("target_density")):
             return data
         # Default the bias only if the threshold has a logit
@@ -77,10 +93,14 @@ class GateConfig(BaseModel):
             )
         # Check the price and the heads
         if self.price and self.target_density is not None:
-            raise ValueError("set only one of 'price' and 'target_density', which adjusts the price")
+            raise ValueError(
+                "set only one of 'price' and 'target_density', which adjusts the price"
+            )
         letters = set("".join(self.heads or []))
         if not letters <= {GATED, GLOBAL, LOCAL}:
-            raise ValueError(f"heads: expected the letters S, G and L; found {''.join(sorted(letters))}")
+            raise ValueError(
+                f"heads: expected the letters S, G and L; found {''.join(sorted(letters))}"
+            )
         if self.heads is not None and GATED not in letters:
             raise ValueError("heads: no head has a gate (S)")
         return self

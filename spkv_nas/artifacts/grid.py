@@ -64,7 +64,9 @@ def grid_words(heads_per_layer: Sequence[int]) -> str:
     return f"{len(heads_per_layer)} layers x {most if least == most else f'{least} to {most}'} KV heads"
 
 
-def check_grid(what: str, actual: Sequence[int], other: str, expected: Sequence[int], remedy: str = "") -> None:
+def check_grid(
+    what: str, actual: Sequence[int], other: str, expected: Sequence[int], remedy: str = ""
+) -> None:
     """Raise ``UserError`` unless ``what``, such as "layout 'densest'", has as many heads by layer as ``other``."""
     if tuple(actual) == tuple(expected):
         return
@@ -72,7 +74,9 @@ def check_grid(what: str, actual: Sequence[int], other: str, expected: Sequence[
     if words[0] != words[1]:
         raise UserError(f"{what} is for {words[0]}, {other} has {words[1]}{advice}")
     pairs = zip(actual, expected, strict=True)
-    layer, number, needed = next((layer, *pair) for layer, pair in enumerate(pairs) if pair[0] != pair[1])
+    layer, number, needed = next(
+        (layer, *pair) for layer, pair in enumerate(pairs) if pair[0] != pair[1]
+    )
     raise UserError(f"{what} has {number} KV heads in layer {layer}, {other} has {needed}{advice}")
 
 
@@ -89,7 +93,10 @@ def grid_html(caption: str, values: NDArray[Any], texts: Sequence[Sequence[str]]
     header = "".join(f"<th>{layer}</th>" for layer in layers)
     rows = (
         f"<tr><th>head {head}</th>"
-        + "".join(cell(values[x][head], texts[x][head]) if head < len(texts[x]) else "<td></td>" for x in layers)
+        + "".join(
+            cell(values[x][head], texts[x][head]) if head < len(texts[x]) else "<td></td>"
+            for x in layers
+        )
         + "</tr>"
         for head in range(len(values[0]))
     )

@@ -19,7 +19,14 @@ from numpy.typing import ArrayLike, NDArray
 from spkv_nas.artifacts import diagnosis, grid, head_tables, local_layers, score_kind
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.kinds import DENSITY, SCORE
-from spkv_nas.artifacts.selection import PATTERN, SELECTION, Selection, digest, read_selection, write_selection
+from spkv_nas.artifacts.selection import (
+    PATTERN,
+    SELECTION,
+    Selection,
+    digest,
+    read_selection,
+    write_selection,
+)
 from spkv_nas.base import arguments, files, records, schema, tables
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.replace import replacing, settle
@@ -91,7 +98,9 @@ class HeadScores(grid.OnGrid):
     @cached_property
     def selection(self) -> str | None:
         """Return the digest of the documents that the heads were scored on; None if unknown."""
-        return self.metadata.get(SELECTION) if self.selected_on is None else digest(self.selected_on)
+        return (
+            self.metadata.get(SELECTION) if self.selected_on is None else digest(self.selected_on)
+        )
 
     @cached_property
     def layers(self) -> list[int]:
@@ -117,7 +126,9 @@ class HeadScores(grid.OnGrid):
     def cache_facts(self) -> dict[str, Any]:
         """Return ``local_layers.cache_facts`` of the probe's model, with the size of heads if the probe records it."""
         sizes = self.metadata.get("head_dims") or [self.metadata.get("head_dim")] * self.num_layers
-        return local_layers.cache_facts(local_layers.config_layers(self.native_windows), self.heads_per_layer, sizes)
+        return local_layers.cache_facts(
+            local_layers.config_layers(self.native_windows), self.heads_per_layer, sizes
+        )
 
     @property
     def native_windows(self) -> list[int | None]:
@@ -163,14 +174,20 @@ class HeadScores(grid.OnGrid):
     @cached_property
     def measure(self) -> score_kind.Measure:
         """Return the name, unit and colour scale of the scores."""
-        return score_kind.Measure.of(self.kind, self.signal, self.metadata.get("unit"), self.values[self.is_head])
+        return score_kind.Measure.of(
+            self.kind, self.signal, self.metadata.get("unit"), self.values[self.is_head]
+        )
 
     @property
     def missed_price(self) -> str | None:
         """Return a warning if the gates missed the target density of their price; else None."""
         target, reached = self.metadata.get("target_density"), self.metadata.get("reached_density")
         learned = self.metadata.get("training") != diagnosis.FROZEN
-        return diagnosis.missed_price(target, reached, weights_learned=learned) if self.is_density else None
+        return (
+            diagnosis.missed_price(target, reached, weights_learned=learned)
+            if self.is_density
+            else None
+        )
 
     @property
     def tau_of_positions(self) -> float:
@@ -182,7 +199,9 @@ class HeadScores(grid.OnGrid):
         """Return 8 hexadecimal digits of this probe's content, the same in memory, in files and at every threshold."""
         if self.probe_hash is not None:
             return self.probe_hash
-        key = hashlib.sha256(f"{self.tau} {self.window}\n{tables.csv_text(head_tables.file_rows(self.rows))}".encode())
+        key = hashlib.sha256(
+            f"{self.tau} {self.window}\n{tables.csv_text(head_tables.file_rows(self.rows))}".encode()
+        )
         if self.histogram is not None:
             key.update(self.histogram.counts.astype("<i8").tobytes())
         return key.hexdigest()[:8]
@@ -220,7 +239,9 @@ class HeadScores(grid.OnGrid):
     def domain_density(self, domain: str, *, signed: bool = False) -> NDArray[np.float64]:
         """Return one domain's scores [L, Hkv], clipped at 0 unless ``signed``. Raises ``UserError`` if unknown."""
         if domain not in self.domains:
-            raise UserError(f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}")
+            raise UserError(
+                f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}"
+            )
         values = np.asarray(self._by_domain("score")[self.domains.index(domain)])
         return values if signed else np.nan_to_num(values.clip(0.0))
 
@@ -242,7 +263,10 @@ class HeadScores(grid.OnGrid):
         if self.documents is not None:
             order = [histogram.domains.index(domain) for domain in self.documents.domains]
             documents = self.documents.at_tau(tau, lambda tau: histogram.density(tau)[order])
-        earlier: dict[str, Any] = {"positions_tau": self.tau_of_positions, "probe_hash": self.content_hash}
+        earlier: dict[str, Any] = {
+            "positions_tau": self.tau_of_positions,
+            "probe_hash": self.content_hash,
+        }
         return replace(self, rows=rows, tau=tau, documents=documents, **earlier)
 
     def tau_for_density(self, rho: float) -> float:
@@ -260,13 +284,18 @@ class HeadScores(grid.OnGrid):
             return []
         missed = [] if self.missed_price is None else [self.missed_price]
         # With a price, density measures need, not the number of useful keys
-        is_priced = bool(self.metadata.get("price")) or self.metadata.get("target_density") is not None
+        is_priced = (
+            bool(self.metadata.get("price")) or self.metadata.get("target_density") is not None
+        )
         return missed + diagnosis.undifferentiated(self.density[self.is_head], is_priced=is_priced)
 
     def _repr_html_(self) -> str:
         """Return an HTML table of the score of every KV head (densities in percent), for notebooks."""
         scale, at_tau = self.measure.scale, f", at tau {self.tau:g}" if self.is_density else ""
-        texts = [[scale.text(v) for v in row[:n]] for row, n in zip(self.values, self.heads_per_layer, strict=True)]
+        texts = [
+            [scale.text(v) for v in row[:n]]
+            for row, n in zip(self.values, self.heads_per_layer, strict=True)
+        ]
         caption = f"{self.name}: {self.measure.noun}, {self.measure.shown}{at_tau}; mean {scale.factor * self.mean:.1f}"
         return grid.grid_html(caption, scale.fraction(self.values), texts)
 
@@ -277,7 +306,13 @@ class HeadScores(grid.OnGrid):
 
     @classmethod
     def from_array(
-        cls, values: ArrayLike, *, name: str = "custom", kind: str = SCORE, window: int | None = None, **record: Any
+        cls,
+        values: ArrayLike,
+        *,
+        name: str = "custom",
+        kind: str = SCORE,
+        window: int | None = None,
+        **record: Any,
     ) -> "HeadScores":
         """Create a table from scores [L, Hkv], higher for heads that need global attention; NaN where there is none.
 
@@ -289,8 +324,15 @@ class HeadScores(grid.OnGrid):
             record: entries of ``probe.yaml``, such as ``unit`` and ``sinks``.
         """
         window = arguments.convert("window", int | None, window)
-        schema.validate(head_tables.ProbeFile, {**record, "name": name, "window": window}, "head scores")
-        return cls(name, head_tables.array_rows(values, kind), window=window, metadata={**record, "kind": kind})
+        schema.validate(
+            head_tables.ProbeFile, {**record, "name": name, "window": window}, "head scores"
+        )
+        return cls(
+            name,
+            head_tables.array_rows(values, kind),
+            window=window,
+            metadata={**record, "kind": kind},
+        )
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per layer, KV head and domain, as ``density.csv`` has them."""
@@ -333,11 +375,17 @@ class HeadScores(grid.OnGrid):
             positions=head_tables.read_positions(folder / _POSITIONS, table.heads_per_layer),
             histogram=LogitHistogram.read(folder / _HISTOGRAM, table.domains, table.grid),
             documents=DocumentCounts.read(
-                folder / _DOCUMENTS, table.domains, [table.domain_density(domain) for domain in table.domains]
+                folder / _DOCUMENTS,
+                table.domains,
+                [table.domain_density(domain) for domain in table.domains],
             ),
             gains=head_tables.Gains.read(folder / _GAINS, table.heads_per_layer),
-            window_costs=head_tables.WindowCosts.read(folder / _WINDOWS, table.heads_per_layer, table.domains),
-            selected_on=read_selection(metadata[SELECTION], [folder]) if SELECTION in metadata else None,
+            window_costs=head_tables.WindowCosts.read(
+                folder / _WINDOWS, table.heads_per_layer, table.domains
+            ),
+            selected_on=read_selection(metadata[SELECTION], [folder])
+            if SELECTION in metadata
+            else None,
         )
 
     def write(self, folder: files.StrPath) -> None:
@@ -355,7 +403,9 @@ class HeadScores(grid.OnGrid):
             f"std_{self.kind}": round(self.std, 4 if self.is_density else 6),
         }
         # List the files of an earlier probe, which are replaced or removed
-        earlier = [file.name for file in Path(folder).glob(PATTERN) if str(self.selection) not in file.name]
+        earlier = [
+            file.name for file in Path(folder).glob(PATTERN) if str(self.selection) not in file.name
+        ]
         parts = {
             _HISTOGRAM: self.histogram,
             _DOCUMENTS: self.documents,

@@ -33,7 +33,10 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.tables import MAX_BYTES, Column, read_table, write_csv
 
 MAX_NATS = 1e3  # bound of gains, of their standard errors, and of costs
-_MAX_SIZE = {GAIN: MAX_NATS, SCORE: limits.MAX_SHOWN}  # by kind: bound of signed scores; others are in [0, 1]
+_MAX_SIZE = {
+    GAIN: MAX_NATS,
+    SCORE: limits.MAX_SHOWN,
+}  # by kind: bound of signed scores; others are in [0, 1]
 _SCORE = "score"  # the column in memory
 _HEAD_COLUMNS = (Column("layer", "whole"), Column("kv_head", "whole"))
 _SCORE_COLUMNS = (
@@ -121,14 +124,18 @@ def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
     try:
         scores = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"scores must be an array of numbers [layers, KV heads]: {first_line(error)}") from error
+        raise UserError(
+            f"scores must be an array of numbers [layers, KV heads]: {first_line(error)}"
+        ) from error
     if scores.ndim != 2 or not scores.size or kind not in KINDS:
         raise UserError(
             f"expected scores [layers, KV heads] of kind {', '.join(KINDS)}; found {list(scores.shape)} of kind {kind}"
         )
     high = _MAX_SIZE.get(kind)
     low, high = (0.0, 1.0) if high is None else (-high, high)
-    is_absent = np.isnan(scores)[:, ::-1].cumprod(1)[:, ::-1].astype(bool)  # only at the end of a row
+    is_absent = (
+        np.isnan(scores)[:, ::-1].cumprod(1)[:, ::-1].astype(bool)
+    )  # only at the end of a row
     is_absent[:, 0] = False
     if not ((low <= scores) & (scores <= high) | is_absent).all():
         raise UserError(f"scores of kind {kind} must be numbers between {low:g} and {high:g}")
@@ -138,7 +145,9 @@ def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
     return pd.DataFrame(dict(zip(COLUMNS, columns, strict=True)))
 
 
-def read_rows(file: Path, kind: str | None, heads_per_layer: Sequence[int] | None) -> tuple[pd.DataFrame, str]:
+def read_rows(
+    file: Path, kind: str | None, heads_per_layer: Sequence[int] | None
+) -> tuple[pd.DataFrame, str]:
     """Read the rows of ``density.csv``, with the columns ``COLUMNS``, and return them with the kind of the scores.
 
     ``kind`` is None without a record: scores if the table has a column of that name, else densities. A record says the
@@ -174,8 +183,16 @@ def _declared(column: Column, kind: str, name: str) -> Column:
     """Return the declaration of a column for scores of a kind, whose column is called ``name``."""
     most = _MAX_SIZE.get(kind)
     if column.name == _SCORE:
-        return replace(column, name=name) if most is None else replace(column, name=name, low=-most, high=most)
-    return replace(column, high=max(most or 0.0, MAX_NATS)) if column.name == "standard_error" else column
+        return (
+            replace(column, name=name)
+            if most is None
+            else replace(column, name=name, low=-most, high=most)
+        )
+    return (
+        replace(column, high=max(most or 0.0, MAX_NATS))
+        if column.name == "standard_error"
+        else column
+    )
 
 
 def _check_complete(rows: pd.DataFrame, where: str, heads_per_layer: Sequence[int] | None) -> None:
@@ -242,7 +259,9 @@ class Gains:
 
     # [L, Hkv]; negative if a head does harm, or appears to by chance; NaN beyond the heads of a layer
     values: NDArray[np.float64]
-    standard_error: NDArray[np.float64]  # [L, Hkv], clustered by document; NaN for a single document
+    standard_error: NDArray[
+        np.float64
+    ]  # [L, Hkv], clustered by document; NaN for a single document
 
     @classmethod
     def read(cls, path: Path, heads_per_layer: Sequence[int]) -> "Gains | None":
@@ -256,18 +275,32 @@ class Gains:
         words = grid_words(heads_per_layer)
         if outside.any():
             where = f", line {rows.index[int(outside.argmax())]}"
-            raise UserError(f"gains {path}{where}: expected each head of {words} once\n{_GAIN_REMEDY}")
+            raise UserError(
+                f"gains {path}{where}: expected each head of {words} once\n{_GAIN_REMEDY}"
+            )
         if len(rows) != sum(heads_per_layer):
-            raise UserError(f"gains {path}: {len(rows)} heads, but the table has {words}\n{_GAIN_REMEDY}")
+            raise UserError(
+                f"gains {path}: {len(rows)} heads, but the table has {words}\n{_GAIN_REMEDY}"
+            )
         # Arrange the rows as a grid
         rows = rows.sort_values(["layer", "kv_head"])
-        return cls(*(on_grid(rows[name].to_numpy(), heads_per_layer) for name in ("gain", "standard_error")))
+        return cls(
+            *(
+                on_grid(rows[name].to_numpy(), heads_per_layer)
+                for name in ("gain", "standard_error")
+            )
+        )
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""
         layer, head = np.nonzero(~np.isnan(self.values))
         columns = (layer, head, self.values[layer, head], self.standard_error[layer, head])
-        write_csv(path, pd.DataFrame(dict(zip((column.name for column in _GAIN_COLUMNS), columns, strict=True))))
+        write_csv(
+            path,
+            pd.DataFrame(
+                dict(zip((column.name for column in _GAIN_COLUMNS), columns, strict=True))
+            ),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,24 +332,37 @@ class WindowCosts:
     def only(self, windows: tuple[int, ...]) -> "WindowCosts":
         """Return the costs of some windows, interpolated where they were not measured."""
         chosen = tuple(sorted(set(windows)))
-        return WindowCosts(chosen, np.stack([self.at(window) for window in chosen], -1), self.domains)
+        return WindowCosts(
+            chosen, np.stack([self.at(window) for window in chosen], -1), self.domains
+        )
 
     @classmethod
-    def read(cls, path: Path, heads_per_layer: Sequence[int], domains: tuple[str, ...]) -> "WindowCosts | None":
+    def read(
+        cls, path: Path, heads_per_layer: Sequence[int], domains: tuple[str, ...]
+    ) -> "WindowCosts | None":
         """Read the costs, None without a file; ``UserError`` unless they have every head, domain and window once."""
         if not files.is_file(path):
             return None
         rows = read_table(path, "window costs", _WINDOW_COLUMNS).sort_values(_WINDOW_ORDER)
         windows = tuple(int(window) for window in sorted(rows["window"].unique()))
-        heads = [(layer, head) for layer, number in enumerate(heads_per_layer) for head in range(number)]
+        heads = [
+            (layer, head) for layer, number in enumerate(heads_per_layer) for head in range(number)
+        ]
         product = itertools.product(domains, heads, windows)
-        expected = pd.MultiIndex.from_tuples([(domain, *head, window) for domain, head, window in product])
-        if len(rows) != len(expected) or not (pd.MultiIndex.from_frame(rows[_WINDOW_ORDER]) == expected).all():
+        expected = pd.MultiIndex.from_tuples(
+            [(domain, *head, window) for domain, head, window in product]
+        )
+        if (
+            len(rows) != len(expected)
+            or not (pd.MultiIndex.from_frame(rows[_WINDOW_ORDER]) == expected).all()
+        ):
             raise UserError(
                 f"window costs {path}: expected every head of {grid_words(heads_per_layer)}, domain and window once\n"
                 "probe again, or remove it: only layouts of several windows, and those for another memory, need it"
             )
-        costs = rows["cost"].to_numpy().reshape(len(domains), len(heads), len(windows)).swapaxes(1, 2)
+        costs = (
+            rows["cost"].to_numpy().reshape(len(domains), len(heads), len(windows)).swapaxes(1, 2)
+        )
         return cls(windows, np.moveaxis(on_grid(costs, heads_per_layer), 1, -1), domains)
 
     def write(self, path: Path) -> None:

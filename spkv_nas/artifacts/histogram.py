@@ -97,7 +97,9 @@ class LogitHistogram:
     def _at_edge(self) -> NDArray[np.float64]:
         """Return the share of logits at or above each edge, [domains, L, Hkv, n + 1]."""
         total = np.maximum(self.counts.sum(-1), 1)
-        above = np.concatenate([self.counts[..., :0:-1].cumsum(-1)[..., ::-1], 0 * total[..., None]], -1)
+        above = np.concatenate(
+            [self.counts[..., :0:-1].cumsum(-1)[..., ::-1], 0 * total[..., None]], -1
+        )
         return np.asarray(above[..., : len(self.edges)] / total[..., None])
 
     @classmethod
@@ -107,20 +109,29 @@ class LogitHistogram:
             return None
         remedy = "probe again, or remove it: only --tau needs it"
         arrays = read_arrays(path, _ARRAYS, remedy)
-        names, counts = tuple(str(name) for name in arrays["domains"]), arrays["counts"].astype(np.int64)
+        names, counts = (
+            tuple(str(name) for name in arrays["domains"]),
+            arrays["counts"].astype(np.int64),
+        )
         layers, most = grid
         found = (counts.shape[2],) * counts.shape[1]
-        check_grid(f"the histogram {path}", found, "the table in its folder", (most,) * layers, remedy)
+        check_grid(
+            f"the histogram {path}", found, "the table in its folder", (most,) * layers, remedy
+        )
         # Check that the domains are those of the table
         absent = sorted(set(domains) - set(names))
         if absent or len(set(names)) < len(names):
             reason = f"it has no domain '{absent[0]}'" if absent else "a domain occurs twice"
-            raise errors.UserError(f"{path} does not belong to the table in its folder: {reason}\n{remedy}")
+            raise errors.UserError(
+                f"{path} does not belong to the table in its folder: {reason}\n{remedy}"
+            )
         return cls(arrays["edges"], counts, names)
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""
-        files.write_npz(path, {"edges": self.edges, "counts": self.counts, "domains": np.array(self.domains)})
+        files.write_npz(
+            path, {"edges": self.edges, "counts": self.counts, "domains": np.array(self.domains)}
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +156,13 @@ class DocumentCounts:
         """Return the density per domain [P, L, Hkv]; NaN for a domain without documents."""
         member = self.domain == np.arange(len(self.domains))[:, None]
         with np.errstate(invalid="ignore"):
-            return np.asarray(np.tensordot(member, self.kept, 1) / (member @ self.tokens)[:, None, None])
+            return np.asarray(
+                np.tensordot(member, self.kept, 1) / (member @ self.tokens)[:, None, None]
+            )
 
-    def at_tau(self, tau: float, density: Callable[[float], NDArray[np.float64]]) -> "DocumentCounts":
+    def at_tau(
+        self, tau: float, density: Callable[[float], NDArray[np.float64]]
+    ) -> "DocumentCounts":
         """Return the counts at another threshold in (0, 1), interpolated within a bin.
 
         ``density`` returns the density per domain [P, L, Hkv] at a threshold (``LogitHistogram.density``); the returned
@@ -155,11 +170,15 @@ class DocumentCounts:
         of tokens as its domain. This underestimates the spread between documents: by up to 1 % with bins of 0.1, by 11
         to 33 % with bins of 1.0 (embedded reference, mean over heads, four thresholds).
         """
-        logit = math.log(tau / (1.0 - tau)) if 0.0 < tau < 1.0 else math.copysign(math.inf, tau - 0.5)
+        logit = (
+            math.log(tau / (1.0 - tau)) if 0.0 < tau < 1.0 else math.copysign(math.inf, tau - 0.5)
+        )
         index = int(np.searchsorted(self.edges, logit, side="right"))
         bounds = (-math.inf, *self.edges.tolist(), math.inf)
         below, above = (density(sigmoid(edge)) for edge in bounds[index : index + 2])
-        share = (density(tau) - above) / np.where(below > above, below - above, 1.0)  # of the bin's tokens
+        share = (density(tau) - above) / np.where(
+            below > above, below - above, 1.0
+        )  # of the bin's tokens
         kept = self.bins[..., index + 1 :].sum(-1) + share[self.domain] * self.bins[..., index]
         return replace(self, kept=kept)
 
@@ -169,29 +188,43 @@ class DocumentCounts:
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     @classmethod
-    def read(cls, path: Path, domains: tuple[str, ...], density: ArrayLike) -> "DocumentCounts | None":
+    def read(
+        cls, path: Path, domains: tuple[str, ...], density: ArrayLike
+    ) -> "DocumentCounts | None":
         """Read the counts; None without a file, ``UserError`` if damaged, or not of a ``density`` [P, L, Hkv]."""
         if not files.is_file(path):
             return None
         remedy = "probe again, or remove the file: only confidence intervals need it"
         arrays = read_arrays(path, _DOCUMENT_ARRAYS, remedy)
         names = tuple(str(name) for name in arrays["domains"])
-        kept, tokens, domain = arrays["kept"], arrays["tokens"].astype(np.int64), arrays["domain"].astype(np.int64)
+        kept, tokens, domain = (
+            arrays["kept"],
+            arrays["tokens"].astype(np.int64),
+            arrays["domain"].astype(np.int64),
+        )
         # Check that the counts belong to the table
-        if names != domains or kept.shape[1:] != np.shape(density)[1:] or not (domain < len(names)).all():
+        if (
+            names != domains
+            or kept.shape[1:] != np.shape(density)[1:]
+            or not (domain < len(names)).all()
+        ):
             raise errors.UserError(
                 f"{path} does not belong to the table in its folder: other domains or another grid\n{remedy}"
             )
         counts = cls(kept, tokens, domain, names, arrays["bins"], arrays["edges"])
         if not np.allclose(counts.density(), density, rtol=0, atol=1e-5):
-            raise errors.UserError(f"{path} does not add up to the densities of the table in its folder\n{remedy}")
+            raise errors.UserError(
+                f"{path} does not add up to the densities of the table in its folder\n{remedy}"
+            )
         return counts
 
     def write(self, path: Path) -> None:
         """Write the file atomically, with integers in the smallest type that holds them."""
         counts = {name: _smallest(getattr(self, name)) for name in ("kept", "tokens", "domain")}
         texts = {"domains": np.array(self.domains)}
-        files.write_npz(path, {**counts, **texts, "bins": _smallest(self.bins), "edges": self.edges})
+        files.write_npz(
+            path, {**counts, **texts, "bins": _smallest(self.bins), "edges": self.edges}
+        )
 
 
 def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArray[np.int64], int]:

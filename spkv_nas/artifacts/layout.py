@@ -84,29 +84,49 @@ class Layout(OnGrid):
 
     def __post_init__(self) -> None:
         """Validate the grid, the windows, the sinks and the strategy."""
-        heads = convert("heads", Sequence[str], self.heads, remedy="give one row per layer, one letter per KV head")
+        heads = convert(
+            "heads",
+            Sequence[str],
+            self.heads,
+            remedy="give one row per layer, one letter per KV head",
+        )
         # Store Python's own types, which YAML can represent
         object.__setattr__(self, "heads", tuple(heads))
         object.__setattr__(self, "window", convert("window", int, self.window))
         object.__setattr__(self, "sinks", convert("sinks", int, self.sinks))
-        windows = convert("windows", Mapping[str, int], self.windows, remedy="give for example {'L': 128, 'M': 512}")
+        windows = convert(
+            "windows",
+            Mapping[str, int],
+            self.windows,
+            remedy="give for example {'L': 128, 'M': 512}",
+        )
         legend = dict(windows) or {LOCAL[0]: self.window}
         # Check the grid
         if not all(self.heads) or not self.heads:
-            raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
+            raise UserError(
+                "the grid 'heads' is empty; give one row per layer, one letter per KV head"
+            )
         for layer, row in enumerate(self.heads):
             if set(row) - {GLOBAL, *legend}:
                 letters = " and ".join(f"{letter} (local)" for letter in legend)
-                raise UserError(f"layer {layer} is {row[:100]!r}; allowed letters are G (global) and {letters}")
+                raise UserError(
+                    f"layer {layer} is {row[:100]!r}; allowed letters are G (global) and {letters}"
+                )
         # Check windows, sinks and strategy
         self._check_windows(legend, has_legend=bool(windows))
         if not 0 <= self.sinks <= limits.MAX_WINDOW:
-            raise UserError(f"sinks is {str(self.sinks)[:40]}; it must lie between 0 and {limits.MAX_WINDOW}")
+            raise UserError(
+                f"sinks is {str(self.sinks)[:40]}; it must lie between 0 and {limits.MAX_WINDOW}"
+            )
         names.check_name(convert("strategy", str, self.strategy), "the strategy")
         # Give the letters of ``LOCAL``, so that equal layouts have equal letters
         ordered = sorted(legend.items(), key=lambda item: item[1])
         renamed = str.maketrans({letter: LOCAL[index] for index, (letter, _) in enumerate(ordered)})
-        several = {LOCAL[index]: window for index, (_, window) in enumerate(ordered)} if len(ordered) > 1 else {}
+        several = (
+            {LOCAL[index]: window for index, (_, window) in enumerate(ordered)}
+            if len(ordered) > 1
+            else {}
+        )
         object.__setattr__(self, "heads", tuple(row.translate(renamed) for row in self.heads))
         object.__setattr__(self, "window", ordered[0][1])
         object.__setattr__(self, "windows", several)
@@ -116,20 +136,28 @@ class Layout(OnGrid):
         for letter, window in legend.items():
             name = f"the window of {letter}" if has_legend else "window"
             if window < 1:
-                raise UserError(f"{name} is {window}; it must be at least 1, because it includes the query's own key")
+                raise UserError(
+                    f"{name} is {window}; it must be at least 1, because it includes the query's own key"
+                )
             if window > limits.MAX_WINDOW:
                 raise UserError(f"{name} is {str(window)[:40]}; it is at most {limits.MAX_WINDOW}")
         if not has_legend:
             return
         # Check the letters of the legend
         if wrong := [letter for letter in legend if letter not in LOCAL or len(letter) != 1]:
-            raise UserError(f"windows: {wrong[0][:40]!r} is no letter of a local head; they are {', '.join(LOCAL)}")
+            raise UserError(
+                f"windows: {wrong[0][:40]!r} is no letter of a local head; they are {', '.join(LOCAL)}"
+            )
         if unused := [letter for letter in legend if letter not in "".join(self.heads)]:
             raise UserError(f"windows: no head is {unused[0]}; leave its window out")
         if len(set(legend.values())) < len(legend):
-            raise UserError("windows: two letters have the same window; give their heads one letter")
+            raise UserError(
+                "windows: two letters have the same window; give their heads one letter"
+            )
         if self.window and self.window != min(legend.values()):
-            raise UserError(f"window is {self.window}, but windows are {_listed(legend)}: give one window or several")
+            raise UserError(
+                f"window is {self.window}, but windows are {_listed(legend)}: give one window or several"
+            )
 
     @property
     def heads_per_layer(self) -> tuple[int, ...]:
@@ -171,7 +199,9 @@ class Layout(OnGrid):
     def reach(self) -> str:
         """Return what local heads see, for people: "window 128, 4 sink tokens", "windows L 128, M 512"."""
         sinks = f", {self.sinks} sink token{'s' if self.sinks > 1 else ''}" if self.sinks else ""
-        return (f"windows {_listed(self.windows)}" if self.windows else f"window {self.window}") + sinks
+        return (
+            f"windows {_listed(self.windows)}" if self.windows else f"window {self.window}"
+        ) + sinks
 
     @property
     def legend_words(self) -> str:
@@ -190,12 +220,16 @@ class Layout(OnGrid):
     def content(self) -> str:
         """Return windows, grid and sinks (if any) as text: only what affects the model."""
         windows = " ".join(map(str, self.legend.values()))
-        return f"{windows}\n{'/'.join(self.heads)}" + (f"\nsinks {self.sinks}" if self.sinks else "")
+        return f"{windows}\n{'/'.join(self.heads)}" + (
+            f"\nsinks {self.sinks}" if self.sinks else ""
+        )
 
     def check_one_window(self, what: str) -> None:
         """Raise ``UserError`` if local heads have several windows, and say ``what`` is impossible."""
         if self.windows:
-            raise UserError(f"layout '{self.strategy}' has {len(self.windows)} windows of local heads: {what}")
+            raise UserError(
+                f"layout '{self.strategy}' has {len(self.windows)} windows of local heads: {what}"
+            )
 
     @property
     def content_hash(self) -> str:
@@ -218,7 +252,9 @@ class Layout(OnGrid):
 
     def _repr_html_(self) -> str:
         """Return an HTML grid with G for every global head, for notebooks."""
-        caption = f"{self.strategy}: {self.num_global} of {self.num_heads} KV heads global, {self.reach}"
+        caption = (
+            f"{self.strategy}: {self.num_global} of {self.num_heads} KV heads global, {self.reach}"
+        )
         return grid_html(caption, self.global_mask, [row.replace("L", " ") for row in self.heads])
 
     @classmethod
@@ -227,8 +263,12 @@ class Layout(OnGrid):
 
         ``settings`` are the other arguments of the constructor. Without a local head, the window is ``DEFAULT_WINDOW``.
         """
-        letters = dict(zip(sorted({w for row in windows for w in row if w is not None}), LOCAL, strict=False))
-        heads = tuple("".join(GLOBAL if w is None else letters.get(w, "?") for w in row) for row in windows)
+        letters = dict(
+            zip(sorted({w for row in windows for w in row if w is not None}), LOCAL, strict=False)
+        )
+        heads = tuple(
+            "".join(GLOBAL if w is None else letters.get(w, "?") for w in row) for row in windows
+        )
         legend = {letter: window for window, letter in letters.items()}
         return cls(heads, 0 if legend else DEFAULT_WINDOW, windows=legend, **settings)
 
@@ -270,7 +310,11 @@ class Layout(OnGrid):
         data = files.parse_yaml(text, where)
         if data.get("format") != FORMAT:
             found_format = shortened(repr(data.get("format")), 40)
-            problem = f"the format is {found_format}" if "format" in data else "the key 'format' is missing"
+            problem = (
+                f"the format is {found_format}"
+                if "format" in data
+                else "the key 'format' is missing"
+            )
             raise UserError(f"{where}: {problem}; this version reads 'format: {FORMAT}'")
         content = schema.validate(_LayoutFile, data, where)
         # Warn if the file is truncated
@@ -281,12 +325,16 @@ class Layout(OnGrid):
                 stacklevel=2,
             )
         # Build the layout without hash and check
-        provenance = {key: value for key, value in content.provenance.items() if key not in ("hash", "check")}
+        provenance = {
+            key: value for key, value in content.provenance.items() if key not in ("hash", "check")
+        }
         try:
             if content.window is None and content.windows is None:
                 raise UserError("the key 'window' is missing")
             reach: dict[str, Any] = {"sinks": content.sinks, "windows": content.windows or {}}
-            layout = cls(tuple(content.heads), content.window or 0, content.strategy, provenance, **reach)
+            layout = cls(
+                tuple(content.heads), content.window or 0, content.strategy, provenance, **reach
+            )
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         # Warn if the file was edited
@@ -314,10 +362,14 @@ class Layout(OnGrid):
     @property
     def words(self) -> str:
         """Return the grid as a word per layer, and with several windows one for each: "GLM LLL L=128 M=512"."""
-        return " ".join([*self.heads, *(f"{letter}={window}" for letter, window in self.windows.items())])
+        return " ".join(
+            [*self.heads, *(f"{letter}={window}" for letter, window in self.windows.items())]
+        )
 
     @classmethod
-    def from_words(cls, words: str, window: int | None, strategy: str = "custom", *, sinks: int = 0) -> Layout:
+    def from_words(
+        cls, words: str, window: int | None, strategy: str = "custom", *, sinks: int = 0
+    ) -> Layout:
         """Create a layout from ``words``, which have no windows if all local heads have ``window``."""
         rows = [word for word in words.split() if "=" not in word]
         pairs = (word.partition("=") for word in words.split() if "=" in word)
@@ -334,7 +386,9 @@ class Layout(OnGrid):
         """Return the YAML file; ``provenance`` must hold plain values (text, numbers, lists, mappings)."""
         return _TEMPLATE.format(
             format=FORMAT,
-            window=_WINDOWS.format(files.yaml_line(self.windows)) if self.windows else _WINDOW.format(self.window),
+            window=_WINDOWS.format(files.yaml_line(self.windows))
+            if self.windows
+            else _WINDOW.format(self.window),
             sinks=_SINKS.format(self.sinks) if self.sinks else "",
             comment=_GRID_COMMENT.format(", ".join(self.legend)),
             rows=self.rows,
@@ -357,7 +411,9 @@ class _LayoutFile(schema.Section):
 
     model_config = ConfigDict(
         title="spkv-nas layout",
-        json_schema_extra={"description": "For every KV head of a decoder: global attention or a local window."},
+        json_schema_extra={
+            "description": "For every KV head of a decoder: global attention or a local window."
+        },
     )
 
     format: str = Field(json_schema_extra={"const": FORMAT})
@@ -380,7 +436,10 @@ class _LayoutFile(schema.Section):
         description="one row per layer from layer 0, one letter per KV head: G global, L or one of 'windows' local",
         json_schema_extra={"minItems": 1, "items": {"type": "string", "pattern": "^[GL-RT-Z]+$"}},
     )
-    strategy: str = Field("custom", description="how the layout was chosen; its name in comparisons")
+    strategy: str = Field(
+        "custom", description="how the layout was chosen; its name in comparisons"
+    )
     provenance: dict[str, Any] = Field(
-        {}, description="origin of the layout, hash of window, sinks and heads, and checksum of the other fields"
+        {},
+        description="origin of the layout, hash of window, sinks and heads, and checksum of the other fields",
     )

@@ -96,5 +96,9 @@ def cache_facts(
             native += [layer.checkpoint_window] * number
             sizes += [size] * number
     reach = min(layers[index].checkpoint_window for index in candidates)
-    facts = {"native_heads": tuple(native), "global_window": reach, "head_dim": max(known, default=None)}
+    facts = {
+        "native_heads": tuple(native),
+        "global_window": reach,
+        "head_dim": max(known, default=None),
+    }
     return facts if set(sizes) <= {facts["head_dim"]} else {**facts, "native_dims": tuple(sizes)}

@@ -62,9 +62,13 @@ class Measurement:
     against: str  # the dense model
     passes_level: float = math.nan
     fails_level: float = math.nan
-    kv_cache_percent: float = math.nan  # KV cache of full attention's at ``context`` tokens; NaN: not recorded
+    kv_cache_percent: float = (
+        math.nan
+    )  # KV cache of full attention's at ``context`` tokens; NaN: not recorded
     context: int | None = None  # tokens of a block of the text; None: not recorded
-    by_position: tuple[PositionLoss, ...] = ()  # of the same documents; empty: not recorded, or another criterion
+    by_position: tuple[
+        PositionLoss, ...
+    ] = ()  # of the same documents; empty: not recorded, or another criterion
     source: Path | None = None  # the table; None for one in memory
 
     @property
@@ -110,7 +114,9 @@ class Measurement:
         return f"{_VERBS[self.answer]} {self.limit}{risk}"
 
 
-def measurements(rows: pd.DataFrame, record: Mapping[str, Any], source: Path | None = None) -> list[Measurement]:
+def measurements(
+    rows: pd.DataFrame, record: Mapping[str, Any], source: Path | None = None
+) -> list[Measurement]:
     """Read all rows of a table of ``verdict`` or ``critical-budget``; missing keys of the record are unknown."""
     nouns = record.get("nouns", {})
     available = record.get("num_samples", {})
@@ -134,7 +140,9 @@ def measurements(rows: pd.DataFrame, record: Mapping[str, Any], source: Path | N
             num_available=float(available.get(row["criterion"], math.nan)),
             risk=math.nan if risk is None else float(risk),
             against=str(record.get("against", "the dense model")),
-            kv_cache_percent=math.nan if memory.get(row["candidate"]) is None else float(memory[row["candidate"]]),
+            kv_cache_percent=math.nan
+            if memory.get(row["candidate"]) is None
+            else float(memory[row["candidate"]]),
             context=record.get("context"),
             by_position=_by_position(row, record),
             source=source,
@@ -150,7 +158,13 @@ def _by_position(row: Mapping[Any, Any], record: Mapping[str, Any]) -> tuple[Pos
     if row["criterion"] != "nll":
         return ()
     return tuple(
-        PositionLoss(start=int(start), end=int(end), num_tokens=int(number), nll=float(nll), dense_nll=float(dense))
+        PositionLoss(
+            start=int(start),
+            end=int(end),
+            num_tokens=int(number),
+            nll=float(nll),
+            dense_nll=float(dense),
+        )
         for start, end, number, nll, dense in parts
     )
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 CHECK = "prediction_check"  # key of a record: ``PredictionCheck.as_mapping``
-HEAD_GATES = "head_gates"  # key of a record: the gates of all heads, by layer, for layouts to compare
+HEAD_GATES = (
+    "head_gates"  # key of a record: the gates of all heads, by layer, for layouts to compare
+)
 
 # Rank correlation with the true losses below which costs are no guide. With twelve layouts, costs that say nothing
 # reach it in 2 % of cases, and costs with a correlation of .9 over all layouts stay below in 3 % (simulated,
@@ -31,7 +33,9 @@ class PredictionCheck:
     predicted: tuple[float, ...]
     measured: tuple[float, ...]
     correlation: float  # Spearman's rank correlation of the two
-    slope: float  # of the measured on the predicted losses, through 0, as full attention loses nothing
+    slope: (
+        float  # of the measured on the predicted losses, through 0, as full attention loses nothing
+    )
     reliability: float  # share of the variance of the measured losses that is not noise
 
     @property
@@ -75,7 +79,10 @@ class PredictionCheck:
             "correlation": round(self.correlation, 4),
             "slope": round(self.slope, 4),
             "reliability": round(self.reliability, 4),
-            "layouts": [{"predicted": round(first, 6), "change": round(second, 6)} for first, second in pairs],
+            "layouts": [
+                {"predicted": round(first, 6), "change": round(second, 6)}
+                for first, second in pairs
+            ],
         }
 
 

@@ -25,8 +25,12 @@ class Proposal:
     """Layouts by name, with the thresholds at which they were chosen."""
 
     layouts: dict[str, Layout]  # by strategy, or by file name if two layouts have the same strategy
-    taus: tuple[float, ...] = ()  # all thresholds named in the files, ascending; empty for layouts made by hand
-    files: Mapping[str, Path] = field(default_factory=dict)  # path of each layout, by the same names
+    taus: tuple[
+        float, ...
+    ] = ()  # all thresholds named in the files, ascending; empty for layouts made by hand
+    files: Mapping[str, Path] = field(
+        default_factory=dict
+    )  # path of each layout, by the same names
 
     @property
     def tau(self) -> float | None:
@@ -44,13 +48,18 @@ class Proposal:
         sinks = {name: layout.sinks for name, layout in self.layouts.items()}
         return sinks if any(sinks.values()) else {}
 
-    def warn_of_windows(self, others: Mapping[str, int] | None = None, memory: Iterable[float] = ()) -> None:
+    def warn_of_windows(
+        self, others: Mapping[str, int] | None = None, memory: Iterable[float] = ()
+    ) -> None:
         """Warn if layouts are compared, with each other or with ``others``, that have different windows or sink tokens.
 
         ``others`` are windows of other members of the comparison, by name; their gates decide about the first tokens.
         Layouts of different windows can be compared if their KV caches, ``memory``, are known to be equal.
         """
-        names = {name: f"{name} ({self.files[name]})" if name in self.files else name for name in self.layouts}
+        names = {
+            name: f"{name} ({self.files[name]})" if name in self.files else name
+            for name in self.layouts
+        }
         windows = {names[name]: window for name, window in self.windows.items()}
         if len({*windows.values()}) > 1 and is_equal_memory(memory):
             windows, others = {}, None
@@ -71,7 +80,9 @@ class Proposal:
             for name, layout in self.layouts.items()
             if layout.provenance.get("probe") == table.name
         }
-        if stale := [name for name, probe_hash in hashes.items() if probe_hash != table.content_hash]:
+        if stale := [
+            name for name, probe_hash in hashes.items() if probe_hash != table.content_hash
+        ]:
             warnings.warn(
                 f"{', '.join(stale)}: proposed from an earlier probe named '{table.name}', not from the current "
                 f"one (hash {table.content_hash})\nrun propose again to use the current probe",
@@ -88,7 +99,11 @@ class Proposal:
         numbers = {layout.sinks for layout in self.layouts.values()}
         if len(numbers) == 1 and numbers != {table.sinks}:
             table = replace(table, metadata={**table.metadata, "sinks": numbers.pop()})
-        if self.tau is None or self.tau == histogram.rounded_tau(table.tau) or table.histogram is None:
+        if (
+            self.tau is None
+            or self.tau == histogram.rounded_tau(table.tau)
+            or table.histogram is None
+        ):
             return table
         return table.at_tau(self.tau)
 
@@ -101,20 +116,26 @@ class Proposal:
         entries = [(file, Layout.read(file)) for file in files]
         for name, (file, layout) in zip(layout_names(entries), entries, strict=True):
             if name in layouts:
-                raise UserError(f"two layouts are called '{name}': rename one of them (key 'strategy')")
+                raise UserError(
+                    f"two layouts are called '{name}': rename one of them (key 'strategy')"
+                )
             layouts[name], paths[name] = layout, file
             # Collect the thresholds
             tau = layout.provenance.get("tau")
             if isinstance(tau, float | int) and not isinstance(tau, bool):
                 if not 0 <= tau <= 1:
-                    raise UserError(f"layout {file}: its provenance has a tau of {tau}; tau must lie in [0, 1]")
+                    raise UserError(
+                        f"layout {file}: its provenance has a tau of {tau}; tau must lie in [0, 1]"
+                    )
                 taus.add(float(tau))
         return cls(layouts, tuple(sorted(taus)), paths)
 
     @classmethod
     def read_folder(cls, folder: Path) -> "Proposal":
         """Read the layouts that ``propose`` wrote to ``layouts/<name>/``; ``UserError`` if there are none."""
-        files = sorted(file for file in folder.glob("*.yaml") if file.stem != RECOMMENDED)  # a copy of another
+        files = sorted(
+            file for file in folder.glob("*.yaml") if file.stem != RECOMMENDED
+        )  # a copy of another
         if not files:
             raise UserError(f"no layouts in {folder}\nrun propose first, or give layout files")
         return cls.read(files)
@@ -141,7 +162,14 @@ def _additions(file: Path, layout: Layout) -> tuple[str, ...]:
     """Return what may tell a layout from another of its strategy, in the order of ``layout_names``."""
     heads, folder = layout.num_global, file.resolve().parent.name
     windows = "-".join(map(str, layout.legend.values()))
-    return str(heads), f"window-{windows}", folder, f"{heads}-{folder}", file.stem, f"{folder}-{file.stem}"
+    return (
+        str(heads),
+        f"window-{windows}",
+        folder,
+        f"{heads}-{folder}",
+        file.stem,
+        f"{folder}-{file.stem}",
+    )
 
 
 def is_equal_memory(memory: Iterable[float]) -> bool:
@@ -156,14 +184,20 @@ def distinct(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:
     return {group[0]: tuple(group) for group in groups}
 
 
-def warn_of_windows(windows: Mapping[str, int | None], sinks: Mapping[str, int | None], *, remedy: str) -> None:
+def warn_of_windows(
+    windows: Mapping[str, int | None], sinks: Mapping[str, int | None], *, remedy: str
+) -> None:
     """Warn if the members of a comparison have different local windows or different numbers of sink tokens.
 
     Both are by name of the member, with its file if it has one; None if unknown, or where gates decide about the first
     tokens. The ``remedy`` is a clause in which ``{}`` stands for the option that sets them.
     """
-    _warn_if_different("local windows", "{} keys", windows, "a longer window lowers", remedy.format("--window"))
-    _warn_if_different("numbers of sink tokens", "sinks {}", sinks, "sink tokens lower", remedy.format("--sinks"))
+    _warn_if_different(
+        "local windows", "{} keys", windows, "a longer window lowers", remedy.format("--window")
+    )
+    _warn_if_different(
+        "numbers of sink tokens", "sinks {}", sinks, "sink tokens lower", remedy.format("--sinks")
+    )
 
 
 def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -171,10 +205,14 @@ def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
     separators = {}
     for name, record in records.items():
         if isinstance(report := record.get("separator"), Mapping):
-            separators[name] = " ".join(str(report[key]) for key in ("best", "documents") if key in report)
+            separators[name] = " ".join(
+                str(report[key]) for key in ("best", "documents") if key in report
+            )
     members = _members(separators)
     if len(members) > 1:
-        listed = "; ".join(f"'{separator}': {', '.join(names)}" for separator, names in members.items())
+        listed = "; ".join(
+            f"'{separator}': {', '.join(names)}" for separator, names in members.items()
+        )
         warnings.warn(
             f"results on text with different separators of documents are compared ({listed}), which change what heads "
             "attend to: measure all with the same --separator and --documents",
@@ -190,11 +228,15 @@ def _members(values: Mapping[str, Value]) -> dict[Value, list[str]]:
     return members
 
 
-def _warn_if_different(subject: str, label: str, numbers: Mapping[str, int | None], cause: str, remedy: str) -> None:
+def _warn_if_different(
+    subject: str, label: str, numbers: Mapping[str, int | None], cause: str, remedy: str
+) -> None:
     """Warn if the known numbers of the members of a comparison differ; ``cause`` begins a sentence about the loss."""
     members = _members({name: number for name, number in numbers.items() if number is not None})
     if len(members) > 1:
-        listed = "; ".join(f"{label.format(number)}: {', '.join(members[number])}" for number in sorted(members))
+        listed = "; ".join(
+            f"{label.format(number)}: {', '.join(members[number])}" for number in sorted(members)
+        )
         warnings.warn(
             f"layouts with {len(members)} different {subject} are compared ({listed})\n"
             f"{cause} the loss whichever heads are global, so the choice of heads cannot be compared: {remedy}",
@@ -216,7 +258,9 @@ class Difference:
     @classmethod
     def of(cls, first: Layout, second: Layout) -> "Difference":
         """Compare two layouts; ``UserError`` if they have different grids."""
-        grid.check_grid("the first layout", first.heads_per_layer, "the second", second.heads_per_layer)
+        grid.check_grid(
+            "the first layout", first.heads_per_layer, "the second", second.heads_per_layer
+        )
         has_several = bool(first.windows or second.windows)
 
         def mark(a: int | None, b: int | None) -> str:

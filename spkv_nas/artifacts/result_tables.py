@@ -30,7 +30,9 @@ _RESULTS = (
     "inputs",
     "num_selection",
 )  # keys that do not describe the inputs
-ALARM = "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
+ALARM = (
+    "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
+)
 CHECKPOINTS = "checkpoints.csv"
 RUN_RECORD = "run.json"  # in the folder of a finished branch
 _COLUMNS = (Column("strategy"), Column("seed", "whole"), Column("hash"), Column("checkpoint"))
@@ -55,8 +57,12 @@ class JudgedLayout(schema.Recorded):
     heads: str  # ``Layout.words``
     window: int  # recent keys that a local head sees
     sinks: int = 0  # sink tokens of local heads
-    trained: bool = False  # whether the candidate is a checkpoint of its own, not the dense model's weights
-    kv_cache_percent: float | None = None  # memory at ``ResultRecord.context`` tokens, of full attention's
+    trained: bool = (
+        False  # whether the candidate is a checkpoint of its own, not the dense model's weights
+    )
+    kv_cache_percent: float | None = (
+        None  # memory at ``ResultRecord.context`` tokens, of full attention's
+    )
 
 
 class ResultRecord(schema.Recorded):
@@ -104,7 +110,12 @@ def is_kept(file: Path) -> bool:
 
 
 def keep_earlier(
-    folder: Path, new: Path, record: str, tables: Iterable[str], inputs: str, reporter: progress.Reporter
+    folder: Path,
+    new: Path,
+    record: str,
+    tables: Iterable[str],
+    inputs: str,
+    reporter: progress.Reporter,
 ) -> str | None:
     """Copy an earlier result that was made from other inputs to files beside it, such as ``verdict-1a2b3c4d.csv``.
 
@@ -128,7 +139,9 @@ def keep_earlier(
     # Copy its files under names that end in the hash of these inputs
     copies = {name: kept_name(name, earlier) for name in (*tables, record)}
     copied = [
-        Path(shutil.copyfile(folder / name, new / copies[name])) for name in tables if files.is_file(folder / name)
+        Path(shutil.copyfile(folder / name, new / copies[name]))
+        for name in tables
+        if files.is_file(folder / name)
     ]
     if content is None:
         shutil.copyfile(folder / record, new / copies[record])
@@ -179,10 +192,14 @@ class ResultTable:
         if not table.is_file():
             return None
         rows = read_table(table, self.name, self.columns, others=True).reset_index(drop=True)
-        return rows, records.read_record(record, self.name, ResultRecord) if record.is_file() else {}
+        return rows, records.read_record(
+            record, self.name, ResultRecord
+        ) if record.is_file() else {}
 
 
-def _number(name: str, low: float = 0.0, high: float = limits.MAX_SHOWN, default: str | None = None) -> Column:
+def _number(
+    name: str, low: float = 0.0, high: float = limits.MAX_SHOWN, default: str | None = None
+) -> Column:
     return Column(name, "number", low=low, high=high, gaps=True, default=default)
 
 
@@ -205,7 +222,9 @@ BASELINES = ResultTable(
         _number("density", high=1.0),
         _number("tau", high=1.0),
         _number("nll"),  # nats per token
-        _number("delta_nll_percent", -100.0),  # against the dense model, the first row, paired by document
+        _number(
+            "delta_nll_percent", -100.0
+        ),  # against the dense model, the first row, paired by document
         _number("delta_nll_standard_error"),  # in percentage points
     ),
 )
@@ -283,7 +302,9 @@ AGREEMENT = ResultTable(
         _number("acceptance", high=1.0),
         _number("acceptance_standard_error"),
         Column("draft_tokens", "whole"),
-        _number("tokens_per_pass"),  # of the dense model, if the model drafts draft_tokens tokens for each pass
+        _number(
+            "tokens_per_pass"
+        ),  # of the dense model, if the model drafts draft_tokens tokens for each pass
         _number("tokens_per_pass_standard_error"),
     ),
 )
@@ -294,7 +315,9 @@ SCORES = ResultTable(
         Column("hash"),  # of the layout; empty for full attention
         Column("num_global", "whole"),
         _number("density_percent"),
-        _number("kv_cache_percent", default=""),  # memory for one block, of full attention's; older files lack it
+        _number(
+            "kv_cache_percent", default=""
+        ),  # memory for one block, of full attention's; older files lack it
         _number("coverage_percent"),
         _number("nll"),  # nats per token
         _number("delta_nll_percent", -100.0),  # against full attention, paired by document
@@ -324,7 +347,9 @@ CRITICAL_BUDGET = ResultTable(
     (
         Column("candidate", default=""),  # name of the layout that was looked at
         Column("num_global", "whole"),
-        _number("memory", high=100.0, default=""),  # the budget, if it is one of memory, in percent of full attention's
+        _number(
+            "memory", high=100.0, default=""
+        ),  # the budget, if it is one of memory, in percent of full attention's
         Column("look", "whole"),  # from 1, in order
         # largest p-values at which it passes, and at which it fails; 0: not tested; older files lack them
         _number("passes_level", high=1.0, default=""),
@@ -358,8 +383,13 @@ class TrainedModel:
 
 def write_checkpoints(folder: Path, models: Iterable[TrainedModel], root: Path) -> None:
     """Write the table of checkpoints to ``folder``, with paths relative to the workspace ``root``."""
-    rows = [asdict(model) | {"checkpoint": model.checkpoint.relative_to(root).as_posix()} for model in models]
-    write_csv(folder / CHECKPOINTS, pd.DataFrame(rows, columns=[column.name for column in _COLUMNS]))
+    rows = [
+        asdict(model) | {"checkpoint": model.checkpoint.relative_to(root).as_posix()}
+        for model in models
+    ]
+    write_csv(
+        folder / CHECKPOINTS, pd.DataFrame(rows, columns=[column.name for column in _COLUMNS])
+    )
 
 
 def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
@@ -390,6 +420,8 @@ def run_origin(checkpoint: Path) -> RunOrigin | None:
         record = files.read_json(file, "run record")
         content = record.get("recipe")
         if isinstance(content, dict) and isinstance(name := content.get("name"), str):
-            return RunOrigin(names.check_name(name, f"{file}: the recipe's name"), str(record.get("variant", "")))
+            return RunOrigin(
+                names.check_name(name, f"{file}: the recipe's name"), str(record.get("variant", ""))
+            )
     *_, runs, recipe, _, final = ("", "", "", "", *checkpoint.absolute().parts)
     return RunOrigin(recipe, "") if (runs, final) == ("runs", "final") else None

@@ -34,22 +34,34 @@ class Scale:
         """Return the position of values on the scale: 0 at ``low``, 1 at ``high``; NaN stays NaN."""
         low, high, position = (
             np.arcsinh(numbers / self.even) if self.is_stretched else numbers
-            for numbers in (np.asarray(number, dtype=np.float64) for number in (self.low, self.high, value))
+            for numbers in (
+                np.asarray(number, dtype=np.float64) for number in (self.low, self.high, value)
+            )
         )
         return np.asarray((position - low) / (high - low))
 
     def text(self, value: float) -> str:
         """Format a value for a shaded cell, in three or four characters."""
         number = self.factor * value
-        text = f"{number:.{1 if self.is_stretched and abs(number) < 9.95 else 0}f}".replace("-", "\N{MINUS SIGN}")
+        text = f"{number:.{1 if self.is_stretched and abs(number) < 9.95 else 0}f}".replace(
+            "-", "\N{MINUS SIGN}"
+        )
         return "0" if float(f"{number:.1f}") == 0 else text
 
     @property
     def ticks(self) -> tuple[float, ...]:
         """Return the values to mark: 0, and the ends and the positive midpoint if they are far enough from it."""
         even, zero = self.even, float(self.fraction(0.0))
-        middle = even * math.sinh(math.asinh(self.high / even) / 2) if self.is_stretched else self.high / 2
-        ends = (value for value in (self.low, middle, self.high) if abs(self.fraction(value) - zero) > _APART)
+        middle = (
+            even * math.sinh(math.asinh(self.high / even) / 2)
+            if self.is_stretched
+            else self.high / 2
+        )
+        ends = (
+            value
+            for value in (self.low, middle, self.high)
+            if abs(self.fraction(value) - zero) > _APART
+        )
         return tuple(sorted((0.0, *ends)))
 
     @property
@@ -97,7 +109,9 @@ class Measure:
         scale = Scale(low, high, is_stretched=True, factor=factor)
         if kind == kinds.SCORE:
             return cls(f"{signal} score", meaning, unit, shown, scale)
-        meaning = f"NLL that a KV head's global attention saves, as the signal {signal} measures it."
+        meaning = (
+            f"NLL that a KV head's global attention saves, as the signal {signal} measures it."
+        )
         return cls(f"{signal} gain", meaning, unit, shown, scale)
 
     @property

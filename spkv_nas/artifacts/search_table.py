@@ -12,7 +12,9 @@ from spkv_nas.base.tables import Column, read_table
 BASELINE = "baseline"  # sampler of layouts that the search started from or compares with
 
 Retraining = Literal["short", "full"]
-Fidelity = Literal["zero_shot", Retraining]  # how a score was measured: untrained, short run or full run
+Fidelity = Literal[
+    "zero_shot", Retraining
+]  # how a score was measured: untrained, short run or full run
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
 _MAX_COST = 1e30
@@ -30,7 +32,13 @@ _COLUMNS = (
         column
         for fidelity in FIDELITIES
         for column in (
-            Column(f"{fidelity}_delta_percent", "number", low=-limits.MAX_SHOWN, high=limits.MAX_SHOWN, gaps=True),
+            Column(
+                f"{fidelity}_delta_percent",
+                "number",
+                low=-limits.MAX_SHOWN,
+                high=limits.MAX_SHOWN,
+                gaps=True,
+            ),
             Column(f"{fidelity}_standard_error", "number", high=limits.MAX_SHOWN, gaps=True),
         )
     ),
@@ -64,9 +72,15 @@ def read_search(path: Path) -> pd.DataFrame:
     """Read ``search.csv``; values that were not measured are NaN. ``UserError`` if the table is invalid."""
     rows = read_table(path, "search", _COLUMNS, others=True)
     if rows["zero_shot_delta_percent"].isna().all():
-        raise errors.UserError(f"search {path}: column 'zero_shot_delta_percent' is empty: no layout has a score")
-    is_grid = rows["heads"].map(lambda heads: bool(heads) and len({len(layer) for layer in heads.split()}) == 1)
+        raise errors.UserError(
+            f"search {path}: column 'zero_shot_delta_percent' is empty: no layout has a score"
+        )
+    is_grid = rows["heads"].map(
+        lambda heads: bool(heads) and len({len(layer) for layer in heads.split()}) == 1
+    )
     if not is_grid.all():
         line = rows.index[~is_grid][0]
-        raise errors.UserError(f"search {path}, line {line}: column 'heads' must have one word of G and L per layer")
+        raise errors.UserError(
+            f"search {path}, line {line}: column 'heads' must have one word of G and L per layer"
+        )
     return rows.reset_index(drop=True)

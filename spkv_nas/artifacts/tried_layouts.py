@@ -13,7 +13,9 @@ from spkv_nas.artifacts.layout import Layout
 
 TRIED = "layouts_tried"  # key of a record: a list of ``TriedLayout.as_mapping``
 RECOMMENDED = "recommended"  # key of a record: the name of the layout to recommend; and the name of a copy of its file
-FAR_ERRORS = 2.0  # standard errors from a measured loss, beyond which a prediction is said to be wrong
+FAR_ERRORS = (
+    2.0  # standard errors from a measured loss, beyond which a prediction is said to be wrong
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,11 @@ class TriedLayout:
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for a record, without numbers that are not known."""
-        numbers = {"predicted": self.predicted, "change": self.change, "standard_error": self.standard_error}
+        numbers = {
+            "predicted": self.predicted,
+            "change": self.change,
+            "standard_error": self.standard_error,
+        }
         return {
             "name": self.name,
             "heads": " ".join(self.layout.heads),

@@ -24,7 +24,11 @@ _WORDS: dict[Any, str] = {
 
 
 def convert(
-    what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any], Any]] | None = None, remedy: str = ""
+    what: str,
+    kind: Any,
+    value: Any,
+    converters: Mapping[str, Callable[[Any], Any]] | None = None,
+    remedy: str = "",
 ) -> Any:
     """Return ``value`` as ``kind``, an annotation such as ``int | None`` or ``Sequence[Layout]``.
 
@@ -45,10 +49,14 @@ def convert(
     expected = " or ".join(dict.fromkeys(_word(option) for option in kinds))
     is_short = isinstance(value, Real | str | NoneType)
     description = shortened(repr(value), 80) if is_short else _article(type(value).__name__)
-    raise UserError(f"{what} must be {expected}; found {description}{f': {remedy}' if remedy else ''}")
+    raise UserError(
+        f"{what} must be {expected}; found {description}{f': {remedy}' if remedy else ''}"
+    )
 
 
-def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any], Any]], remedy: str) -> Any:
+def _as(
+    what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any], Any]], remedy: str
+) -> Any:
     """Return ``value`` as one kind, or ``_UNFIT``."""
     origin = get_origin(kind) or kind
     is_text = isinstance(value, str | bytes)
@@ -56,7 +64,11 @@ def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any
     if origin is Any:
         return value
     if origin is Literal:
-        return value if any(value is each or (is_text and value == each) for each in get_args(kind)) else _UNFIT
+        return (
+            value
+            if any(value is each or (is_text and value == each) for each in get_args(kind))
+            else _UNFIT
+        )
     if origin in (int, float, bool):
         return _number(origin, value)
     if origin is Callable or getattr(origin, "_is_protocol", False):
@@ -66,10 +78,16 @@ def _as(what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any
         return _UNFIT
     if origin is Sequence:
         (item,) = get_args(kind)
-        return [convert(f"{what}[{index}]", item, each, converters, remedy) for index, each in enumerate(value)]
+        return [
+            convert(f"{what}[{index}]", item, each, converters, remedy)
+            for index, each in enumerate(value)
+        ]
     if origin is Mapping:
         _, item = get_args(kind)
-        return {key: convert(f"{what}[{key!r}]", item, each, converters, remedy) for key, each in value.items()}
+        return {
+            key: convert(f"{what}[{key!r}]", item, each, converters, remedy)
+            for key, each in value.items()
+        }
     return value
 
 

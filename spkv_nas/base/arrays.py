@@ -24,8 +24,15 @@ Float = NDArray[np.float64]
 Int = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Tokens = NDArray[np.int32]
-_MAX_UNPACKED = 1 << 30, 100  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
-_KINDS = {"text": ("U", "text"), "number": ("iuf", "numbers"), "whole": ("iu", "whole numbers")}  # dtypes, words
+_MAX_UNPACKED = (
+    1 << 30,
+    100,
+)  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
+_KINDS = {
+    "text": ("U", "text"),
+    "number": ("iuf", "numbers"),
+    "whole": ("iu", "whole numbers"),
+}  # dtypes, words
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,12 @@ def read_npz(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArr
             with np.load(file, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in names}
     except MemoryError as error:
-        raise UserError(f"{path} does not fit into memory, or is damaged: {first_line(error)}\n{remedy}") from error
-    except Exception as error:  # from numpy, zipfile, zlib or Python's parser, which reads array headers
+        raise UserError(
+            f"{path} does not fit into memory, or is damaged: {first_line(error)}\n{remedy}"
+        ) from error
+    except (
+        Exception
+    ) as error:  # from numpy, zipfile, zlib or Python's parser, which reads array headers
         raise UserError(f"{path} is damaged: {first_line(error)}\n{remedy}") from error
 
 

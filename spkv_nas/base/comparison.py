@@ -28,11 +28,20 @@ def _is_equal(first: Any, second: Any) -> bool:
         arrays = np.asarray(first), np.asarray(second)
         has_missing = all(array.dtype.kind in "fc" for array in arrays)
         return arrays[0].dtype == arrays[1].dtype and np.array_equal(*arrays, equal_nan=has_missing)
-    if hasattr(first, "equals") or hasattr(second, "equals"):  # of pandas, which not every command imports
+    if hasattr(first, "equals") or hasattr(
+        second, "equals"
+    ):  # of pandas, which not every command imports
         return type(first) is type(second) and bool(first.equals(second))
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_is_equal(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(
+            _is_equal(first[key], second[key]) for key in first
+        )
     if isinstance(first, list | tuple) and type(first) is type(second):
         return len(first) == len(second) and all(map(_is_equal, first, second))
-    is_missing = isinstance(first, float) and isinstance(second, float) and first != first and second != second
+    is_missing = (
+        isinstance(first, float)
+        and isinstance(second, float)
+        and first != first
+        and second != second
+    )
     return is_missing or bool(first == second)

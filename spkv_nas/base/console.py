@@ -146,7 +146,11 @@ def show_warnings() -> None:
 
 
 def _show_warning(
-    python_showwarning: Callable[..., None], message: Warning | str, kind: type[Warning], file: str, *details: Any
+    python_showwarning: Callable[..., None],
+    message: Warning | str,
+    kind: type[Warning],
+    file: str,
+    *details: Any,
 ) -> None:
     """Print a warning, by ``python_showwarning`` unless it is this package's."""
     if kind is UserWarning and Path(file).is_relative_to(PACKAGE):

@@ -43,7 +43,9 @@ def measuring_device(device: str | None) -> str:
     return choose_device(None if device == AUTO else device)
 
 
-def choose_dtype(device: str, checkpoint_dtype: "torch.dtype", dtype: str | None = None) -> "torch.dtype":
+def choose_dtype(
+    device: str, checkpoint_dtype: "torch.dtype", dtype: str | None = None
+) -> "torch.dtype":
     """Return the dtype to compute in: ``dtype``, else ``checkpoint_dtype``, or float32 if the device emulates that.
 
     An AVX2 CPU emulates bfloat16: a linear layer of the embedded model then takes 8 times as long as in float32. Raises

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Values = TypeVar("Values", "Tensor", "NDArray[np.float64]", "NDArray[np.int64]")
-TIMEOUT = timedelta(hours=6)  # process 0 may tokenise for hours; torchrun detects failed processes at once
+TIMEOUT = timedelta(
+    hours=6
+)  # process 0 may tokenise for hours; torchrun detects failed processes at once
 
 
 _connected = False  # whether ``connect`` joined the process group
@@ -92,12 +94,17 @@ def leave(exit_code: int) -> None:
     disconnect()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # in Python's own shutdown, threads of a process group that is gone may abort the process
+    os._exit(
+        exit_code
+    )  # in Python's own shutdown, threads of a process group that is gone may abort the process
 
 
 def is_lost_process(error: BaseException) -> bool:
     """Return whether an error means that another process exited, as gloo and NCCL report it."""
-    return num_processes() > 1 and re.search(r"onnection (closed|reset|refused)|gloo|NCCL", str(error)) is not None
+    return (
+        num_processes() > 1
+        and re.search(r"onnection (closed|reset|refused)|gloo|NCCL", str(error)) is not None
+    )
 
 
 def is_sharded(model: "nn.Module") -> bool:
@@ -113,7 +120,11 @@ def pass_device(model: "nn.Module") -> "torch.device":
     from torch.distributed.tensor import DTensor
 
     parameter = next(model.parameters()).data
-    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+    return (
+        torch.device(parameter.device_mesh.device_type)
+        if isinstance(parameter, DTensor)
+        else parameter.device
+    )
 
 
 def blocks_per_process(batch_size: int, multiple: int = 1) -> int:
@@ -180,7 +191,9 @@ def sum_over_processes(values: Values) -> Values:
     # Copy the values, tensors to the device of the process group, in a dtype that sums precisely
     tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
     dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
-    on_cpu = not isinstance(values, torch.Tensor) and "cpu:" in torch.distributed.get_backend_config()
+    on_cpu = (
+        not isinstance(values, torch.Tensor) and "cpu:" in torch.distributed.get_backend_config()
+    )
     device = "cpu" if on_cpu else PartialState().device
     total = tensor.detach().to(device, dtype, copy=True).contiguous()
     torch.distributed.all_reduce(total)

@@ -14,7 +14,9 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         """Escape and shorten the message."""
-        super().__init__(shortened(printable(shortened(message, 2 * MAX_CHARACTERS)), MAX_CHARACTERS))
+        super().__init__(
+            shortened(printable(shortened(message, 2 * MAX_CHARACTERS)), MAX_CHARACTERS)
+        )
 
 
 def printable(text: str) -> str:
@@ -41,9 +43,13 @@ def first_line(error: BaseException) -> str:
     If the line ends in a colon, the lines that it introduces follow.
     """
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    end = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    end = next(
+        (number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines)
+    )
     if end > 1:  # a list follows: up to the next blank line
-        end = next((number for number, line in enumerate(lines) if number >= end and not line), len(lines))
+        end = next(
+            (number for number, line in enumerate(lines) if number >= end and not line), len(lines)
+        )
     message = " ".join(lines[:end])
     return message if " " in message else f"{type(error).__name__}: {message}".rstrip(": ")
 

@@ -39,7 +39,9 @@ def missing_extra(error: ModuleNotFoundError) -> UserError | None:
     """Convert a failed import to a user-facing error; None if no extra provides the package."""
     for extra, packages in EXTRAS.items():
         if error.name in packages:
-            return UserError(f"{error.name} is not installed\npip install 'spkv-nas[{extra}]' installs it")
+            return UserError(
+                f"{error.name} is not installed\npip install 'spkv-nas[{extra}]' installs it"
+            )
     return None
 
 
@@ -49,7 +51,9 @@ def check_installed(package: str, key: str) -> None:
     if spec is None or spec.origin is None:  # not a plain folder of that name, as W&B creates
         extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
         requirement = package if extra is None else f"'spkv-nas[{extra}]'"
-        raise UserError(f"{key}: {package} is not installed\npip install {requirement} installs it; or leave {key} out")
+        raise UserError(
+            f"{key}: {package} is not installed\npip install {requirement} installs it; or leave {key} out"
+        )
 
 
 def when_imported(module: str, action: Callable[[], None]) -> None:

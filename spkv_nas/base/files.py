@@ -54,7 +54,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             # Write a temporary file through to disk before it replaces the old one
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-            with temporary.open("xb") as file:  # its mode follows the umask, unlike that of ``tempfile``
+            with temporary.open(
+                "xb"
+            ) as file:  # its mode follows the umask, unlike that of ``tempfile``
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -75,7 +77,9 @@ def read_text(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> str:
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
-            raise UserError(f"{what} {path} has more than {max_bytes >> 20} MiB, more than any valid file of this kind")
+            raise UserError(
+                f"{what} {path} has more than {max_bytes >> 20} MiB, more than any valid file of this kind"
+            )
         check_utf8(data)
         return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
     except FileNotFoundError as error:
@@ -111,7 +115,9 @@ class _PlainDumper(yaml.SafeDumper):
 
 def yaml_text(content: object, **options: Any) -> str:
     """Return plain values (text, numbers, lists, mappings) as YAML, keeping the order of keys."""
-    text: str = yaml.dump(content, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, **options)
+    text: str = yaml.dump(
+        content, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, **options
+    )
     return text
 
 
@@ -153,7 +159,9 @@ class _StrictLoader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         is_alias = isinstance(event, yaml.AliasEvent)
         if is_alias or self.depth == _MAX_DEPTH:
-            problem = "aliases are not allowed" if is_alias else f"more than {_MAX_DEPTH} levels deep"
+            problem = (
+                "aliases are not allowed" if is_alias else f"more than {_MAX_DEPTH} levels deep"
+            )
             raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
@@ -186,7 +194,9 @@ def _bounded(text: str, parse: Callable[[str], int] = int) -> int:
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_bounded_int)
 for _yaml_class in (_StrictLoader, _PlainDumper):
     _yaml_class.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+0123456789."),
     )
 
 
@@ -198,7 +208,9 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Parse a YAML mapping strictly; ``UserError``, which starts with ``where``, if it is invalid."""
     if len(text) > _MAX_YAML:
-        raise UserError(f"{where} has more than {_MAX_YAML >> 20} Mi characters, more than any valid file of this kind")
+        raise UserError(
+            f"{where} has more than {_MAX_YAML >> 20} Mi characters, more than any valid file of this kind"
+        )
     try:
         data = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
@@ -210,7 +222,9 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     except Exception as error:  # from constructors: invalid dates and numbers
         raise UserError(f"{where} is not valid YAML: {first_line(error)}") from error
     if not isinstance(data, dict):
-        raise UserError(f"{where}: expected a mapping of keys to values, found {type(data).__name__}")
+        raise UserError(
+            f"{where}: expected a mapping of keys to values, found {type(data).__name__}"
+        )
     return data
 
 

@@ -30,16 +30,27 @@ def local_file(path: StrPath, name: str, what: str) -> Path:
     repository, _, revision = str(path).removeprefix(PREFIX).partition("@")
     reasons: tuple[tuple[type[Exception], str], ...] = (  # subclasses before their bases
         (errors.HFValidationError, "it must be hub:ORG/NAME or hub:ORG/NAME@REVISION"),
-        (errors.LocalEntryNotFoundError, "the Hub cannot be reached, and its cache on this machine has no copy"),
-        (errors.GatedRepoError, "access must be requested on the Hub; then log in with 'hf auth login'"),
-        (errors.RepositoryNotFoundError, "there is no such repository, or it is private: log in with 'hf auth login'"),
+        (
+            errors.LocalEntryNotFoundError,
+            "the Hub cannot be reached, and its cache on this machine has no copy",
+        ),
+        (
+            errors.GatedRepoError,
+            "access must be requested on the Hub; then log in with 'hf auth login'",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            "there is no such repository, or it is private: log in with 'hf auth login'",
+        ),
         (errors.RevisionNotFoundError, f"the repository has no revision '{revision}'"),
         (errors.EntryNotFoundError, f"the repository has no file {name}"),
     )
     try:
         return Path(hf_hub_download(repository, name, revision=revision or None))
     except Exception as error:
-        reason = next((reason for kind, reason in reasons if isinstance(error, kind)), first_line(error))
+        reason = next(
+            (reason for kind, reason in reasons if isinstance(error, kind)), first_line(error)
+        )
         raise UserError(f"cannot read {what} {path}: {reason}") from error
 
 
@@ -55,7 +66,9 @@ def push_folder(folder: Path, repository: str) -> str:
 
     try:
         url = HfApi().create_repo(repository, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model with spkv-nas")
+        HfApi().upload_folder(
+            repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model with spkv-nas"
+        )
     except Exception as error:
         raise UserError(
             f"cannot push to {repository}: {first_line(error)}\n"

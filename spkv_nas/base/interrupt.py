@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 _AT_ONCE = 0.5  # seconds within which a second SIGINT counts as a duplicate of the first
 
 
@@ -64,7 +66,11 @@ def deferred() -> Iterator[Pending]:
 
     def record(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGINT and pending.number is not None and now - pending.since > _AT_ONCE:
+        if (
+            number == signal.SIGINT
+            and pending.number is not None
+            and now - pending.since > _AT_ONCE
+        ):
             raise Interrupted(number)
         if pending.number is None:
             pending.number, pending.since = number, now
@@ -74,7 +80,9 @@ def deferred() -> Iterator[Pending]:
 
 
 @contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> Iterator[None]:
+def _handled_by(
+    handler: Callable[[int, FrameType | None], None], numbers: Sequence[int]
+) -> Iterator[None]:
     """Install ``handler`` for signals while the block runs."""
     previous_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:

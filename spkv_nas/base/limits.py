@@ -17,10 +17,29 @@ MAX_SEED = 2**32 - 1 - MAX_REPEATS  # numpy's seeds have 32 bits; repetitions in
 MAX_SHOWN = 1e9  # of a measured number: the range that a figure's axis can show
 MAX_LAYERS = 1000  # several times that of any decoder; a million would take forever to build
 _MAX_EXPERTS = 100_000
-_LAYER_COUNTS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers"}
+_LAYER_COUNTS = {
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_decoder_layers",
+    "decoder_layers",
+}
 _MAX_LABELS = 10_000  # of a classifier; transformers builds a dictionary of them even for decoders
-_EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts"}
-_SIZES = _LAYER_COUNTS | {"hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"}
+_EXPERT_COUNTS = {
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "moe_num_experts",
+}
+_SIZES = _LAYER_COUNTS | {
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+}
 _MAX_COUNTS = {
     **dict.fromkeys(_LAYER_COUNTS, MAX_LAYERS),
     **dict.fromkeys(_EXPERT_COUNTS, _MAX_EXPERTS),
@@ -41,4 +60,6 @@ def check_counts(config: Mapping[str, Any], what: str) -> None:
             raise UserError(f"{what}: '{key}' in its config is {value:.6g}; expected at least 1")
         most = _MAX_COUNTS.get(key)
         if most is not None and isinstance(value, int | float) and value > most:
-            raise UserError(f"{what}: '{key}' in its config is {value:.6g}; more than {most:,} are not supported")
+            raise UserError(
+                f"{what}: '{key}' in its config is {value:.6g}; more than {most:,} are not supported"
+            )

@@ -46,7 +46,10 @@ class FolderLock:
                 self._lock.acquire(timeout=seconds)
         except Timeout:
             return False
-        except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
+        except (
+            OSError,
+            NotImplementedError,
+        ) as error:  # the latter if the file system has no locks
             raise errors.UserError(
                 f"cannot lock {self._folder}: {errors.first_line(error)}\nchoose a writable folder with --workspace"
             ) from error
@@ -65,7 +68,9 @@ class FolderLock:
 
 
 @contextmanager
-def locked(folder: Path, what: str, announce: progress.Announce = progress.silent) -> Iterator[None]:
+def locked(
+    folder: Path, what: str, announce: progress.Announce = progress.silent
+) -> Iterator[None]:
     """Hold the lock of ``folder`` while the block runs; see ``FolderLock``."""
     lock = FolderLock(folder, what)
     lock.take(-1.0, announce)

@@ -34,26 +34,41 @@ _HEX = re.compile("[0-9a-f]{64}")
 
 
 def write_manifest(
-    folder: Path, known_hashes: Mapping[str, str] | None = None, *, origin: Mapping[str, str | None] | None = None
+    folder: Path,
+    known_hashes: Mapping[str, str] | None = None,
+    *,
+    origin: Mapping[str, str | None] | None = None,
 ) -> None:
     """Record the SHA-256 of every file of ``folder``; written last, it marks the folder as complete.
 
     Hidden files, such as remains of an interrupted write, are left out. Files named in ``known_hashes`` are copies,
     whose hashes were computed on the originals; the others are read. ``origin`` says what the folder was made from.
     """
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST and not p.name.startswith("."))
-    hashes = dict.fromkeys((p.relative_to(folder).as_posix() for p in files), "") | dict(known_hashes or {})
+    files = sorted(
+        p
+        for p in folder.rglob("*")
+        if p.is_file() and p.name != MANIFEST and not p.name.startswith(".")
+    )
+    hashes = dict.fromkeys((p.relative_to(folder).as_posix() for p in files), "") | dict(
+        known_hashes or {}
+    )
     unhashed = [name for name, value in hashes.items() if not value]
     try:
         hashes |= zip(unhashed, file_hashes(folder / name for name in unhashed), strict=True)
     except OSError as error:
         raise UserError(f"cannot read checkpoint {folder} back: {first_line(error)}") from error
-    write_json(folder / MANIFEST, {"sha256": hashes, **({} if origin is None else {_ORIGIN: dict(origin)})})
+    write_json(
+        folder / MANIFEST, {"sha256": hashes, **({} if origin is None else {_ORIGIN: dict(origin)})}
+    )
 
 
 def read_origin(folder: Path) -> Any:
     """Return what the manifest of ``folder`` says that it was made from; None if it does not say, or is missing."""
-    return read_json(folder / MANIFEST, "manifest").get(_ORIGIN) if (folder / MANIFEST).is_file() else None
+    return (
+        read_json(folder / MANIFEST, "manifest").get(_ORIGIN)
+        if (folder / MANIFEST).is_file()
+        else None
+    )
 
 
 def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
@@ -69,25 +84,39 @@ def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
     for name, expected in hashes.items():
         if not isinstance(expected, str) or _HEX.fullmatch(expected) is None:
             raise UserError(f"{where} has no SHA-256 for {name[:100]!r}")
-        if not name.isprintable() or "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        if (
+            not name.isprintable()
+            or "\\" in name
+            or not {"", ".", ".."}.isdisjoint(name.split("/"))
+        ):
             raise UserError(f"{where} names {name[:100]!r}, which is not a file below it")
     return hashes
 
 
-def check_manifest(folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint") -> None:
+def check_manifest(
+    folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint"
+) -> None:
     """Check files of ``folder`` (those with ``names``, or all, and added ones that loading reads) by its manifest."""
     with manifest_checked(folder, names, what=what):
         pass
 
 
 @contextmanager
-def manifest_checked(folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint") -> Iterator[None]:
+def manifest_checked(
+    folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint"
+) -> Iterator[None]:
     """Check the manifest in the background while the block reads the files; damage replaces the block's error."""
     hashes = read_manifest(folder, what) if (folder / MANIFEST).exists() else {}
     # Refuse a folder with added or missing files
-    added = sorted(p.name for p in folder.iterdir() if _is_read(p.name) and p.name not in hashes) if hashes else []
+    added = (
+        sorted(p.name for p in folder.iterdir() if _is_read(p.name) and p.name not in hashes)
+        if hashes
+        else []
+    )
     if added:
-        raise UserError(f"{what} {folder}: {added[0]} is not listed in its {MANIFEST}: it was added later\n{_REMEDY}")
+        raise UserError(
+            f"{what} {folder}: {added[0]} is not listed in its {MANIFEST}: it was added later\n{_REMEDY}"
+        )
     expected = {name: value for name, value in hashes.items() if names is None or name in names}
     missing = [name for name in expected if not (folder / name).is_file()]
     if missing:
@@ -102,15 +131,21 @@ def manifest_checked(folder: Path, names: Collection[str] | None = None, *, what
         _compare(folder, expected, wait, what)
 
 
-def _compare(folder: Path, expected: Mapping[str, str], wait: Callable[[], list[str]], what: str) -> None:
+def _compare(
+    folder: Path, expected: Mapping[str, str], wait: Callable[[], list[str]], what: str
+) -> None:
     """Wait for the hashes and compare them with the manifest; raise ``UserError`` if one differs."""
     try:
         computed_hashes = wait()
     except OSError as error:
-        raise UserError(f"{what} {folder}: cannot read a file of it: {first_line(error)}") from error
+        raise UserError(
+            f"{what} {folder}: cannot read a file of it: {first_line(error)}"
+        ) from error
     for name, value in zip(expected, computed_hashes, strict=True):
         if value != expected[name]:
-            raise UserError(f"{what} {folder} is damaged: {name} differs from its recorded SHA-256\n{_REMEDY}")
+            raise UserError(
+                f"{what} {folder} is damaged: {name} differs from its recorded SHA-256\n{_REMEDY}"
+            )
 
 
 def _is_read(name: str) -> bool:
@@ -131,9 +166,13 @@ def file_hash(path: Path) -> str:
     if status.st_size < _LARGE or time.time() - max(status.st_mtime, status.st_ctime) < _SETTLED:
         return sha256_file(path)
     # Share the hash of a large file between processes
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spkv-nas" / "hashes"
+    folder = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spkv-nas" / "hashes"
+    )
     cache_file = folder / f"{status.st_dev}-{status.st_ino}.json"
-    with suppress(UserError, OSError, NotImplementedError):  # no folder for a cache, or no locks in it
+    with suppress(
+        UserError, OSError, NotImplementedError
+    ):  # no folder for a cache, or no locks in it
         folder.mkdir(parents=True, exist_ok=True)
         with shared_lock(cache_file.with_suffix(".lock")):
             return _cached_hash(cache_file, path, status)

@@ -13,7 +13,9 @@ from spkv_nas.base.progress import Progress
 
 Result = TypeVar("Result")
 CHUNK_BYTES = 1 << 28  # of the logits of a chunk of tokens, in float32
-_CPU_PART = 8  # a chunk with gradients on a CPU is this part: a whole one takes up to a sixth longer
+_CPU_PART = (
+    8  # a chunk with gradients on a CPU is this part: a whole one takes up to a sixth longer
+)
 _GPU_PART = 64  # a chunk with gradients takes at most this part of a GPU's memory
 
 
@@ -43,14 +45,18 @@ def available_bytes(device: str = "cpu") -> int:
     if device.startswith("cuda"):
         import torch
 
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own cache
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )  # PyTorch's own cache
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     return min(int(psutil.virtual_memory().available), *_left_to_groups())
 
 
 def available_bytes_per_process(device: str = "cpu") -> int:
     """Return ``available_bytes``, divided by the number of local torchrun processes for machine memory."""
-    return available_bytes(device) // (1 if device.startswith("cuda") else distributed.num_local_processes())
+    return available_bytes(device) // (
+        1 if device.startswith("cuda") else distributed.num_local_processes()
+    )
 
 
 def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") -> None:
@@ -91,7 +97,8 @@ class AdaptiveBatchSize:
             empty_cache()  # after the except block, whose error keeps tensors alive
             self.number = math.ceil(batch_size / 2)
             warnings.warn(
-                f"out of memory for {batch_size} blocks per pass: continuing with {self.number}", stacklevel=2
+                f"out of memory for {batch_size} blocks per pass: continuing with {self.number}",
+                stacklevel=2,
             )
 
     def run_all(
@@ -131,17 +138,26 @@ def empty_cache() -> None:
     clear_device_cache(garbage_collection=True)
 
 
-def _left_to_groups(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
+def _left_to_groups(
+    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
     """Return limit minus usage of the process's control group (v2) and of each ancestor; at least one number."""
     available = [1 << 62]
     if not groups.is_file():  # not Linux
         return available
     lines = groups.read_text().splitlines()
-    process_group = next((Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")), Path())
-    for group in (process_group, *process_group.parents):  # a container may see its own group as the root
+    process_group = next(
+        (Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")), Path()
+    )
+    for group in (
+        process_group,
+        *process_group.parents,
+    ):  # a container may see its own group as the root
         limit, use = (_number(mount / group / name) for name in ("memory.max", "memory.current"))
         if limit is not None and use is not None:
-            available.append(max(0, limit - use + _reclaimable_bytes(mount / group / "memory.stat")))
+            available.append(
+                max(0, limit - use + _reclaimable_bytes(mount / group / "memory.stat"))
+            )
     return available
 
 

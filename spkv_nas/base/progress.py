@@ -45,7 +45,9 @@ class Bar(Protocol):
 class Display(Protocol):
     """Show a bar, with the unit of its count and the seconds that the command has left, if known."""
 
-    def __call__(self, done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
+    def __call__(
+        self, done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None
+    ) -> None:
         """Show that ``done`` of ``total`` units are finished."""
 
 
@@ -53,7 +55,9 @@ def silent(_: str) -> None:
     """Discard a message."""
 
 
-def no_progress(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
+def no_progress(
+    done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None
+) -> None:
     """Discard a progress update."""
 
 
@@ -195,13 +199,17 @@ def log_lines(title: str) -> Display:
     """Return a display that logs one line every ``EVERY`` seconds, with the time left."""
     last = time.monotonic()
 
-    def tell(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
+    def tell(
+        done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None
+    ) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= EVERY:
             last = now
             remaining = "" if left is None else f"{clock(left)} left"
-            LOGGER.info(", ".join(filter(None, (f"{title}: {count(done, total, unit)}", note, remaining))))
+            LOGGER.info(
+                ", ".join(filter(None, (f"{title}: {count(done, total, unit)}", note, remaining)))
+            )
 
     return tell
 
@@ -228,8 +236,14 @@ def clock(seconds: float) -> str:
 def part_of(bar: Bar, index: int, number: int, title: str = "") -> Display:
     """Return a display for part ``index`` of ``number`` equal parts of a bar, whose notes begin with ``title``."""
 
-    def show(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
-        bar(round(1000 * (index + done / total)), 1000 * number, " ".join(filter(None, (title, note))))
+    def show(
+        done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None
+    ) -> None:
+        bar(
+            round(1000 * (index + done / total)),
+            1000 * number,
+            " ".join(filter(None, (title, note))),
+        )
 
     return show
 
@@ -262,7 +276,11 @@ class Reporter:
         """Return a reporter whose progress bars call ``progress``."""
         if progress is None:
             return cls()
-        return cls(lambda _: nullcontext(lambda done, total, note="", unit="", left=None: progress(done, total)))
+        return cls(
+            lambda _: nullcontext(
+                lambda done, total, note="", unit="", left=None: progress(done, total)
+            )
+        )
 
     @contextmanager
     def bar(self, title: str, unit: str = "") -> Iterator[Bar]:

@@ -20,10 +20,16 @@ _KEY = "sha256"
 _TEXT = (".csv", ".yaml")
 
 
-def write_record(path: Path, content: Mapping[str, Any], files: Iterable[Path] | None = None) -> None:
+def write_record(
+    path: Path, content: Mapping[str, Any], files: Iterable[Path] | None = None
+) -> None:
     """Write a record with the hashes of ``files``, by default of all files in its folder."""
     if files is None:
-        files = sorted(file for file in path.parent.iterdir() if file.is_file() and not file.name.startswith("."))
+        files = sorted(
+            file
+            for file in path.parent.iterdir()
+            if file.is_file() and not file.name.startswith(".")
+        )
     hashes = {file.name: sha256_file(file) for file in files if file != path}
     text = yaml_text(dict(content))
     record_hash = hashlib.sha256(text.encode()).hexdigest()
@@ -44,7 +50,11 @@ def read_record(path: Path, what: str, schema: type[Recorded] = Recorded) -> dic
     if not isinstance(hashes, dict):
         raise UserError(f"{what} {path}: key '{_KEY}' must be a mapping of file names to hashes")
     # Verify hashes
-    edited = [str(name) for name, expected in hashes.items() if _hash(path, str(name), text) not in (None, expected)]
+    edited = [
+        str(name)
+        for name, expected in hashes.items()
+        if _hash(path, str(name), text) not in (None, expected)
+    ]
     damaged_names = [name for name in edited if not name.endswith(_TEXT)]
     # Refuse damaged binary files, warn of edited tables
     if damaged_names:

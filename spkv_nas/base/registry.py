@@ -24,7 +24,17 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
-from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from spkv_nas.base import arguments, errors
 from spkv_nas.base.flag import SHOWN, Flag
@@ -40,13 +50,19 @@ class EntryOption:
 
     type: Any  # type of its values
     flag: Flag  # help text and bounds
-    defaults: dict[str, str]  # its default in each entry that takes it, as the help shows it, by the entry's name
+    defaults: dict[
+        str, str
+    ]  # its default in each entry that takes it, as the help shows it, by the entry's name
 
     @property
     def default_text(self) -> str:
         """Return its default, or the defaults of its entries, as the help shows them."""
         texts = list(self.defaults.values())
-        return texts[0] if len({*texts}) == 1 else "; ".join(f"{name}: {text}" for name, text in self.defaults.items())
+        return (
+            texts[0]
+            if len({*texts}) == 1
+            else "; ".join(f"{name}: {text}" for name, text in self.defaults.items())
+        )
 
 
 class Entry:
@@ -69,7 +85,11 @@ class Entry:
             hint = hints[field.name]
             if get_origin(hint) is Annotated and isinstance(flag := get_args(hint)[1], Flag):
                 number = field.default
-                text = f"{number:,}" if isinstance(number, int) and not isinstance(number, bool) else str(number)
+                text = (
+                    f"{number:,}"
+                    if isinstance(number, int) and not isinstance(number, bool)
+                    else str(number)
+                )
                 declared[field.name] = EntryOption(
                     get_args(hint)[0], flag, {cls.name: field.metadata.get(SHOWN) or text}
                 )
@@ -80,7 +100,10 @@ class Entry:
         hints = get_type_hints(type(self))
         flags = {name: option.flag for name, option in self.options().items()}
         set_values = {name: value for name, value in values.items() if value is not None}
-        changed = {name: _checked(name, hints[name], flags.get(name), value) for name, value in set_values.items()}
+        changed = {
+            name: _checked(name, hints[name], flags.get(name), value)
+            for name, value in set_values.items()
+        }
         return replace(self, **changed)  # type: ignore[type-var]  # as above
 
 
@@ -123,7 +146,9 @@ class Registry(Generic[Item]):
         """
         entries = {entry.name: entry for entry in self.built_in}
         # Add the entry points, this project's own first
-        for point in sorted(entry_points(group=self.group), key=lambda point: (not _is_own(point), point.name)):
+        for point in sorted(
+            entry_points(group=self.group), key=lambda point: (not _is_own(point), point.name)
+        ):
             try:
                 entry = self._load(point)
                 if entry.name in entries:
@@ -199,7 +224,10 @@ class Registry(Generic[Item]):
         if _is_own(point):
             raise errors.UserError(f"{message}\n{REINSTALL}") from error
         package = point.dist.name if point.dist else "its package"
-        warnings.warn(errors.printable(f"{message}; it is left out: repair or uninstall {package}"), stacklevel=2)
+        warnings.warn(
+            errors.printable(f"{message}; it is left out: repair or uninstall {package}"),
+            stacklevel=2,
+        )
 
 
 class _UnusableError(Exception):  # handled by Registry.entries
@@ -209,7 +237,9 @@ class _UnusableError(Exception):  # handled by Registry.entries
 def reinstall_hint() -> str:
     """Return a line on how to restore this project's entry points if there are none, as on ``PYTHONPATH``; or ""."""
     with suppress(PackageNotFoundError):
-        if any(point.group.startswith("spkv_nas.") for point in distribution("spkv-nas").entry_points):
+        if any(
+            point.group.startswith("spkv_nas.") for point in distribution("spkv-nas").entry_points
+        ):
             return ""
     return f"\nthe installed spkv-nas registers no entry points, so some commands and options are missing: {REINSTALL}"
 

@@ -6,7 +6,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def encode_text(texts: "str | list[str]", tokenizer: "PreTrainedTokenizerBase", **options: Any) -> Any:
+def encode_text(
+    texts: "str | list[str]", tokenizer: "PreTrainedTokenizerBase", **options: Any
+) -> Any:
     """Return what a tokenizer makes of texts, by default without the special tokens around them.
 
     A special token that a text spells out is encoded as the text that it is: documents about tokenizers, HTML and logs
@@ -24,7 +26,8 @@ def tokens_before(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     if not len(tokenizer("", verbose=False)["input_ids"]):
         return ()
     complete, plain = (
-        list(tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
+        list(tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"])
+        for special in (True, False)
     )
     starts = range(len(complete) - len(plain) + 1)
     start = next((start for start in starts if complete[start : start + len(plain)] == plain), 0)

@@ -56,7 +56,9 @@ def critical_errors(effective: float) -> float:
     freedom; NaN counts as many. With ``jackknife_ratio``, the interval covers 92 to 100 % for log-normal document
     lengths (40,000 simulated draws, ``reports/LOG.md``).
     """
-    from scipy.special import stdtrit  # takes half a second, which --help and the first line of a command do not need
+    from scipy.special import (
+        stdtrit,
+    )  # takes half a second, which --help and the first line of a command do not need
 
     if not effective < FEW_DOCUMENTS:
         return 2.0
@@ -106,7 +108,11 @@ def share_interval(share: float, error: float) -> tuple[float, float] | None:
     """Return the one-sided 95 % interval of a share of 0 or 1, from its error (``mean_and_error``); None for others."""
     if share not in (0.0, 1.0) or not error > 0.0:
         return None
-    return (0.0, min(1.0, NORMAL_95 * error)) if share == 0.0 else (max(0.0, 1.0 - NORMAL_95 * error), 1.0)
+    return (
+        (0.0, min(1.0, NORMAL_95 * error))
+        if share == 0.0
+        else (max(0.0, 1.0 - NORMAL_95 * error), 1.0)
+    )
 
 
 def share_text(share: float, error: float) -> str:
@@ -140,7 +146,9 @@ def bounds_so_far(samples: Float, sizes: Float) -> Float:
     earlier, bounds = slice(None, -1), np.full(samples.shape, np.inf)
     largest = np.maximum.accumulate(np.abs(samples), -1)[..., earlier]
     number = sizes.cumsum(-1)[..., earlier] ** 2 / (sizes**2).cumsum(-1)[..., earlier]
-    bounds[..., 1:] = np.where((number >= FEW_DOCUMENTS) & (largest > 0.0), _REACH * largest, np.inf)
+    bounds[..., 1:] = np.where(
+        (number >= FEW_DOCUMENTS) & (largest > 0.0), _REACH * largest, np.inf
+    )
     return bounds
 
 

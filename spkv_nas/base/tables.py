@@ -25,12 +25,18 @@ class Column:
     """Declaration of a column."""
 
     name: str  # name in the header
-    kind: Literal["text", "number", "whole"] = "text"  # "text", "number" (finite), or "whole" (an integer up to 2^53)
+    kind: Literal["text", "number", "whole"] = (
+        "text"  # "text", "number" (finite), or "whole" (an integer up to 2^53)
+    )
     low: float = 0  # smallest number allowed
     high: float = math.inf  # largest number allowed
     above: float | None = None  # exclusive lower bound, which replaces ``low``
-    default: str | None = None  # text of every cell if the table has no such column; None: the column is required
-    gaps: bool = False  # whether numbers may be missing (empty cells, NaN); text may always be empty
+    default: str | None = (
+        None  # text of every cell if the table has no such column; None: the column is required
+    )
+    gaps: bool = (
+        False  # whether numbers may be missing (empty cells, NaN); text may always be empty
+    )
     choices: tuple[str, ...] = ()  # allowed texts; empty: any
 
     @property
@@ -43,7 +49,11 @@ class Column:
             return f"{number} above {self.above:g}"
         if self.low == -math.inf and self.high == math.inf:
             return number
-        return f"{number} from {self.low:g}" if self.high == math.inf else f"{number} in [{self.low:g}, {self.high:g}]"
+        return (
+            f"{number} from {self.low:g}"
+            if self.high == math.inf
+            else f"{number} in [{self.low:g}, {self.high:g}]"
+        )
 
 
 def write_csv(path: Path, rows: pd.DataFrame, *, digits: int | None = 6) -> None:
@@ -60,7 +70,9 @@ def csv_text(rows: pd.DataFrame, *, digits: int | None = 6) -> str:
     for position, dtype in enumerate(rows.dtypes):
         if not pd.api.types.is_numeric_dtype(dtype):
             safe.isetitem(position, rows.iloc[:, position].map(_escaped))
-    text: str = safe.to_csv(index=False, float_format=digits and f"%.{digits}g", lineterminator="\n")
+    text: str = safe.to_csv(
+        index=False, float_format=digits and f"%.{digits}g", lineterminator="\n"
+    )
     return text
 
 
@@ -93,26 +105,38 @@ def read_table(
     the header, or there are no rows; names file, line and column.
     """
     where = f"{what} {file}"
-    cells = _read_cells(files.read_text(file, what, max_bytes=MAX_BYTES), columns, where, others=others, empty=empty)
+    cells = _read_cells(
+        files.read_text(file, what, max_bytes=MAX_BYTES), columns, where, others=others, empty=empty
+    )
     parsed = {}
     for column in columns:
-        texts = cells[column.name] if column.name in cells else pd.Series(column.default, cells.index)
+        texts = (
+            cells[column.name] if column.name in cells else pd.Series(column.default, cells.index)
+        )
         parsed[column.name] = _parse(texts, column, where)
     return pd.DataFrame(parsed)
 
 
-def _read_cells(text: str, columns: Sequence[Column], where: str, *, others: bool, empty: bool) -> pd.DataFrame:
+def _read_cells(
+    text: str, columns: Sequence[Column], where: str, *, others: bool, empty: bool
+) -> pd.DataFrame:
     """Split CSV text into cells, indexed by line number, and check the header and the lengths of lines."""
     names = [column.name for column in columns]
     required = [column.name for column in columns if column.default is None]
     # Split lines into cells
     reader = csv.reader(io.StringIO(text))
     try:
-        lines = [(reader.line_num, [_unescaped(cell.strip()) for cell in cells]) for cells in reader if cells]
+        lines = [
+            (reader.line_num, [_unescaped(cell.strip()) for cell in cells])
+            for cells in reader
+            if cells
+        ]
     except csv.Error as error:
         raise UserError(f"{where}, line {reader.line_num}: not a CSV table: {error}") from error
     if not lines:
-        raise UserError(f"{where}: the file is empty; a table has the columns {', '.join(required)}")
+        raise UserError(
+            f"{where}: the file is empty; a table has the columns {', '.join(required)}"
+        )
     # Check the header
     _, header = lines.pop(0)
     missing = [name for name in required if name not in header]
@@ -123,14 +147,18 @@ def _read_cells(text: str, columns: Sequence[Column], where: str, *, others: boo
         )
     invalid = [name for name in header if (header.count(name) > 1 if name in names else not others)]
     if invalid:
-        raise UserError(f"{where}: unknown or repeated column '{invalid[0]}'; expected one of {', '.join(names)}")
+        raise UserError(
+            f"{where}: unknown or repeated column '{invalid[0]}'; expected one of {', '.join(names)}"
+        )
     # Check the rows
     if not lines and not empty:
         raise UserError(f"{where}: there are no rows below the header")
     for line, cells in lines:
         if len(cells) != len(header):
             raise UserError(f"{where}, line {line}: {len(cells)} values for {len(header)} columns")
-    by_name = {name: [cells[header.index(name)] for _, cells in lines] for name in names if name in header}
+    by_name = {
+        name: [cells[header.index(name)] for _, cells in lines] for name in names if name in header
+    }
     return pd.DataFrame(by_name, index=[line for line, _ in lines], dtype="str")
 
 

@@ -5,7 +5,15 @@ import re
 
 from spkv_nas.base.errors import UserError
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+ITEM_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")  # prefixes of powers of 1,000
 MAX_CONTEXT = 2**40  # tokens
 _UNITS = {"": 1, "b": 1}
@@ -18,7 +26,9 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", text.lower())
     number = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
     if not 1 <= number < 2**63:
-        raise UserError(f"'{text}' is not a size in bytes; use for example 2GiB, 800MB or 2000000000")
+        raise UserError(
+            f"'{text}' is not a size in bytes; use for example 2GiB, 800MB or 2000000000"
+        )
     return int(number)
 
 
@@ -55,7 +65,9 @@ def parse_length(text: str) -> float | int:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)([smh]?)", text.strip().lower())
     number, unit = match.groups() if match else ("0", "")
     if not float(number) or (not unit and "." in number):
-        raise UserError(f"'{text[:40]}' is neither a duration, such as 90s, 30m or 2h, nor a number of steps")
+        raise UserError(
+            f"'{text[:40]}' is neither a duration, such as 90s, 30m or 2h, nor a number of steps"
+        )
     return float(number) * {"s": 1, "m": 60, "h": 3600}[unit] if unit else int(number)
 
 
@@ -66,11 +78,15 @@ def parse_context(text: str) -> int:
     try:
         tokens = factor * int(digits.removesuffix("k"))
     except ValueError as error:
-        raise UserError(f"context '{text}' is not a number of tokens; use for example 131072 or 128k") from error
+        raise UserError(
+            f"context '{text}' is not a number of tokens; use for example 131072 or 128k"
+        ) from error
     if tokens < 1:
         raise UserError(f"a context must have at least 1 token; found {tokens}")
     if tokens > MAX_CONTEXT:
-        raise UserError(f"context '{text}' is more than {MAX_CONTEXT:,} tokens; give for example 131072 or 128k")
+        raise UserError(
+            f"context '{text}' is more than {MAX_CONTEXT:,} tokens; give for example 131072 or 128k"
+        )
     return tokens
 
 

@@ -60,7 +60,9 @@ class Workspace:
         folder = self.root / kind / check_name(name, "the name")
         for path in (self.root, folder.parent, folder):
             if files.is_file(path):
-                raise errors.UserError(f"{path} is a file, where the workspace has a folder: move it away")
+                raise errors.UserError(
+                    f"{path} is a file, where the workspace has a folder: move it away"
+                )
         replace.settle(folder)
         return folder
 

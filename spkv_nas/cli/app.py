@@ -19,9 +19,26 @@ from spkv_nas.base.distributed import is_lost_process, leave, num_processes, pro
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import options, workflows
-from spkv_nas.stages.commands import ADDED_COMMANDS, COMMAND_GROUPS, Command, CommandGroup, Results, runner
+from spkv_nas.stages.commands import (
+    ADDED_COMMANDS,
+    COMMAND_GROUPS,
+    Command,
+    CommandGroup,
+    Results,
+    runner,
+)
 from spkv_nas.stages.generate import generate
-from spkv_nas.stages.options import plan, plan_attention, probe, propose, report, score, train, train_hybrid, verdict
+from spkv_nas.stages.options import (
+    plan,
+    plan_attention,
+    probe,
+    propose,
+    report,
+    score,
+    train,
+    train_hybrid,
+    verdict,
+)
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
@@ -31,14 +48,24 @@ from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayo
 from spkv_nas.stages.schema import schema
 from spkv_nas.stages.serve_check import serve_check
 
-_TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")  # files, as a shell expands *.txt
+_TAKE_SEVERAL = (
+    "--data",
+    "--data-sets",
+    "--haystack",
+    "--qa",
+    "--include",
+)  # files, as a shell expands *.txt
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
-_CPU_ALLOCATOR = "DefaultCPUAllocator"  # names itself in a RuntimeError that has no class of its own
+_CPU_ALLOCATOR = (
+    "DefaultCPUAllocator"  # names itself in a RuntimeError that has no class of its own
+)
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
 
 
-NLL = Command("nll", runner(NLLOptions), distributed=True)  # evaluation of a plain ``spkv-nas evaluate``
+NLL = Command(
+    "nll", runner(NLLOptions), distributed=True
+)  # evaluation of a plain ``spkv-nas evaluate``
 EVALUATIONS = registry.Registry("spkv_nas.evaluations", "evaluation", Command, (NLL,))
 
 
@@ -67,7 +94,11 @@ class EvaluationGroup(TyperGroup):
     def shell_complete(self, context: Any, incomplete: str) -> list[Any]:
         """Complete evaluations, and the options of the default one."""
         items = super().shell_complete(context, incomplete)
-        return items + built(NLL).shell_complete(context, incomplete) if incomplete.startswith("-") else items
+        return (
+            items + built(NLL).shell_complete(context, incomplete)
+            if incomplete.startswith("-")
+            else items
+        )
 
 
 class TwoWordGroup(TyperGroup):
@@ -79,13 +110,17 @@ class TwoWordGroup(TyperGroup):
 
     def get_command(self, context: Any, name: str) -> Any:
         """Return a command, or a group of commands; None if there is none of that name."""
-        added = next((entries for entries in (ADDED_COMMANDS, COMMAND_GROUPS) if name in entries.names), None)
+        added = next(
+            (entries for entries in (ADDED_COMMANDS, COMMAND_GROUPS) if name in entries.names), None
+        )
         return super().get_command(context, name) or (None if added is None else built(added[name]))
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         """Take the first two words for a command's name if there is such a command, else the first one."""
         name = " ".join(arguments[:2])
-        return super().resolve_command(context, [name, *arguments[2:]] if name in self.commands else arguments)
+        return super().resolve_command(
+            context, [name, *arguments[2:]] if name in self.commands else arguments
+        )
 
 
 @cache
@@ -95,7 +130,9 @@ def built(entry: Command | CommandGroup) -> Any:
         holder = typer.Typer(add_completion=False)
         options.add_command(holder, entry.run, entry.name)
         return typer.main.get_command(holder)
-    holder = typer.Typer(name=entry.name, no_args_is_help=True, help=entry.help, add_completion=False)
+    holder = typer.Typer(
+        name=entry.name, no_args_is_help=True, help=entry.help, add_completion=False
+    )
     for function in entry.commands:
         options.add_command(holder, function)
     return typer.main.get_group(holder)
@@ -113,12 +150,18 @@ app = typer.Typer(
     "spkv-nas ...). spkv-nas probe without arguments measures the embedded reference model (21 layers x 3 KV heads).",
 )
 evaluate = typer.Typer(name="evaluate", cls=EvaluationGroup)
-LAYOUT_COMMANDS = (runner(ShowLayoutsOptions, "show"), runner(DiffOptions, "diff"), runner(ConvertOptions, "convert"))
+LAYOUT_COMMANDS = (
+    runner(ShowLayoutsOptions, "show"),
+    runner(DiffOptions, "diff"),
+    runner(ConvertOptions, "convert"),
+)
 layout = typer.Typer(help="Show, compare and convert layout files.", no_args_is_help=True)
 for _function in LAYOUT_COMMANDS:
     options.add_command(layout, _function)
 
-COMMANDS: dict[str, Callable[[Any, Reporter], Results | None] | typer.Typer] = {  # and groups, in the order of --help
+COMMANDS: dict[
+    str, Callable[[Any, Reporter], Results | None] | typer.Typer
+] = {  # and groups, in the order of --help
     "auto": workflows.auto,
     "init": runner(InitOptions),
     "probe": runner(probe.ProbeOptions),
@@ -158,7 +201,10 @@ def _version(value: bool) -> None:
 def _options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
     workspace: options.Root = None,
     device: options.Device = None,
@@ -204,7 +250,9 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         # On other ranks, let rank 0 report an error first
         if process_index():
-            if not is_lost_process(error):  # if it is, rank 0 itself may be gone, and this rank must report at once
+            if not is_lost_process(
+                error
+            ):  # if it is, rank 0 itself may be gone, and this rank must report at once
                 time.sleep(OTHERS_WAIT)
             console.err.quiet = False
         # Print the message, and exit with the error's code
@@ -230,23 +278,42 @@ def explained(error: Exception) -> tuple[str, int]:
     # Errors that the user can fix
     if isinstance(error, errors.UserError):
         return str(error), 2
-    if isinstance(error, ModuleNotFoundError) and (missing := extras.missing_extra(error)) is not None:
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and (missing := extras.missing_extra(error)) is not None
+    ):
         return str(missing), 2
     if hasattr(error, "format_message"):  # a usage error raised by typer or click
-        command_path, message = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"), error.format_message()
+        command_path, message = (
+            getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"),
+            error.format_message(),
+        )
         # Empty where no command was named: typer has printed the help already
         return message and f"{message}\nsee '{command_path} --help'{registry.reinstall_hint()}", 2
     if is_lost_process(error):
         return "another process of this run has exited\nrun the same command again to resume", 2
     # Errors of the machine: memory, disk
-    message = errors.shortened(errors.printable(errors.shortened(errors.first_line(error), 2000)), 300)
+    message = errors.shortened(
+        errors.printable(errors.shortened(errors.first_line(error), 2000)), 300
+    )
     if _is_out_of_memory(error):
         return f"out of memory: {message}\nuse a smaller batch, block, text or model", 2
     if isinstance(error, OSError):
-        path_note = f" ({error.filename})" if isinstance(error.filename, str) and error.filename not in message else ""
-        return str(errors.UserError(f"{message}{path_note}\ncheck free space and permissions, or use another path")), 2
+        path_note = (
+            f" ({error.filename})"
+            if isinstance(error.filename, str) and error.filename not in message
+            else ""
+        )
+        return str(
+            errors.UserError(
+                f"{message}{path_note}\ncheck free space and permissions, or use another path"
+            )
+        ), 2
     if sys.flags.optimize > 1:
-        return f"{message}\ntransformers needs docstrings: run Python without -OO (PYTHONOPTIMIZE=2)", 2
+        return (
+            f"{message}\ntransformers needs docstrings: run Python without -OO (PYTHONOPTIMIZE=2)",
+            2,
+        )
     # Bugs
     message = "" if message == type(error).__name__ else f": {message}"
     return (

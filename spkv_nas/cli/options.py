@@ -35,17 +35,29 @@ _FEW = 3  # help panels with at most this many options are merged into the defau
 _LARGE = 10_000  # numbers beyond it are not shown as bounds in the help: nobody comes near them
 
 _shared = partial(typer.Option, rich_help_panel="Shared options")
-Root = Annotated[Path | None, _shared(*WORKSPACE.names, help=WORKSPACE.help, show_default="current folder")]
-Device = Annotated[str | None, _shared(*DEVICE.names, help=DEVICE.help, show_default="cuda if available")]
+Root = Annotated[
+    Path | None, _shared(*WORKSPACE.names, help=WORKSPACE.help, show_default="current folder")
+]
+Device = Annotated[
+    str | None, _shared(*DEVICE.names, help=DEVICE.help, show_default="cuda if available")
+]
 Quiet = Annotated[bool, _shared("--quiet", "-q", help="Print only results, warnings and errors.")]
 Verbose = Annotated[bool, _shared("--verbose", "-v", help="Also show details and library logs.")]
 Debug = Annotated[bool, _shared("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, _shared("--json", help="Print the result as one JSON document.")]
-_SHARED = {"workspace": Root, "device": Device, "quiet": Quiet, "verbose": Verbose, "debug": Debug}  # main reads debug
+_SHARED = {
+    "workspace": Root,
+    "device": Device,
+    "quiet": Quiet,
+    "verbose": Verbose,
+    "debug": Debug,
+}  # main reads debug
 
 
 def add_command(
-    app: typer.Typer, function: Callable[[Options, progress.Reporter], Results | None], name: str | None = None
+    app: typer.Typer,
+    function: Callable[[Options, progress.Reporter], Results | None],
+    name: str | None = None,
 ) -> None:
     """Add a function to ``app`` as a command, by default of the function's name, with dashes.
 
@@ -70,7 +82,9 @@ def add_command(
         # Run the command and print its result
         verbosity = {key: bool(shared[key]) for key in ("quiet", "verbose")}
         title = invocation.command_path.removeprefix(f"{invocation.find_root().info_name} ")
-        with screen.working(title, takes_long=isinstance(options, TakesLong), **verbosity) as reporter:
+        with screen.working(
+            title, takes_long=isinstance(options, TakesLong), **verbosity
+        ) as reporter:
             if isinstance(options, OnDevice):
                 with suppress(ModuleNotFoundError):  # the command says what to install
                     quiet_transformers(reporter)
@@ -84,14 +98,26 @@ def add_command(
         raise typer.Exit(code)
 
     # Give typer the signature that it reads the options from
-    paragraphs = (function.__doc__ or "").split("\n\n")  # typer would keep the line breaks of the source
+    paragraphs = (function.__doc__ or "").split(
+        "\n\n"
+    )  # typer would keep the line breaks of the source
     run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     run.__name__ = function.__name__
-    common = {key: kind for key, kind in _SHARED.items() if key in names or key not in ("workspace", "device")}
+    common = {
+        key: kind
+        for key, kind in _SHARED.items()
+        if key in names or key not in ("workspace", "device")
+    }
     common = common if returns is type(None) else {"json": Json, **common}
     keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter("invocation", keyword, annotation=typer.Context), *_parameters(options_class)]
-    parameters += [inspect.Parameter(key, keyword, default=None, annotation=kind) for key, kind in common.items()]
+    parameters = [
+        inspect.Parameter("invocation", keyword, annotation=typer.Context),
+        *_parameters(options_class),
+    ]
+    parameters += [
+        inspect.Parameter(key, keyword, default=None, annotation=kind)
+        for key, kind in common.items()
+    ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app.command(name or function.__name__.replace("_", "-"))(run)
@@ -106,8 +132,13 @@ def _parameters(options_class: type) -> list[inspect.Parameter]:
         if field.name not in _SHARED
     ]
     panels = Counter(flag.panel for _, _, flag in declared)
-    declared.sort(key=lambda row: (not row[2].argument, row[0].name == _LAST, row[0].default is not MISSING))
-    return [_parameter(*row, panel=row[2].panel if panels[row[2].panel] > _FEW else None) for row in declared]
+    declared.sort(
+        key=lambda row: (not row[2].argument, row[0].name == _LAST, row[0].default is not MISSING)
+    )
+    return [
+        _parameter(*row, panel=row[2].panel if panels[row[2].panel] > _FEW else None)
+        for row in declared
+    ]
 
 
 def _bounds(flag: Flag) -> dict[str, Any]:
@@ -116,14 +147,21 @@ def _bounds(flag: Flag) -> dict[str, Any]:
         name: bound if bound is None or abs(bound) <= _LARGE else None
         for name, bound in (("min", flag.low), ("max", flag.high))
     }
-    low, high = -math.inf if flag.low is None else flag.low, math.inf if flag.high is None else flag.high
+    low, high = (
+        -math.inf if flag.low is None else flag.low,
+        math.inf if flag.high is None else flag.high,
+    )
 
     def check_bounds(value: float | None) -> float | None:
         if value is not None and not low <= value <= high:
             raise typer.BadParameter(f"{value} is not between {low:,} and {high:,}")
         return value
 
-    return shown if shown == {"min": flag.low, "max": flag.high} else {**shown, "callback": check_bounds}
+    return (
+        shown
+        if shown == {"min": flag.low, "max": flag.high}
+        else {**shown, "callback": check_bounds}
+    )
 
 
 def _parameter(field: Field[Any], kind: Any, flag: Flag, panel: str | None) -> inspect.Parameter:
@@ -161,7 +199,11 @@ def completion(flag: Flag) -> Callable[[typer.Context, str], list[str]] | None:
 def print_results(output: Results, *, as_json: bool) -> int:
     """Print a command's results as they arrive, or all as one JSON document; return the highest exit code."""
     # Several results are the steps of one workflow: drop the suggestions in between
-    results = iter((output,)) if isinstance(output, Result) else (replace(result, next=()) for result in output)
+    results = (
+        iter((output,))
+        if isinstance(output, Result)
+        else (replace(result, next=()) for result in output)
+    )
     documents: list[Any] = []
     code = 0
     # Print each result as it arrives, or collect them for the document
@@ -181,8 +223,12 @@ def print_results(output: Results, *, as_json: bool) -> int:
                 console.out.print(Text(next_line(suggestion.command)), soft_wrap=True)
     if as_json:
         printed = documents[0] if isinstance(output, Result) else documents
-        in_ascii = not console.out.encoding.startswith("utf")  # escapes of JSON, where others would replace characters
-        console.out.write(json.dumps(printed, indent=2, ensure_ascii=in_ascii, allow_nan=False) + "\n")
+        in_ascii = not console.out.encoding.startswith(
+            "utf"
+        )  # escapes of JSON, where others would replace characters
+        console.out.write(
+            json.dumps(printed, indent=2, ensure_ascii=in_ascii, allow_nan=False) + "\n"
+        )
     return code
 
 

@@ -22,7 +22,9 @@ _FRAMES = 5  # per second; drawing one takes half a millisecond
 
 
 @contextmanager
-def working(title: str, *, quiet: bool = False, verbose: bool = False, takes_long: bool = True) -> Iterator[Reporter]:
+def working(
+    title: str, *, quiet: bool = False, verbose: bool = False, takes_long: bool = True
+) -> Iterator[Reporter]:
     """Show progress while the block runs, and with ``takes_long`` announce the start outside a terminal."""
     level = logging.DEBUG if verbose else logging.INFO
     # Show warnings only, rows in a terminal, or lines of a log
@@ -47,7 +49,9 @@ def _printed(level: int, show: Announce) -> Iterator[None]:
     handler = _Printer(show)
     LOGGER.addHandler(handler)
     LOGGER.setLevel(level)
-    LOGGER.propagate = False  # libraries may have given the root logger a handler, which would print them again
+    LOGGER.propagate = (
+        False  # libraries may have given the root logger a handler, which would print them again
+    )
     try:
         yield
     finally:
@@ -92,7 +96,10 @@ class _Rows:
             self._shown = Progress(
                 SpinnerColumn(),
                 _Cell(_title, Column()),  # the only column that is truncated in a narrow terminal
-                *map(_Cell, (_bar, _count, lambda task: Text(task.fields["note"], style="dim"), _time)),
+                *map(
+                    _Cell,
+                    (_bar, _count, lambda task: Text(task.fields["note"], style="dim"), _time),
+                ),
                 console=err,
                 transient=True,
                 redirect_stdout=False,
@@ -120,7 +127,9 @@ class _Rows:
         rows.update(TaskID(0), visible=False)
         task = rows.add_task(title, total=None, note="", unit="", end=None)
 
-        def show(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
+        def show(
+            done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None
+        ) -> None:
             end = None if left is None else time.monotonic() + left
             rows.update(task, completed=done, total=total, note=note, unit=unit, end=end)
 
@@ -134,7 +143,9 @@ class _Rows:
 class _Cell(ProgressColumn):
     """A column that shows what a function makes of a task, by default without truncation."""
 
-    def __init__(self, show: Callable[[Task], RenderableType], column: Column | None = None) -> None:
+    def __init__(
+        self, show: Callable[[Task], RenderableType], column: Column | None = None
+    ) -> None:
         super().__init__(column or Column(no_wrap=True))
         self._show = show
 
@@ -148,12 +159,16 @@ def _title(task: Task) -> RenderableType:
 
 def _bar(task: Task) -> RenderableType:
     """Return the progress bar; empty where the total is unknown, or 0 because nothing was counted yet."""
-    return "" if not task.total else ProgressBar(total=task.total, completed=task.completed, width=12)
+    return (
+        "" if not task.total else ProgressBar(total=task.total, completed=task.completed, width=12)
+    )
 
 
 def _count(task: Task) -> RenderableType:
     """Return what is done of the total, such as ``3 of 10 blocks``."""
-    return "" if not task.total else count(int(task.completed), int(task.total), task.fields["unit"])
+    return (
+        "" if not task.total else count(int(task.completed), int(task.total), task.fields["unit"])
+    )
 
 
 def _time(task: Task) -> RenderableType:

@@ -29,13 +29,22 @@ if TYPE_CHECKING:
 
 # Stages, and those that run no model, in starts of the command: the folder is checked in a process of its own, which
 # imports the same libraries
-_COSTS, _SEARCH, _FOLDER, _REPORT = "costs of windows", "smallest KV cache that passes", "the folder", "the report"
+_COSTS, _SEARCH, _FOLDER, _REPORT = (
+    "costs of windows",
+    "smallest KV cache that passes",
+    "the folder",
+    "the report",
+)
 _RETRAINING, _VERDICT = "retraining", "verdict on retrained hybrids"
 _STARTS = {_FOLDER: 1.0, _REPORT: 0.5}
 _LOOKS = 3.0  # about as many budgets are measured, and as many retrained hybrids
 _STEP_TOKENS, _TRAINING_PASSES = 2048, 3.0  # of a step of retraining on a CPU
 
-_RECOVERED = (2.0, 4.0, 8.0)  # layouts are retrained that lose up to these multiples of the margin by their costs
+_RECOVERED = (
+    2.0,
+    4.0,
+    8.0,
+)  # layouts are retrained that lose up to these multiples of the margin by their costs
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,10 @@ def _auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     # Measure what windows cost
     with stages.begin(_COSTS) as inner:
         table = probe.probe(
-            options.probe, inner, is_step=True, tell_unseen=lambda tokens: _expect(options, stages, tokens)
+            options.probe,
+            inner,
+            is_step=True,
+            tell_unseen=lambda tokens: _expect(options, stages, tokens),
         )
     inputs.check()
     _check(table.metadata.get(ALARM))
@@ -156,7 +168,9 @@ def _auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     inputs.check_model(f"{options.out} may hold weights of both: remove it, and ")
     with stages.begin(_REPORT) as inner:
         page = report.run(ReportOptions(probe=table.name, workspace=options.workspace), inner).value
-    yield Result(AutoResult(_lines(options, hybrid, page, serve), hybrid.file, options.out, page), _show)
+    yield Result(
+        AutoResult(_lines(options, hybrid, page, serve), hybrid.file, options.out, page), _show
+    )
 
 
 def _stages(options: AutoOptions, reporter: Reporter) -> Stages:
@@ -177,7 +191,9 @@ def _untrained(options: AutoOptions, search: BudgetResult) -> _Hybrid | None:
     size = "num_global" if search.memories is None else "memory"
     rows = search.rows[search.rows[size] == search.passes]
     measured = decision.measured_by(search.compared, search, rows)
-    return _Hybrid(search.layout, search.file, options.model, search.memory, measured, search.compared)
+    return _Hybrid(
+        search.layout, search.file, options.model, search.memory, measured, search.compared
+    )
 
 
 def _retrained(
@@ -216,7 +232,12 @@ def _expect(options: AutoOptions, stages: Stages, unseen_tokens: int) -> None:
         if isinstance(retraining, float):
             stages.expect(_RETRAINING, _RETRAINING, retraining, SECONDS)
         else:
-            stages.expect(_RETRAINING, _RETRAINING, _LOOKS * retraining * _STEP_TOKENS * _TRAINING_PASSES, GRADIENT)
+            stages.expect(
+                _RETRAINING,
+                _RETRAINING,
+                _LOOKS * retraining * _STEP_TOKENS * _TRAINING_PASSES,
+                GRADIENT,
+            )
     for title, starts in _STARTS.items():
         stages.expect(title, "", starts, START)
 
@@ -224,10 +245,14 @@ def _expect(options: AutoOptions, stages: Stages, unseen_tokens: int) -> None:
 def _check(alarm: str | None) -> None:
     """Raise ``UserError`` if numbers make no sense."""
     if alarm is not None:
-        raise errors.UserError(f"{alarm}\nno layout is chosen by such numbers: check the model and the text")
+        raise errors.UserError(
+            f"{alarm}\nno layout is chosen by such numbers: check the model and the text"
+        )
 
 
-def _passing(options: AutoOptions, table: HeadScores, judged: verdict.VerdictResult) -> _Hybrid | None:
+def _passing(
+    options: AutoOptions, table: HeadScores, judged: verdict.VerdictResult
+) -> _Hybrid | None:
     """Return the first retrained hybrid that passes; None if none does."""
     from spkv_nas.stages import decision
     from spkv_nas.stages.critical_budget import layout_memory
@@ -241,7 +266,9 @@ def _passing(options: AutoOptions, table: HeadScores, judged: verdict.VerdictRes
     return None
 
 
-def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, reporter: Reporter) -> list[str]:
+def _retrain(
+    options: AutoOptions, table: HeadScores, search: BudgetResult, reporter: Reporter
+) -> list[str]:
     """Retrain the smallest layouts whose costs are below some multiples of the margin; return checkpoints, ascending.
 
     Costs of windows choose their sizes, and a comparison on documents of its own their kind, so that the documents of
@@ -270,7 +297,9 @@ def _retrain(options: AutoOptions, table: HeadScores, search: BudgetResult, repo
         if search.rivals is not None:
             layout = named_by_memory(search.rivals.choose(position), search.budgets[position])
         layouts.append(layout)
-        earlier.write_layout(options.folders.layout_dir(table.name) / f"{layout.strategy}.yaml", layout, reporter)
+        earlier.write_layout(
+            options.folders.layout_dir(table.name) / f"{layout.strategy}.yaml", layout, reporter
+        )
     # Retrain them on the half of the documents that selects
     measured = Subject.of(options.probe, options.model, "retrain on").load(reporter)
     checkpoints = retraining.retrain(
@@ -316,7 +345,9 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
     layout, memory = hybrid.layout, hybrid.memory
     # The loss by each criterion, whose upper end holds for all budgets together
     losses = [f"{each.criterion} {each.finding}; {each.conclusion}" for each in hybrid.measured]
-    requests = "" if memory.requests is None else f" (vLLM: {memory.requests:.1f} times as many requests)"
+    requests = (
+        "" if memory.requests is None else f" (vLLM: {memory.requests:.1f} times as many requests)"
+    )
     if memory.requests is not None and memory.requests < 1.05:
         requests = " (vLLM: no more requests, because it keeps every token of so short a context)"
     untested = "" if memory.untested is None else f"; at {memory.untested:,} not tested (--context)"
@@ -326,7 +357,9 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
         not_tried = "full attention retrained alike"
     # Windows lose recall from afar, which the NLL of a text hardly shows (reports/llama-30m)
     recall = (
-        "" if "recall" in hybrid.compared.trial.nouns else f"recall from afar (--margin {options.margin},recall=10); "
+        ""
+        if "recall" in hybrid.compared.trial.nouns
+        else f"recall from afar (--margin {options.margin},recall=10); "
     )
     name = f"{hybrid.compared.against}{', retrained' if hybrid.file is None else ''}"
     return [
@@ -344,17 +377,27 @@ def _remedies(options: AutoOptions, search: BudgetResult) -> list[str]:
 
     rows = search.rows[search.rows["kv_bytes"] == search.rows["kv_bytes"].max()]
     losses = []
-    for row, measured in zip(rows.itertuples(), decision.measured_by(search.compared, search, rows), strict=True):
+    for row, measured in zip(
+        rows.itertuples(), decision.measured_by(search.compared, search, rows), strict=True
+    ):
         size = f"{row.memory:g} % of the KV cache"
         if search.memories is None:
             size = f"{row.num_global} global heads"
         losses.append(f"{size}: {measured.criterion} {measured.finding}; {measured.conclusion}")
     # Suggest retraining, or a recipe for a longer one
     ways = ["more text"] if search.answer == "open" else []
-    ways += ["a larger --margin", "more memory (--memory)", "longer retraining" if options.retrain else "--retrain"]
+    ways += [
+        "a larger --margin",
+        "more memory (--memory)",
+        "longer retraining" if options.retrain else "--retrain",
+    ]
     recipe = init.InitOptions(model=options.model, data=options.data, workspace=options.workspace)
     following = recipe if options.retrain else replace(options, retrain="30m")
-    return [*losses, f"no layout passes {options.margin}: try {', or '.join(ways)}", next_line(command_line(following))]
+    return [
+        *losses,
+        f"no layout passes {options.margin}: try {', or '.join(ways)}",
+        next_line(command_line(following)),
+    ]
 
 
 def _show(result: AutoResult) -> None:
@@ -363,9 +406,13 @@ def _show(result: AutoResult) -> None:
         console.out.print(Text(line), soft_wrap=True)
 
 
-DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
+DEMO_STEPS = (
+    25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
+)
 DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last")
-DEMO_TOKENS = 65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
+DEMO_TOKENS = (
+    65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,7 +453,9 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     # Retrain some of them, and write the report
     folder = options.folders.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]
-    retraining = TrainHybridOptions(layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options)
+    retraining = TrainHybridOptions(
+        layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options
+    )
     yield train_hybrid.run(retraining, reporter)
     yield report.run(ReportOptions(probe=DEFAULT_PROBE, **workspace), reporter)
     reporter.announce(f"{time.perf_counter() - start:.0f} s in total")

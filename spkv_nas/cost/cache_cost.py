@@ -33,7 +33,9 @@ class CacheCost:
         """Raise ``UserError`` if a number is too small, or the dtype is unknown."""
         for name in ("context", "batch", "window", "head_dim"):
             if getattr(self, name) < 1:
-                raise errors.UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
+                raise errors.UserError(
+                    f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}"
+                )
         if self.sinks < 0:
             raise errors.UserError(f"--sinks must be at least 0; found {self.sinks}")
         if self.dtype not in ITEM_BYTES:
@@ -49,17 +51,30 @@ class CacheCost:
     @property
     def local_head(self) -> int:
         """Return the bytes of one local KV head, which stores only its window and sink tokens, over all sequences."""
-        return self._head(self.window + self.sinks) if self.window < self.global_window else self.global_head
+        return (
+            self._head(self.window + self.sinks)
+            if self.window < self.global_window
+            else self.global_head
+        )
 
     def total(self, num_global: int, num_heads: int) -> int:
         """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
         num_local = num_heads - num_global - len(self.native_heads)
-        native = sum(map(self._head, self.native_heads, self.native_dims or [self.head_dim] * len(self.native_heads)))
+        native = sum(
+            map(
+                self._head,
+                self.native_heads,
+                self.native_dims or [self.head_dim] * len(self.native_heads),
+            )
+        )
         return num_global * self.global_head + num_local * self.local_head + native
 
     def of_heads(self, windows: Iterable[int | None]) -> int:
         """Return the bytes of a model whose KV heads that can be global have these windows; None for global heads."""
-        sizes = (replace(self, window=w).local_head if w is not None else self.global_head for w in windows)
+        sizes = (
+            replace(self, window=w).local_head if w is not None else self.global_head
+            for w in windows
+        )
         return sum(sizes) + self.total(0, len(self.native_heads))
 
     def layout_bytes(self, layout: Layout, layers: Sequence[int]) -> int:
@@ -75,7 +90,9 @@ class CacheCost:
         """Return the largest number of global heads, at most ``most``, that fits in ``limit`` bytes; 0 if none does."""
         most = num_heads - len(self.native_heads) if most is None else most
         # Try every number, because an engine's memory need not grow with it
-        return next((number for number in range(most, 0, -1) if self.total(number, num_heads) <= limit), 0)
+        return next(
+            (number for number in range(most, 0, -1) if self.total(number, num_heads) <= limit), 0
+        )
 
     def largest_budget(self, limit: int, num_heads: int, most: int | None = None) -> int:
         """Return ``num_global_within``. Raises ``UserError`` if it is 0."""
@@ -98,7 +115,9 @@ class CacheCost:
     def _head(self, reach: int, head_dim: int | None = None) -> int:
         """Return the bytes of one KV head that keeps up to ``reach`` keys, over all sequences."""
         head_dim = head_dim or self.head_dim
-        return self.batch * int(head_bytes(min(reach, self.context), head_dim, ITEM_BYTES[self.dtype]))
+        return self.batch * int(
+            head_bytes(min(reach, self.context), head_dim, ITEM_BYTES[self.dtype])
+        )
 
 
 def parse_memory(memory: str | float) -> float:
@@ -159,7 +178,9 @@ class EngineCost(CacheCost):
         """Plan a layout's cache in its smallest form; None for too many sinks, ``UserError`` for too many windows."""
         if layout.sinks > self.serving.engine.max_sinks:
             return None
-        self.serving.engine.check_windows(len(layout.windows), "leave out --engine, or use fewer windows")
+        self.serving.engine.check_windows(
+            len(layout.windows), "leave out --engine, or use fewer windows"
+        )
         cache = replace(self.cache(layout.num_heads), grid=layout.grid, sinks=layout.sinks)
         return self.serving.engine.plan_layout(cache, layout.head_windows)
 
@@ -171,14 +192,19 @@ class EngineCost(CacheCost):
 
     def cache(self, num_heads: int) -> ServedCache:
         """Return the sizes of a model's cache, in which only the numbers of heads matter."""
-        sizes = {name: getattr(self, name) for name in ("head_dim", "dtype", "window", "context", "sinks")}
+        sizes = {
+            name: getattr(self, name)
+            for name in ("head_dim", "dtype", "window", "context", "sinks")
+        }
         return self.serving.cache((num_heads, 1), **sizes)
 
     def max_heads_same_memory(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
         """Return the most global heads that take no more memory than ``num_global``, in steps of ``stride`` heads."""
         limit = self.total(num_global, num_heads)
         larger = range(num_heads, num_global, -stride)
-        return next((number for number in larger if self.total(number, num_heads) <= limit), num_global)
+        return next(
+            (number for number in larger if self.total(number, num_heads) <= limit), num_global
+        )
 
 
 def token_bytes(table: head_scores.HeadScores) -> float | None:
@@ -197,7 +223,11 @@ def cache_share(table: head_scores.HeadScores, density: float, context: int = CO
     """
     cost = _probe_cost(table, context)
     num_local = max(0.0, (1.0 - density) * table.num_heads - len(cost.native_heads))
-    num_bytes = density * table.num_heads * cost.global_head + num_local * cost.local_head + cost.of_heads(())
+    num_bytes = (
+        density * table.num_heads * cost.global_head
+        + num_local * cost.local_head
+        + cost.of_heads(())
+    )
     return num_bytes / cost.full(table.num_heads)
 
 
@@ -210,7 +240,10 @@ def _probe_cost(table: head_scores.HeadScores, context: int) -> CacheCost:
 
 
 def layout_share(
-    layout: Layout, context: int, native_windows: Sequence[int | None] = (), head_dims: Sequence[int] = ()
+    layout: Layout,
+    context: int,
+    native_windows: Sequence[int | None] = (),
+    head_dims: Sequence[int] = (),
 ) -> float:
     """Return the cache of one sequence of ``context`` tokens under a layout as a share of full attention's.
 
@@ -220,14 +253,26 @@ def layout_share(
     """
     layers = local_layers.config_layers(native_windows or [None] * layout.num_layers)
     if len(layers) != layout.num_layers:
-        raise errors.UserError(f"layout '{layout.strategy}' has {layout.num_layers} layers, the model {len(layers)}")
+        raise errors.UserError(
+            f"layout '{layout.strategy}' has {layout.num_layers} layers, the model {len(layers)}"
+        )
     # Count numbers: a share does not depend on the dtype, nor on the head dimension if all heads have the same
-    facts = local_layers.cache_facts(layers, layout.heads_per_layer, head_dims or (1,) * layout.num_layers)
+    facts = local_layers.cache_facts(
+        layers, layout.heads_per_layer, head_dims or (1,) * layout.num_layers
+    )
     cost = CacheCost(context, 1, layout.window, dtype="float32", sinks=layout.sinks, **facts)
-    heads = [window for layer in local_layers.candidate_layers(layers) for window in layout.head_windows[layer]]
+    heads = [
+        window
+        for layer in local_layers.candidate_layers(layers)
+        for window in layout.head_windows[layer]
+    ]
     return cost.of_heads(heads) / cost.full(layout.num_heads)
 
 
 def full_bytes(table: head_scores.HeadScores, context: int = CONTEXT) -> float | None:
     """Return the bytes of the unchanged model's cache for one sequence of ``context`` tokens; None if unknown."""
-    return None if token_bytes(table) is None else float(_probe_cost(table, context).full(table.num_heads))
+    return (
+        None
+        if token_bytes(table) is None
+        else float(_probe_cost(table, context).full(table.num_heads))
+    )

@@ -92,12 +92,16 @@ class Calibration:
         """Raise ``UserError`` unless a model has the measured heads; its number of layers may differ."""
         measured, present = heads_title(self.case), heads_title(shape)
         if present != measured:
-            raise errors.UserError(f"the calibration was measured for {measured}; this model has {present}")
+            raise errors.UserError(
+                f"the calibration was measured for {measured}; this model has {present}"
+            )
 
     def check_window(self, window: int) -> None:
         """Raise ``UserError`` unless local heads were measured with this window."""
         if window != self.case.window:
-            raise errors.UserError(f"the calibration was measured for window {self.case.window}, not {window}")
+            raise errors.UserError(
+                f"the calibration was measured for window {self.case.window}, not {window}"
+            )
 
     def check_context(self, context: int) -> None:
         """Raise ``UserError`` unless a context length is within the measured range."""
@@ -150,21 +154,31 @@ class Calibration:
     @cached_property
     def grid(self) -> tuple[arrays.Float, arrays.Float, arrays.Float]:
         """Return contexts [C] and numbers of global heads [N], both ascending, and seconds per token [C, N]."""
-        points = pd.DataFrame(self.timings, columns=Timing._fields).groupby(["context", "num_global"])
+        points = pd.DataFrame(self.timings, columns=Timing._fields).groupby(
+            ["context", "num_global"]
+        )
         grid = points["seconds_per_token"].first().unstack()
         # Check that it is complete
         if grid.isna().any(axis=None) or len(self.timings) != grid.size:
             raise errors.UserError("expected one time for every context and number of global heads")
         counts = [int(count) for count in grid.columns]
         if not {0, self.case.num_kv_heads} <= {*counts} or max(counts) > self.case.num_kv_heads:
-            raise errors.UserError(f"expected times of 0 to {self.case.num_kv_heads} global heads; found {counts}")
+            raise errors.UserError(
+                f"expected times of 0 to {self.case.num_kv_heads} global heads; found {counts}"
+            )
         return grid.index.to_numpy(float), np.array(counts, dtype=float), grid.to_numpy(float)
 
     def write(self, folder: Path) -> None:
         """Write ``calibration.csv`` and ``calibration.yaml``, replacing an earlier calibration."""
-        machine = {"hardware": self.hardware, "num_threads": self.num_threads, "environment": dict(self.environment)}
+        machine = {
+            "hardware": self.hardware,
+            "num_threads": self.num_threads,
+            "environment": dict(self.environment),
+        }
         with replace.replacing(folder) as new:
-            tables.write_csv(new / "calibration.csv", pd.DataFrame(self.timings, columns=Timing._fields))
+            tables.write_csv(
+                new / "calibration.csv", pd.DataFrame(self.timings, columns=Timing._fields)
+            )
             write_record(new / "calibration.yaml", {**vars(self.case), **machine})
 
     @classmethod
@@ -172,7 +186,9 @@ class Calibration:
         """Read a calibration that ``write`` wrote. Raises ``UserError`` if a file is missing or damaged."""
         replace.settle(folder)
         where = f"calibration {folder / 'calibration.yaml'}"
-        record = schema.validate(_CalibrationFile, read_record(folder / "calibration.yaml", "calibration"), where)
+        record = schema.validate(
+            _CalibrationFile, read_record(folder / "calibration.yaml", "calibration"), where
+        )
         case = LayerCase(**record.model_dump(include=set(LayerCase.__dataclass_fields__)))
         try:
             rows = tables.read_table(folder / "calibration.csv", "calibration", COLUMNS)

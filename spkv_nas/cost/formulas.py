@@ -49,11 +49,15 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import chunk_tokens
 
 ROOM = 0.9  # share of the available memory for passes; the rest is for allocator and driver
-FROZEN_ROOM = 0.5  # share of the free memory that a pass with gradients through a frozen model may use
+FROZEN_ROOM = (
+    0.5  # share of the free memory that a pass with gradients through a frozen model may use
+)
 FLOAT32, BFLOAT16 = 4, 2  # bytes
 MOMENTS = 8  # bytes of Adam's two moments per parameter
 
-OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"]
+OptimizerName = Literal[
+    "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"
+]
 
 
 class Optimizer(NamedTuple):
@@ -93,14 +97,23 @@ def visible_keys(context: int, *, density: float = 1.0, window: int = 0) -> floa
     return recent + density * (context - recent)
 
 
-def attention_flops(shape: HeadShape, context: int, *, density: float = 1.0, window: int = 0) -> float:
+def attention_flops(
+    shape: HeadShape, context: int, *, density: float = 1.0, window: int = 0
+) -> float:
     """Return the forward FLOPs of attention per token, 2 L d_attn keys. Raises ``UserError`` as ``visible_keys``."""
-    return 2 * shape.num_layers * shape.attention_width * visible_keys(context, density=density, window=window)
+    return (
+        2
+        * shape.num_layers
+        * shape.attention_width
+        * visible_keys(context, density=density, window=window)
+    )
 
 
 def flops_per_token(shape: Shape, context: int, *, density: float = 1.0, window: int = 0) -> float:
     """Return the forward FLOPs per token: 2 N for the linear layers, plus attention."""
-    return 2 * shape.num_parameters + attention_flops(shape, context, density=density, window=window)
+    return 2 * shape.num_parameters + attention_flops(
+        shape, context, density=density, window=window
+    )
 
 
 def training_flops(shape: Shape, num_tokens: float, block_size: int) -> float:
@@ -125,7 +138,9 @@ def kv_cache_bytes(
     shape: Shape, context: int, *, density: float = 1.0, window: int = 0, element_size: int = 2
 ) -> float:
     """Return the bytes of the KV cache of one sequence of ``context`` tokens."""
-    return kv_bytes_per_token(shape, element_size=element_size) * visible_keys(context, density=density, window=window)
+    return kv_bytes_per_token(shape, element_size=element_size) * visible_keys(
+        context, density=density, window=window
+    )
 
 
 @dataclass(frozen=True)
@@ -159,9 +174,13 @@ def cost(
     counts sink tokens, too. A ``layout`` replaces ``window``; ``density`` is then its ``layout_density``.
     ``native_windows`` are the sliding windows of the checkpoint's layers, None for full attention; empty: none has one.
     """
-    layers = local_layers.config_layers(native_windows or [None] * (1 if layout is None else layout.num_layers))
+    layers = local_layers.config_layers(
+        native_windows or [None] * (1 if layout is None else layout.num_layers)
+    )
     # Average the visible keys over the heads of a layout, or the layers
-    rows: Sequence[Sequence[int | None]] = [(window,)] * len(layers) if layout is None else layout.head_windows
+    rows: Sequence[Sequence[int | None]] = (
+        [(window,)] * len(layers) if layout is None else layout.head_windows
+    )
     sinks = 0 if layout is None else layout.sinks
     share = density if layout is None else 0.0
 
@@ -173,7 +192,9 @@ def cost(
     # Weigh them by the size of heads, and layers by their number of heads
     sizes = [1.0] * len(rows)
     if len(rows) == shape.num_layers:
-        sizes = [number / len(row) for number, row in zip(shape.kv_heads_by_layer, rows, strict=True)]
+        sizes = [
+            number / len(row) for number, row in zip(shape.kv_heads_by_layer, rows, strict=True)
+        ]
     heads = [
         (size / max(sizes), head_keys(layer, head))
         for layer, row, size in zip(layers, rows, sizes, strict=True)
@@ -183,7 +204,11 @@ def cost(
     # Average the growth of the cache, which stops where a window is full
     grows = [not layer.is_always_local and context <= layer.checkpoint_window for layer in layers]
     weights = [size * len(row) for size, row in zip(sizes, rows, strict=True)]
-    growth = density * sum(weight for weight, grow in zip(weights, grows, strict=True) if grow) / sum(weights)
+    growth = (
+        density
+        * sum(weight for weight, grow in zip(weights, grows, strict=True) if grow)
+        / sum(weights)
+    )
     flops = 2 * shape.num_layers * shape.attention_width * keys
     return Cost(
         name=name,
@@ -195,23 +220,37 @@ def cost(
     )
 
 
-def layout_density(shape: Shape, layout: Layout, native_windows: Sequence[int | None] = ()) -> float:
+def layout_density(
+    shape: Shape, layout: Layout, native_windows: Sequence[int | None] = ()
+) -> float:
     """Return a layout's share of global KV heads in layers that are not local by design; checks that its grid fits."""
-    grid.check_grid(f"layout '{layout.strategy}'", layout.heads_per_layer, "the model", shape.heads_per_layer)
+    grid.check_grid(
+        f"layout '{layout.strategy}'", layout.heads_per_layer, "the model", shape.heads_per_layer
+    )
     counts = layout.global_mask.sum(1)
-    candidates = local_layers.candidate_layers(local_layers.config_layers(native_windows or [None] * layout.num_layers))
-    return int(counts[candidates].sum()) / sum(layout.heads_per_layer[layer] for layer in candidates)
+    candidates = local_layers.candidate_layers(
+        local_layers.config_layers(native_windows or [None] * layout.num_layers)
+    )
+    return int(counts[candidates].sum()) / sum(
+        layout.heads_per_layer[layer] for layer in candidates
+    )
 
 
 def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, chunk: int | None = None) -> int:
     """Return the peak bytes of a ``chunk_tokens`` of logits, of ``item`` bytes each, their loss and its gradient."""
-    copies = 4 + (4 if item < FLOAT32 else 0)  # log-softmax, which becomes the gradient, and the logits in float32
+    copies = 4 + (
+        4 if item < FLOAT32 else 0
+    )  # log-softmax, which becomes the gradient, and the logits in float32
     return min(num_tokens, chunk_tokens(vocabulary, chunk)) * vocabulary * (item + copies)
 
 
 def num_predictor_parameters(size: ModelSize, gates: gate_config.GateConfig) -> int:
     """Return the number of parameters of all gate predictors on a model."""
-    channels, heads, width = size.hidden_size, size.heads.num_kv_heads, gates.width(size.hidden_size)
+    channels, heads, width = (
+        size.hidden_size,
+        size.heads.num_kv_heads,
+        gates.width(size.hidden_size),
+    )
     per_layer = (channels if gates.predictor == "linear" else width) * heads + heads
     if gates.predictor != "linear":
         per_layer += channels * width + width
@@ -220,22 +259,32 @@ def num_predictor_parameters(size: ModelSize, gates: gate_config.GateConfig) -> 
     return per_layer * num_gated(size, gates)
 
 
-def num_adapter_parameters(size: ModelSize, rank: int, targets: str | Sequence[str] = "all-linear") -> int:
+def num_adapter_parameters(
+    size: ModelSize, rank: int, targets: str | Sequence[str] = "all-linear"
+) -> int:
     """Return the number of adapter parameters: per linear layer, the rank times its input plus output channels.
 
     ``targets`` are names of linear layers as in Llama. If any name is unknown, all linear layers are counted.
     """
     channels, ffn = size.hidden_size, size.intermediate_size
     q, kv = size.heads.attention_width, size.heads.kv_width
-    widths = dict.fromkeys(("q_proj", "o_proj"), channels + q) | dict.fromkeys(("k_proj", "v_proj"), channels + kv)
+    widths = dict.fromkeys(("q_proj", "o_proj"), channels + q) | dict.fromkeys(
+        ("k_proj", "v_proj"), channels + kv
+    )
     widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), channels + ffn)
-    adapted_layers = set(widths) if isinstance(targets, str) or not set(targets) <= set(widths) else set(targets)
+    adapted_layers = (
+        set(widths) if isinstance(targets, str) or not set(targets) <= set(widths) else set(targets)
+    )
     return rank * size.num_decoder_layers * sum(widths[name] for name in adapted_layers)
 
 
 def num_gated(size: ModelSize, gates: gate_config.GateConfig) -> int:
     """Return the number of layers that have a predictor."""
-    return size.num_full if gates.heads is None else sum(gate_config.GATED in row for row in gates.heads)
+    return (
+        size.num_full
+        if gates.heads is None
+        else sum(gate_config.GATED in row for row in gates.heads)
+    )
 
 
 @dataclass(frozen=True)
@@ -248,25 +297,39 @@ class PassMemory:
     attentions: int = 1  # kinds of attention that heads mix, and whose results they keep
     autocast: bool = False  # whether the model's weights are float32 and cast for every product
     on_cpu: bool = False  # whether gated attention computes and stores float32
-    chunk: int | None = None  # bytes of a chunk's logits with gradients (``base.memory.chunk_bytes``)
+    chunk: int | None = (
+        None  # bytes of a chunk's logits with gradients (``base.memory.chunk_bytes``)
+    )
 
     def forward(self, num_tokens: int) -> int:
         """Return the bytes of a pass without gradients, up to the last hidden states."""
         size = self.size
         q, kv, _ = self._attention
-        return num_tokens * self.item * (4 * size.hidden_size + max(3 * size.intermediate_size, 4 * (q + kv)))
+        return (
+            num_tokens
+            * self.item
+            * (4 * size.hidden_size + max(3 * size.intermediate_size, 4 * (q + kv)))
+        )
 
     def scored(self, num_tokens: int) -> int:
         """Return the bytes of a pass without gradients and of the NLL of its tokens."""
         hidden = 2 * num_tokens * self.item * self.size.hidden_size
-        return max(self.forward(num_tokens), hidden + logit_bytes(self.size.vocabulary, num_tokens, item=self.item))
+        return max(
+            self.forward(num_tokens),
+            hidden + logit_bytes(self.size.vocabulary, num_tokens, item=self.item),
+        )
 
     def shared(self, num_tokens: int, share: float = 1.0) -> int:
         """Return the bytes of scored passes that start from hidden states cached for a ``share`` of the layers."""
         return self.scored(num_tokens) + round(self._hidden(num_tokens) * share)
 
     def learning(
-        self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False, taught: bool = False
+        self,
+        num_tokens: int,
+        *,
+        learns: Learns = Learns.GATES,
+        recomputes: bool = False,
+        taught: bool = False,
     ) -> int:
         """Return the bytes of a forward and a backward pass.
 
@@ -279,21 +342,31 @@ class PassMemory:
             kept, logits = kept + num_tokens * self.item * self.size.hidden_size, 5 * logits // 2
         if not recomputes:
             return kept + max(self._backward(num_tokens), logits)
-        layer = num_tokens * (self._layer(learns) + self._predictor)  # recomputed after the logits are freed
+        layer = num_tokens * (
+            self._layer(learns) + self._predictor
+        )  # recomputed after the logits are freed
         return kept + max(self._backward(num_tokens, frees=True), logits - layer)
 
-    def kept(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
+    def kept(
+        self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False
+    ) -> int:
         """Return the bytes that a forward pass keeps for the backward pass, without logits."""
         size, layers = self.size, self.size.num_decoder_layers
         layer, gate = num_tokens * self._layer(learns), num_tokens * self._predictor
         gated = 0 if self.gates is None else num_gated(size, self.gates)
-        kept = self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
+        kept = (
+            self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
+        )
         return kept + 2 * num_tokens * FLOAT32 * size.hidden_size  # input of the last norm
 
-    def going(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
+    def going(
+        self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False
+    ) -> int:
         """Return the bytes of ``kept`` that are freed when the backward pass reaches the first layer."""
         layers = self.size.num_decoder_layers
-        layer_bytes = self._hidden(num_tokens) // layers if recomputes else num_tokens * self._layer(learns)
+        layer_bytes = (
+            self._hidden(num_tokens) // layers if recomputes else num_tokens * self._layer(learns)
+        )
         return (layers - 1) * layer_bytes
 
     @property
@@ -311,7 +384,9 @@ class PassMemory:
     def _layer(self, learns: Learns) -> int:
         channels, ffn = self.size.hidden_size, self.size.intermediate_size
         q, kv, attention_item = self._attention
-        activations = self.item * (3 * ffn + q * (self.attentions - 1)) + attention_item * 2 * (q + kv)
+        activations = self.item * (3 * ffn + q * (self.attentions - 1)) + attention_item * 2 * (
+            q + kv
+        )
         if learns is not Learns.GATES:
             activations += self.item * ((2 if self.item == FLOAT32 else 5) * channels + ffn + q)
         return activations + FLOAT32 * (4 if learns is Learns.ALL else 2) * channels
@@ -320,7 +395,9 @@ class PassMemory:
         """Return the bytes of one layer's backward pass; ``frees``: most of what is held is freed meanwhile."""
         q, kv, item = self._attention
         ffn = self.size.intermediate_size
-        activations = FLOAT32 * 2 * ffn if frees else max(self.item * 4 * ffn, item * (8 * q + 4 * kv))
+        activations = (
+            FLOAT32 * 2 * ffn if frees else max(self.item * 4 * ffn, item * (8 * q + 4 * kv))
+        )
         return num_tokens * (self.item * 2 * self.size.hidden_size + activations)
 
     def _hidden(self, num_tokens: int) -> int:
@@ -328,7 +405,9 @@ class PassMemory:
         return num_tokens * item * self.size.hidden_size * self.size.num_decoder_layers
 
 
-def fitting_pass(memory: PassMemory, block_size: int, max_blocks: int, room: float) -> tuple[int, bool]:
+def fitting_pass(
+    memory: PassMemory, block_size: int, max_blocks: int, room: float
+) -> tuple[int, bool]:
     """Return (blocks per pass, whether to recompute layers) to train gates on a frozen model in ``room`` bytes.
 
     Layers are recomputed only if the activations of a single block do not fit. At least one block is returned, even if
@@ -337,7 +416,9 @@ def fitting_pass(memory: PassMemory, block_size: int, max_blocks: int, room: flo
     num_blocks = largest_fit(max_blocks, room, lambda blocks: memory.learning(blocks * block_size))
     if num_blocks:
         return num_blocks, False
-    num_blocks = largest_fit(max_blocks, room, lambda blocks: memory.learning(blocks * block_size, recomputes=True))
+    num_blocks = largest_fit(
+        max_blocks, room, lambda blocks: memory.learning(blocks * block_size, recomputes=True)
+    )
     return max(1, num_blocks), True
 
 

@@ -98,12 +98,18 @@ class Level:
         """
         # Derive the default batch size from the block size
         sections = (settings.get(key) for key in ("data", "dense", "branch"))
-        data, dense, branch = (dict(section) if isinstance(section, Mapping) else {} for section in sections)
+        data, dense, branch = (
+            dict(section) if isinstance(section, Mapping) else {} for section in sections
+        )
         block_size = _size(data.get("block_size")) or self.block_size
         batch_size = max(1, round(self.batch_tokens / block_size))
 
         def steps(phase: Mapping[str, Any], tpp: int) -> int:
-            return tpp * self.shape.num_parameters // ((_size(phase.get("batch_size")) or batch_size) * block_size)
+            return (
+                tpp
+                * self.shape.num_parameters
+                // ((_size(phase.get("batch_size")) or batch_size) * block_size)
+            )
 
         peak = {"batch_size": batch_size, "learning_rate": self.learning_rate}
         # Fill in missing keys, section by section
@@ -123,7 +129,11 @@ class Level:
             },
         }
         # Leave a section that is not a mapping unchanged: the recipe's validation rejects it
-        valid_sections = {key: section for key, section in filled.items() if isinstance(settings.get(key, {}), Mapping)}
+        valid_sections = {
+            key: section
+            for key, section in filled.items()
+            if isinstance(settings.get(key, {}), Mapping)
+        }
         return {**settings, **valid_sections, "model": {"config": self.config()}}
 
 
@@ -144,7 +154,17 @@ def ladder() -> dict[str, Level]:
         for row in rows
     ]
     micro = [
-        Level(f"micro-{number}", width, ffn_width(width, 64), layers, heads, kv_heads, MICRO_BLOCK_SIZE, tokens, rate)
+        Level(
+            f"micro-{number}",
+            width,
+            ffn_width(width, 64),
+            layers,
+            heads,
+            kv_heads,
+            MICRO_BLOCK_SIZE,
+            tokens,
+            rate,
+        )
         for number, (width, layers, heads, kv_heads, tokens, rate) in enumerate(_MICRO)
     ]
     return {level.name: level for level in [*paper, *micro]}

@@ -83,7 +83,9 @@ class Site:
     bandwidth: float | None = None  # memory bandwidth in bytes/s; None: unknown
     devices: int = 1  # devices that training is sharded across; everything else runs on one
     is_cpu: bool = False  # whether the memory is the machine's
-    chunk: int | None = None  # bytes of a chunk's logits with gradients (``base.memory.chunk_bytes``)
+    chunk: int | None = (
+        None  # bytes of a chunk's logits with gradients (``base.memory.chunk_bytes``)
+    )
 
     def holds(self, memory: "Bytes") -> bool:
         """Return whether the memory fits on a device."""
@@ -133,7 +135,9 @@ class Stages:
     site: Site
     block_size: int  # tokens per block
     batch_size: int  # blocks per pass in measurements, if they fit
-    item: int = BFLOAT16  # bytes of a weight and of an activation in measurements; training has its own
+    item: int = (
+        BFLOAT16  # bytes of a weight and of an activation in measurements; training has its own
+    )
 
     @property
     def num_predictor_parameters(self) -> int:
@@ -152,10 +156,16 @@ class Stages:
         step_blocks = max(1, step_tokens // self.block_size)
         room = formulas.FROZEN_ROOM * (self.site.memory - weights)
         blocks, recomputes = formulas.fitting_pass(passes, self.block_size, step_blocks, room)
-        memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=recomputes))
+        memory = Bytes(
+            weights, learning, passes.learning(blocks * self.block_size, recomputes=recomputes)
+        )
         tokens = steps * step_blocks * self.block_size
-        reference = 0.0 if of_keys else self._forward_flops(scored=True, gated=False)  # of the unchanged model
-        flops = tokens * (reference + self._learning_flops(Learns.GATES, gated=of_keys, recomputes=recomputes))
+        reference = (
+            0.0 if of_keys else self._forward_flops(scored=True, gated=False)
+        )  # of the unchanged model
+        flops = tokens * (
+            reference + self._learning_flops(Learns.GATES, gated=of_keys, recomputes=recomputes)
+        )
         return self._work(name, memory, tokens, flops, batching=self._batching(blocks, recomputes))
 
     def measure(
@@ -177,7 +187,12 @@ class Stages:
         bytes_of = partial(passes.shared, share=shares) if scored else passes.forward
         weights = self._weights(gated=gated)
         room = ROOM * self.site.memory - weights
-        blocks = max(1, formulas.largest_fit(self.batch_size, room, lambda number: bytes_of(number * self.block_size)))
+        blocks = max(
+            1,
+            formulas.largest_fit(
+                self.batch_size, room, lambda number: bytes_of(number * self.block_size)
+            ),
+        )
         blocks = min(blocks, max(1, tokens // self.block_size))
         num_tokens = round(tokens * times)
         return self._work(
@@ -194,7 +209,10 @@ class Stages:
         tokens = training.steps * training.batch_size * self.block_size
         learns, recomputes, adapters = training.learns, training.recomputes, training.adapters
         teacher = self._forward_flops(scored=True, gated=False) if training.distills else 0.0
-        flops = tokens * (teacher + self._learning_flops(learns, gated=gated, recomputes=recomputes, adapters=adapters))
+        flops = tokens * (
+            teacher
+            + self._learning_flops(learns, gated=gated, recomputes=recomputes, adapters=adapters)
+        )
         devices, micro = self.site.devices, self._micro(training)
         memory = self.training_bytes(training, devices, micro, gated=gated)
         work = self._work(name, memory, tokens, flops, devices, self._batching(micro, recomputes))
@@ -203,17 +221,33 @@ class Stages:
     def generate(self, name: str, context: int, *, density: float, window: int) -> StageCost:
         """Return the cost of one decoded token after a prompt of ``context`` tokens that is processed in one pass."""
         shape, item = self.size.shape, self.item
-        cache = formulas.kv_cache_bytes(shape, context, density=density, window=window, element_size=item)
+        cache = formulas.kv_cache_bytes(
+            shape, context, density=density, window=window, element_size=item
+        )
         weights = self._weights(gated=False)
         passing = PassMemory(self.size, self.item).forward(context)
-        work = self._work(name, Bytes(weights, passing=passing, cache=cache), 1, 2.0 * self.size.num_multiplied)
+        work = self._work(
+            name, Bytes(weights, passing=passing, cache=cache), 1, 2.0 * self.size.num_multiplied
+        )
         read, bandwidth = self.item * self.size.num_multiplied + cache, self.site.bandwidth
         seconds = None if bandwidth is None else read / bandwidth
-        remedy = "" if work.fits else "a shorter --context" if weights < ROOM * self.site.memory else _FIXED
+        remedy = (
+            ""
+            if work.fits
+            else "a shorter --context"
+            if weights < ROOM * self.site.memory
+            else _FIXED
+        )
         return replace(work, seconds=seconds, remedy=remedy)
 
     def _work(
-        self, name: str, memory: Bytes, tokens: int, flops: float, devices: int = 1, batching: str = ""
+        self,
+        name: str,
+        memory: Bytes,
+        tokens: int,
+        flops: float,
+        devices: int = 1,
+        batching: str = "",
     ) -> StageCost:
         seconds = None if self.site.speed is None else flops / (self.site.speed * devices)
         remedy = "" if self.site.holds(memory) else self._remedy(memory)
@@ -230,19 +264,29 @@ class Stages:
 
     def _training_remedy(self, training: Training, gated: bool) -> str:
         """Return the smallest change of a recipe with which training fits."""
-        again, smallest = "gradient_checkpointing: true", "gradient_checkpointing: true, micro_batch_size: 1"
+        again, smallest = (
+            "gradient_checkpointing: true",
+            "gradient_checkpointing: true, micro_batch_size: 1",
+        )
         recomputing, devices = replace(training, recomputes=True), self.site.devices
-        changes = [(again, recomputing, devices, self._micro(training)), (smallest, recomputing, devices, 1)]
+        changes = [
+            (again, recomputing, devices, self._micro(training)),
+            (smallest, recomputing, devices, 1),
+        ]
         for number in _SHARDS:
             if number >= devices:
                 sharded = replace(recomputing, sharded=True)
-                changes.append((f"sharding: fsdp on {number} devices, {smallest}", sharded, number, 1))
+                changes.append(
+                    (f"sharding: fsdp on {number} devices, {smallest}", sharded, number, 1)
+                )
         for change, changed, number, blocks in changes:
             if self.site.holds(self.training_bytes(changed, number, blocks, gated=gated)):
                 return change
         return "a smaller data.block_size, or devices with more memory"
 
-    def training_bytes(self, training: Training, devices: int, blocks: int, *, gated: bool) -> Bytes:
+    def training_bytes(
+        self, training: Training, devices: int, blocks: int, *, gated: bool
+    ) -> Bytes:
         """Return the memory on one of ``devices`` with micro-batches of ``blocks``."""
         learns, recomputes = training.learns, training.recomputes
         # Count trained parameters
@@ -250,19 +294,32 @@ class Stages:
         size, site = self.size, {"on_cpu": self.site.is_cpu, "chunk": self.site.chunk}
         passes = training.passes(size, self.gates if gated else None, **site)
         predictors = self.num_predictor_parameters if gated else 0
-        learning = predictors + training.adapters + (size.num_parameters if learns is Learns.ALL else 0)
+        learning = (
+            predictors + training.adapters + (size.num_parameters if learns is Learns.ALL else 0)
+        )
         # Activations, weights, gradients and moments
         tokens = blocks * self.block_size
-        passing = passes.learning(tokens, learns=learns, recomputes=recomputes, taught=training.distills)
+        passing = passes.learning(
+            tokens, learns=learns, recomputes=recomputes, taught=training.distills
+        )
         layer = size.without_embeddings / size.num_decoder_layers
         outside = size.num_parameters - size.without_embeddings
-        weights = training.weight_item * size.num_parameters + FLOAT32 * (predictors + training.adapters)
-        if training.distills and learns is Learns.ALL:  # a copy as teacher; frozen weights are their own
-            weights += passes.item * size.without_embeddings + (passes.item if is_sharded else FLOAT32) * outside
+        weights = training.weight_item * size.num_parameters + FLOAT32 * (
+            predictors + training.adapters
+        )
+        if (
+            training.distills and learns is Learns.ALL
+        ):  # a copy as teacher; frozen weights are their own
+            weights += (
+                passes.item * size.without_embeddings
+                + (passes.item if is_sharded else FLOAT32) * outside
+            )
         gradients, moments = FLOAT32 * learning, training.moment_bytes * learning
         # FSDP2: a shard of everything, plus gathered layers
         if is_sharded:
-            gathered = passes.item * (outside + _GATHERED * layer) + FLOAT32 * layer  # and one layer's gradient
+            gathered = (
+                passes.item * (outside + _GATHERED * layer) + FLOAT32 * layer
+            )  # and one layer's gradient
             share = 0.0 if training.offloads else 1.0 / devices
             return Bytes(weights * share, (gradients + moments) * share + gathered, passing)
         # DDP or one device: everything, plus copies of weights for autocast
@@ -272,9 +329,13 @@ class Stages:
             copies = passes.item * (outside + layer if is_temporary else size.num_parameters)
         if devices > 1:
             gradients *= 2  # DDP's communication buckets
-        elif training.batch_size <= blocks:  # gradients of layers appear while activations are freed
+        elif (
+            training.batch_size <= blocks
+        ):  # gradients of layers appear while activations are freed
             layer_gradients = FLOAT32 * (learning - (outside if learns is Learns.ALL else 0))
-            gradients -= min(layer_gradients, passes.going(tokens, learns=learns, recomputes=recomputes))
+            gradients -= min(
+                layer_gradients, passes.going(tokens, learns=learns, recomputes=recomputes)
+            )
         return Bytes(weights, gradients + moments + copies, passing)
 
     def _micro(self, training: Training) -> int:
@@ -282,7 +343,9 @@ class Stages:
         return min(blocks_per_device, training.micro_batch_size or blocks_per_device)
 
     def _weights(self, *, gated: bool) -> int:
-        return self.item * self.size.num_parameters + (FLOAT32 * self.num_predictor_parameters if gated else 0)
+        return self.item * self.size.num_parameters + (
+            FLOAT32 * self.num_predictor_parameters if gated else 0
+        )
 
     def _forward_flops(self, *, scored: bool, gated: bool) -> float:
         size = self.size
@@ -291,10 +354,16 @@ class Stages:
         logits = 2.0 * size.vocabulary * size.hidden_size if scored else 0.0
         return body + logits + (2.0 * self.num_predictor_parameters if gated else 0.0)
 
-    def _learning_flops(self, learns: Learns, *, gated: bool, recomputes: bool, adapters: int = 0) -> float:
+    def _learning_flops(
+        self, learns: Learns, *, gated: bool, recomputes: bool, adapters: int = 0
+    ) -> float:
         forward = self._forward_flops(scored=True, gated=False)
         added = 2.0 * (adapters + (self.num_predictor_parameters if gated else 0))
-        return (3 if learns is Learns.ALL else 2) * forward + 3 * added + (forward + added if recomputes else 0.0)
+        return (
+            (3 if learns is Learns.ALL else 2) * forward
+            + 3 * added
+            + (forward + added if recomputes else 0.0)
+        )
 
     def _batching(self, blocks: int, recomputes: bool = False) -> str:
         return f"{blocks} x {self.block_size:,} tokens per pass{', activation checkpointing' if recomputes else ''}"

@@ -24,7 +24,9 @@ _MAX_LAYERS = 8
 _CACHE_BYTES = 1 << 28  # of all caches together; one per number of global heads is always allowed
 
 
-def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progress = no_progress) -> Calibration:
+def time_attention(
+    case: LayerCase, contexts: Sequence[int], *, progress: Progress = no_progress
+) -> Calibration:
     """Measure a layer at each of the context lengths, in tokens; ``UserError`` if the GPU has too little memory."""
     timings: list[Timing] = []
     try:
@@ -38,7 +40,13 @@ def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progre
             "use a shorter --context or a smaller --batch"
         ) from error
     progress(len(contexts), len(contexts))
-    return Calibration(case, device_name(case.device), torch.get_num_threads(), tuple(timings), version.environment())
+    return Calibration(
+        case,
+        device_name(case.device),
+        torch.get_num_threads(),
+        tuple(timings),
+        version.environment(),
+    )
 
 
 def _time_decoding(case: LayerCase, context: int) -> list[Timing]:
@@ -52,12 +60,19 @@ def _time_decoding(case: LayerCase, context: int) -> list[Timing]:
     )
     # Time a step, and round to the six digits that the file stores
     layers = _num_layers(case, context)
-    candidates = {g: _decode_step(case, g, layers, q[:, :, -1].contiguous(), k, v) for g in case.global_counts}
+    candidates = {
+        g: _decode_step(case, g, layers, q[:, :, -1].contiguous(), k, v) for g in case.global_counts
+    }
     seconds = interleaved(candidates, DECODE_ROUNDS, case.device)
-    return [Timing(context, g, float(f"{value / (layers * case.batch):.6g}")) for g, value in seconds.items()]
+    return [
+        Timing(context, g, float(f"{value / (layers * case.batch):.6g}"))
+        for g, value in seconds.items()
+    ]
 
 
-def _decode_step(case: LayerCase, num_global: int, layers: int, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
+def _decode_step(
+    case: LayerCase, num_global: int, layers: int, q: Tensor, k: Tensor, v: Tensor
+) -> Callable[[], None]:
     """Return a function that appends a token to and attends in each of ``layers`` caches, with q [B, Hq, D].
 
     The caches are filled with k and v [B, Hkv, T, D] such that, after the warm-up step, the first timed token is
@@ -69,10 +84,17 @@ def _decode_step(case: LayerCase, num_global: int, layers: int, q: Tensor, k: Te
     caches = []
     for _ in range(layers):
         cache = PagedKVCache(
-            case.batch, case.num_kv_heads, case.head_dim, window=case.window, dtype=k.dtype, device=k.device
+            case.batch,
+            case.num_kv_heads,
+            case.head_dim,
+            window=case.window,
+            dtype=k.dtype,
+            device=k.device,
         )
         if filled:
-            cache.prefill(k[:, :, :filled], v[:, :, :filled], keep[:, :, None].expand(-1, -1, filled))
+            cache.prefill(
+                k[:, :, :filled], v[:, :, :filled], keep[:, :, None].expand(-1, -1, filled)
+            )
         cache.reserve(DECODE_ROUNDS + 1)  # otherwise the pool would grow during the measurement
         caches.append(cache)
     # Time one token per cache
@@ -93,4 +115,7 @@ def _num_layers(case: LayerCase, context: int) -> int:
         case.num_kv_heads * visible_keys(context, density=g / case.num_kv_heads, window=case.window)
         for g in case.global_counts
     )
-    return max(1, min(_MAX_LAYERS, int(_CACHE_BYTES // (case.batch * head_bytes(keys, case.head_dim, item)))))
+    return max(
+        1,
+        min(_MAX_LAYERS, int(_CACHE_BYTES // (case.batch * head_bytes(keys, case.head_dim, item)))),
+    )

@@ -23,10 +23,14 @@ from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 
-Permutation = Callable[[int, int, int], NDArray[np.int64]]  # (number of blocks, seed, epoch) -> block indices
+Permutation = Callable[
+    [int, int, int], NDArray[np.int64]
+]  # (number of blocks, seed, epoch) -> block indices
 
 
-def block_tokens(blocks: TokenBlocks, start: int, number: int, device: torch.device) -> torch.Tensor:
+def block_tokens(
+    blocks: TokenBlocks, start: int, number: int, device: torch.device
+) -> torch.Tensor:
     """Return int64 [at most ``number``, T] on ``device``: the tokens of the blocks from ``start`` on.
 
     They are marked (``TokenBlocks.marked``): ``blocks.boundaries.inputs`` makes of them what a model takes.
@@ -88,12 +92,18 @@ def num_spare_batches(num_blocks: int, batch_size: int) -> int:
 def _shared(num_blocks: int, batch_size: int) -> tuple[int, range]:
     """Return (blocks per batch, this process's batches): 24 blocks by 8 are two batches of 6 for two processes."""
     per_process = math.ceil(num_blocks / num_connected())
-    size = batch_size if num_connected() == 1 else math.ceil(per_process / max(1, math.ceil(per_process / batch_size)))
+    size = (
+        batch_size
+        if num_connected() == 1
+        else math.ceil(per_process / max(1, math.ceil(per_process / batch_size)))
+    )
     size = max(1, size)
     return size, own_share(math.ceil(num_blocks / size))
 
 
-def shuffled_batches(num_blocks: int, batch_size: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:
+def shuffled_batches(
+    num_blocks: int, batch_size: int, steps: int, seed: int
+) -> Iterator[NDArray[np.int64]]:
     """Yield the indices of each step's blocks; every block comes once before any comes again."""
     rng = np.random.default_rng(seed)
     queue = np.empty(0, dtype=np.int64)
@@ -123,7 +133,9 @@ class BlockOrder:
         first = _epoch(self, epoch, read)
         if number < len(first):
             return int(first[number])
-        later, position = divmod(number - len(first), min(self.per_epoch, self.num_blocks // self.ratio))
+        later, position = divmod(
+            number - len(first), min(self.per_epoch, self.num_blocks // self.ratio)
+        )
         return int(_epoch(self, epoch + 1 + later, 0)[position])
 
     def longer(self, ratio: int, start: int) -> "BlockOrder":

@@ -26,7 +26,14 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import Reporter
 from spkv_nas.data import config, readers, sources
 from spkv_nas.data.blocks import REMEDY, DocumentInfo, TokenBlocks, aligned, check_enough, uncut
-from spkv_nas.data.tokenizer import PLAIN, Boundaries, SeparateDocuments, Tokenizer, boundaries, unmarked
+from spkv_nas.data.tokenizer import (
+    PLAIN,
+    Boundaries,
+    SeparateDocuments,
+    Tokenizer,
+    boundaries,
+    unmarked,
+)
 
 _TOKENS, _OWNER, _BEGINS, _DOCUMENTS, _RECORD = _FILES = (
     "tokens.bin",
@@ -100,7 +107,9 @@ def write_blocks(
                 # Insert the opening tokens at the start of each block that begins in this part
                 starts = np.arange(-num_tokens % size, len(tokens), size)
                 num_tokens += len(tokens)
-                tokens = np.insert(tokens, starts.repeat(len(opening)), np.tile(~opening, len(starts)))
+                tokens = np.insert(
+                    tokens, starts.repeat(len(opening)), np.tile(~opening, len(starts))
+                )
                 unmarked(tokens).astype(_INT32, copy=False).tofile(token_file)
                 (tokens < 0).tofile(begins_file)
                 np.full(len(tokens), document, dtype=_INT32).tofile(owner_file)
@@ -146,12 +155,16 @@ class _Documents(Collection[DocumentInfo]):
             for number, line in enumerate(lines, 1):
                 try:
                     values = json.loads(line)
-                    info = DocumentInfo(*(str(values[key]) for key in ("id", "domain", "name", "whole")))
+                    info = DocumentInfo(
+                        *(str(values[key]) for key in ("id", "domain", "name", "whole"))
+                    )
                 except (ValueError, KeyError, TypeError) as error:
                     raise UserError(f"{self.file}, line {number} is damaged\n{REMEDY}") from error
                 yield info
         if number != self.number:
-            raise UserError(f"{self.file} is damaged: it has {number} documents, not {self.number}\n{REMEDY}")
+            raise UserError(
+                f"{self.file} is damaged: it has {number} documents, not {self.number}\n{REMEDY}"
+            )
 
     def __contains__(self, info: object) -> bool:
         return any(info == other for other in self)
@@ -167,16 +180,24 @@ def map_blocks(folder: Path) -> TokenBlocks:
 
     Raises ``UserError``: the files do not fit together.
     """
-    record = schema.validate(_Record, files.read_json(folder / _RECORD, _WHAT), f"{_WHAT} {folder / _RECORD}")
+    record = schema.validate(
+        _Record, files.read_json(folder / _RECORD, _WHAT), f"{_WHAT} {folder / _RECORD}"
+    )
     # Map tokens and document indices of the recorded shape
     shape = record.num_blocks, record.block_size
     try:
-        tokens, owner = (np.memmap(folder / name, _INT32, "r", shape=shape) for name in (_TOKENS, _OWNER))
+        tokens, owner = (
+            np.memmap(folder / name, _INT32, "r", shape=shape) for name in (_TOKENS, _OWNER)
+        )
         begins = np.memmap(folder / _BEGINS, np.bool_, "r", shape=shape)
     except (OSError, ValueError) as error:
-        raise UserError(f"token blocks {folder} are damaged: {first_line(error)}\n{REMEDY}") from error
+        raise UserError(
+            f"token blocks {folder} are damaged: {first_line(error)}\n{REMEDY}"
+        ) from error
     if not 0 <= owner[-1, -1] < record.num_documents:  # the last document has the largest index
-        raise UserError(f"token blocks {folder} are damaged: their documents do not match their tokens\n{REMEDY}")
+        raise UserError(
+            f"token blocks {folder} are damaged: their documents do not match their tokens\n{REMEDY}"
+        )
     documents = _Documents(folder / _DOCUMENTS, record.num_documents)
     kind = SeparateDocuments if record.documents == config.SEPARATE else Boundaries
     limits = kind(**{name: tuple(tokens) for name, tokens in record.boundaries.items()})
@@ -185,7 +206,9 @@ def map_blocks(folder: Path) -> TokenBlocks:
 
 def read_notes(folder: Path, name: str = _RECORD) -> list[str]:
     """Return the notes on a text, from a file of its folder."""
-    return schema.validate(_Notes, files.read_json(folder / name, _WHAT), f"{_WHAT} {folder / name}").notes
+    return schema.validate(
+        _Notes, files.read_json(folder / name, _WHAT), f"{_WHAT} {folder / name}"
+    ).notes
 
 
 class BlockCache:
@@ -213,9 +236,16 @@ class BlockCache:
         self.boundaries = boundaries(tokenizer, separator, bos, block_size, documents)
         self._sources, self._base = list(sources), base
         template = str(getattr(tokenizer, "chat_template", None))
-        self._decided = (_FORMAT, fingerprint(tokenizer), f"{block_size} {settings} {self.boundaries}", template)
+        self._decided = (
+            _FORMAT,
+            fingerprint(tokenizer),
+            f"{block_size} {settings} {self.boundaries}",
+            template,
+        )
 
-    def find_or_write(self, has_all: Callable[[Path], bool], write: Callable[[], Path], reporter: Reporter) -> Path:
+    def find_or_write(
+        self, has_all: Callable[[Path], bool], write: Callable[[], Path], reporter: Reporter
+    ) -> Path:
         """Return the folder of the current text if ``has_all`` accepts one, else ``write`` it, one process at once.
 
         Warns of files that are not read.
@@ -295,4 +325,8 @@ def _read_states(file: Path) -> list[str]:
 def fingerprint(tokenizer: Tokenizer) -> str:
     """Return a string that identifies how a tokenizer encodes text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return (
+        str(backend.to_str())
+        if backend is not None
+        else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    )

@@ -66,7 +66,9 @@ class TokenBlocks(ComparedByValue):
     document: NDArray[np.int32]
     documents: Collection[DocumentInfo]  # the documents, in the order of their tokens
     largest: int | None = None  # the largest token, if it is known without reading the tokens
-    boundaries: Boundaries = PLAIN  # tokens that every block begins with, before its text, and those between documents
+    boundaries: Boundaries = (
+        PLAIN  # tokens that every block begins with, before its text, and those between documents
+    )
     # bool [N, T], which tokens begin a text: opening tokens, filling, and the first token of separate documents without
     # opening tokens. None for blocks that were made elsewhere, where the ids of special tokens tell it
     begins: NDArray[np.bool_] | None = None
@@ -169,7 +171,9 @@ class TokenBlocks(ComparedByValue):
             return self
         # Rank each block within its document
         is_separate = isinstance(self.boundaries, SeparateDocuments)
-        _, owners, counts = np.unique(self.document[:, self.block_size // 2], return_inverse=True, return_counts=True)
+        _, owners, counts = np.unique(
+            self.document[:, self.block_size // 2], return_inverse=True, return_counts=True
+        )
         rank = np.empty(self.num_blocks, dtype=np.int64)
         by_owner = np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
         for blocks in by_owner:
@@ -186,7 +190,13 @@ class TokenBlocks(ComparedByValue):
     def part(self, blocks: NDArray[np.intp] | slice) -> "TokenBlocks":
         """Return the blocks with some indices."""
         begins = None if self.begins is None else self.begins[blocks]
-        return replace(self, tokens=self.tokens[blocks], document=self.document[blocks], largest=None, begins=begins)
+        return replace(
+            self,
+            tokens=self.tokens[blocks],
+            document=self.document[blocks],
+            largest=None,
+            begins=begins,
+        )
 
     def nested(self, ends: Sequence[int]) -> "list[TokenBlocks]":
         """Divide the blocks into disjoint parts: the first ``ends[0]``, those up to ``ends[1]``, and so on.
@@ -204,7 +214,9 @@ class TokenBlocks(ComparedByValue):
             np.concatenate([self.document, other.document + len(self.documents)]),
             (*self.documents, *other.documents),
             boundaries=self.boundaries,
-            begins=np.concatenate([self._known_begins(), other._known_begins()]) if are_known else None,
+            begins=np.concatenate([self._known_begins(), other._known_begins()])
+            if are_known
+            else None,
         )
 
     def cut(self, block_size: int) -> "TokenBlocks":
@@ -232,10 +244,15 @@ class TokenBlocks(ComparedByValue):
         texts = dict(zip(present.tolist(), np.split(tokens[order], starts[1:]), strict=True))
         texts = {index: self.boundaries.without_filling(text) for index, text in texts.items()}
         # Draw the order of the documents, which is their new index
-        kept = sorted((index for index in texts if infos[index].text_id not in left_out), key=lambda i: infos[i].id)
+        kept = sorted(
+            (index for index in texts if infos[index].text_id not in left_out),
+            key=lambda i: infos[i].id,
+        )
         shuffled = [kept[index] for index in np.random.default_rng(seed).permutation(len(kept))]
         pieces = [(texts[index], number) for number, index in enumerate(shuffled)]
-        return packed(pieces, [infos[index] for index in shuffled], self.block_size, "text", self.boundaries)
+        return packed(
+            pieces, [infos[index] for index in shuffled], self.block_size, "text", self.boundaries
+        )
 
     def _known_begins(self) -> NDArray[np.bool_]:
         """Return which tokens [N, T] begin a text, from their ids in blocks that were made elsewhere."""
@@ -270,9 +287,15 @@ class TokenBlocks(ComparedByValue):
             infos = ()
         is_text = all(isinstance(value, str) for info in infos for value in astuple(info))
         if not is_text or arrays["document"].max() >= len(infos):
-            raise errors.UserError(f"{path} is damaged: its documents do not match its tokens\n{REMEDY}")
-        tokens, document = (arrays[name].astype(np.int32, copy=False) for name in ("tokens", "document"))
-        return cls(tokens, document, infos, boundaries=boundaries, begins=arrays["begins"].astype(np.bool_))
+            raise errors.UserError(
+                f"{path} is damaged: its documents do not match its tokens\n{REMEDY}"
+            )
+        tokens, document = (
+            arrays[name].astype(np.int32, copy=False) for name in ("tokens", "document")
+        )
+        return cls(
+            tokens, document, infos, boundaries=boundaries, begins=arrays["begins"].astype(np.bool_)
+        )
 
 
 def build_blocks(
@@ -308,7 +331,9 @@ def build_blocks(
     infos: list[DocumentInfo] = []
     num_tokens = 0
     # Tokenise documents up to the limit
-    for document, ids in sources.tokenised(sources.as_documents(texts, block_size), tokenizer, limits):
+    for document, ids in sources.tokenised(
+        sources.as_documents(texts, block_size), tokenizer, limits
+    ):
         if max_tokens is not None and num_tokens >= max_tokens:
             break
         pieces.append((ids, len(infos)))
@@ -362,7 +387,9 @@ def aligned(
         rest = tokens[whole:]
         # Fill stretches with the rest, without a separator that would begin one
         while len(rest):
-            is_separator = len(rest) <= len(separator) and tuple(unmarked(rest)) == separator[-len(rest) :]
+            is_separator = (
+                len(rest) <= len(separator) and tuple(unmarked(rest)) == separator[-len(rest) :]
+            )
             if not num_waiting and is_separator:
                 break
             part, rest = rest[: size - num_waiting], rest[size - num_waiting :]

@@ -9,9 +9,16 @@ from spkv_nas.base import limits, schema
 
 ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
 AUTO: Literal["auto"] = "auto"
-NO_SEPARATOR, EOS, BOS, EOS_BOS = SEPARATORS = ("none", "eos", "bos", "eos+bos")  # what stands after a document
+NO_SEPARATOR, EOS, BOS, EOS_BOS = SEPARATORS = (
+    "none",
+    "eos",
+    "bos",
+    "eos+bos",
+)  # what stands after a document
 JOINED: Literal["joined"] = "joined"  # tokens see earlier documents of their block
-SEPARATE: Literal["separate"] = "separate"  # tokens see only their own document, in which positions start again
+SEPARATE: Literal["separate"] = (
+    "separate"  # tokens see only their own document, in which positions start again
+)
 
 Bos = Literal["auto"] | bool
 
@@ -20,15 +27,22 @@ class SourceConfig(schema.Section):
     """Name a text source with options; exactly one of ``path`` and ``dataset``."""
 
     path: str | None = Field(None, description="file, folder, stdlib or installed")
-    dataset: str | None = Field(None, description="data set on the Hugging Face hub or in its cache")
+    dataset: str | None = Field(
+        None, description="data set on the Hugging Face hub or in its cache"
+    )
     name: str | None = Field(None, description="configuration of the data set")
     split: str | None = Field(None, description="split of the data set; default: train")
     text_field: str | None = Field(
-        None, description="field or column with the text, or with the messages of a chat; default: text, else messages"
+        None,
+        description="field or column with the text, or with the messages of a chat; default: text, else messages",
     )
     domain: str | None = Field(None, description="domain of all documents of this source")
-    domain_field: str | None = Field(None, description="field or column with the document's domain; default: domain")
-    max_documents: int | None = Field(None, ge=1, le=limits.MAX_WHOLE, description="maximum number of documents")
+    domain_field: str | None = Field(
+        None, description="field or column with the document's domain; default: domain"
+    )
+    max_documents: int | None = Field(
+        None, ge=1, le=limits.MAX_WHOLE, description="maximum number of documents"
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> "SourceConfig":
@@ -36,7 +50,9 @@ class SourceConfig(schema.Section):
         if (self.path is None) == (self.dataset is None):
             raise ValueError("a source needs either 'path' or 'dataset', not both")
         if self.dataset is None and (self.name, self.split) != (None, None):
-            raise ValueError("'name' and 'split' belong to a 'dataset', and this source has a 'path'")
+            raise ValueError(
+                "'name' and 'split' belong to a 'dataset', and this source has a 'path'"
+            )
         return self
 
 
@@ -45,7 +61,8 @@ class RulerMix(schema.Section):
 
     share: float = Field(gt=0.0, le=1.0, description="share of the training blocks")
     tasks: Literal["all-but-qa"] | list[str] = Field(
-        ALL_TASKS, description="names of RULER's tasks; all-but-qa: all tasks without a question file"
+        ALL_TASKS,
+        description="names of RULER's tasks; all-but-qa: all tasks without a question file",
     )
     loss: Literal["all", "answers"] = Field(
         "all", description="sample tokens that the loss includes: all, or only answers"
@@ -72,10 +89,15 @@ class DataConfig(schema.Section):
     """Choose the text, and how to cut it into blocks."""
 
     sources: list[str | SourceConfig] = Field(
-        min_length=1, description="files, folders, stdlib, installed, or sections with path or dataset"
+        min_length=1,
+        description="files, folders, stdlib, installed, or sections with path or dataset",
     )
-    block_size: int = Field(BLOCK_SIZE, ge=2, le=limits.MAX_BLOCK_SIZE, description="tokens per block")
-    heldout: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents held out, chosen by content hash")
+    block_size: int = Field(
+        BLOCK_SIZE, ge=2, le=limits.MAX_BLOCK_SIZE, description="tokens per block"
+    )
+    heldout: float = Field(
+        0.05, gt=0.0, lt=1.0, description="share of documents held out, chosen by content hash"
+    )
     max_heldout_tokens: int = Field(
         HELDOUT_TOKENS,
         ge=1,
@@ -85,7 +107,9 @@ class DataConfig(schema.Section):
     bos: Bos = Field(
         AUTO,
         description="begin every block with a BOS token; auto: with whatever the tokenizer puts before a text",
-        exclude_if=lambda bos: bos == AUTO,  # hashes and records of recipes stay as before the key existed
+        exclude_if=lambda bos: (
+            bos == AUTO
+        ),  # hashes and records of recipes stay as before the key existed
     )
     separator: str = Field(
         AUTO,
@@ -100,11 +124,15 @@ class DataConfig(schema.Section):
         "positions start again (separate)",
         exclude_if=lambda documents: documents == JOINED,
     )
-    mix: MixConfig | None = Field(None, description="synthetic samples to mix into the training text")
+    mix: MixConfig | None = Field(
+        None, description="synthetic samples to mix into the training text"
+    )
 
     @model_validator(mode="after")
     def _fitting_samples(self) -> "DataConfig":
         lengths = [] if self.mix is None else self.mix.ruler.lengths or []
         if any(not 1 <= length <= self.block_size for length in lengths):
-            raise ValueError(f"mix.ruler.lengths: lengths must be 1 to {self.block_size} tokens, the block size")
+            raise ValueError(
+                f"mix.ruler.lengths: lengths must be 1 to {self.block_size} tokens, the block size"
+            )
         return self

@@ -9,7 +9,9 @@ from spkv_nas.data.tokenizer import Tokenizer
 
 SAMPLED_DOCUMENTS = 256  # of a text, whose lengths choose the context
 FAR_SHARE = 0.1  # least share of a text's tokens with half a context or more of their own document before them
-SHORTEST = 128  # tokens, which have two windows that are measured: 32 and 64 keys (``window_costs``)
+SHORTEST = (
+    128  # tokens, which have two windows that are measured: 32 and 64 keys (``window_costs``)
+)
 _CHARACTERS = 8  # read of a document per token of the longest context; few tokenizers reach 6
 
 
@@ -44,7 +46,9 @@ def supported_context(documents: Iterable[Document], tokenizer: Tokenizer, longe
         tokenizer: of the model.
         longest: tokens, such as the model's context.
     """
-    lengths = [_length(document, tokenizer, longest) for document in islice(documents, SAMPLED_DOCUMENTS)]
+    lengths = [
+        _length(document, tokenizer, longest) for document in islice(documents, SAMPLED_DOCUMENTS)
+    ]
     context = longest
     while context > SHORTEST and far_share(lengths, context) < FAR_SHARE:
         context = 1 << ((context - 1).bit_length() - 1)  # the next power of two below it

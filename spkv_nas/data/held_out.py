@@ -30,7 +30,10 @@ def hold_out(
     share = min(tokens / blocks.tokens.size, HELD_OUT_SHARE) if share is None else share
     held: dict[str, int] = {}  # tokens by text
     # Hold out documents of each domain, in an order that does not depend on the rest of the text
-    infos = sorted(enumerate(blocks.documents), key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest())
+    infos = sorted(
+        enumerate(blocks.documents),
+        key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest(),
+    )
     for domain in blocks.domains:
         texts: dict[str, int] = defaultdict(int)  # tokens by text, whose pieces stay together
         for index, info in infos:
@@ -39,7 +42,9 @@ def hold_out(
         whole = sum(texts.values())
         wanted = share * whole
         for text, length in texts.items():
-            if wanted > 0 and 2 * length <= whole:  # a longer one would leave too little to rank heads on
+            if (
+                wanted > 0 and 2 * length <= whole
+            ):  # a longer one would leave too little to rank heads on
                 held[text] = length
                 wanted -= length
     if sum(held.values()) < blocks.block_size:
@@ -48,4 +53,6 @@ def hold_out(
             f"leaves less than a block of {blocks.block_size} tokens: give more documents, or the window (--window)"
         )
     rest = blocks.in_random_order(0, held)
-    return rest, blocks.in_random_order(0, blocks.text_ids - held.keys()).spread(max(1, tokens // blocks.block_size))
+    return rest, blocks.in_random_order(0, blocks.text_ids - held.keys()).spread(
+        max(1, tokens // blocks.block_size)
+    )

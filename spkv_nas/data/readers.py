@@ -24,7 +24,9 @@ from spkv_nas.data import chats, config, installed, stdlib, text_files, tokenize
 COLUMN = ":column="  # between the path of a source and the name of the column with its text
 TEXT, MESSAGES = "text", "messages"  # columns that are read without being named
 _TABLE_ROWS = 256  # rows of a table in memory at once
-_MAX_LINE = 512 << 20  # bytes of a line, so that a file without line breaks does not fill the memory
+_MAX_LINE = (
+    512 << 20
+)  # bytes of a line, so that a file without line breaks does not fill the memory
 _CHECKED = 20  # files of a folder whose beginning is read before anything is computed
 _CHUNK = 1 << 16  # characters of a long file read at once; longer strings would fragment the heap
 
@@ -98,7 +100,9 @@ def check_source(source: str | config.SourceConfig, base: Path) -> bool:
 def written(source: str) -> list[tuple[str, int, int]]:
     """Return name, size and time of the last write of each file of a source; nothing for those that are not files."""
     opened = open_source(source, Path())
-    statuses = [(str(file), file.stat()) for file in opened.files] if isinstance(opened, Files) else []
+    statuses = (
+        [(str(file), file.stat()) for file in opened.files] if isinstance(opened, Files) else []
+    )
     return [(name, status.st_size, status.st_mtime_ns) for name, status in statuses]
 
 
@@ -152,7 +156,9 @@ class Files:
             raise UserError(f"no {' '.join(text_files.READABLE)} files in {found.note or path}")
         only = found.readable[0]
         if len(found.readable) == 1 and only.parent == path and text_files.is_card(only):
-            raise UserError(f"{found.note or path}\nthe only text is {only.name}: name it to measure on it")
+            raise UserError(
+                f"{found.note or path}\nthe only text is {only.name}: name it to measure on it"
+            )
         return cls(path, tuple(found.readable), options, found.note)
 
     def warn(self) -> None:
@@ -238,17 +244,26 @@ class HubDataset:
         """Return the files and their versions; of local files, whose time can be set, also their state."""
         builder = self._builder
         files = builder.config.data_files or {}
-        origins = {split: getattr(split_files, "origin_metadata", None) for split, split_files in files.items()}
+        origins = {
+            split: getattr(split_files, "origin_metadata", None)
+            for split, split_files in files.items()
+        }
         version = f"{builder.config_id} {builder.hash} {builder.config.version}"
-        description = f"{json.dumps(dict(self.options), sort_keys=True)} {version} {dict(files)} {origins}"
+        description = (
+            f"{json.dumps(dict(self.options), sort_keys=True)} {version} {dict(files)} {origins}"
+        )
         names = sorted({str(name) for split_files in files.values() for name in split_files})
-        return "\n".join([description, *(_state(Path(name), name) for name in names if is_file(Path(name)))])
+        return "\n".join(
+            [description, *(_state(Path(name), name) for name in names if is_file(Path(name)))]
+        )
 
     def texts(self, piece: int) -> Iterator[Text]:
         """Yield one text per row."""
         with self._loading():  # no such split
             rows = self._builder.as_streaming_dataset(split=self.options.get("split") or "train")
-        yield from _rows(self._streamed(rows), self.name, self.options.get("domain") or self.name, self.options)
+        yield from _rows(
+            self._streamed(rows), self.name, self.options.get("domain") or self.name, self.options
+        )
 
     @cached_property
     def _builder(self) -> Any:
@@ -318,7 +333,9 @@ def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str, float]
                 yield number, text, content.num_read - num_read
                 num_read = content.num_read
         except (UnicodeError, OSError) as error:
-            raise UserError(f"cannot read {file} after {number + 1} chunks: {first_line(error)}") from error
+            raise UserError(
+                f"cannot read {file} after {number + 1} chunks: {first_line(error)}"
+            ) from error
 
 
 def _json_lines(file: Path, _options: Mapping[str, Any]) -> Iterator[Row]:
@@ -343,7 +360,9 @@ def _json_lines(file: Path, _options: Mapping[str, Any]) -> Iterator[Row]:
                 except (ValueError, RecursionError) as error:
                     raise UserError(f"{location}: not valid JSON: {first_line(error)}") from error
                 if not isinstance(row, dict):
-                    raise UserError(f"{location}: expected an object with the text in a field, found {_kind(row)}")
+                    raise UserError(
+                        f"{location}: expected an object with the text in a field, found {_kind(row)}"
+                    )
                 yield location, row, content.num_read - num_read
                 num_read = content.num_read
     except OSError as error:
@@ -394,7 +413,11 @@ _TABLES = {".jsonl": _json_lines, ".parquet": _parquet, ".arrow": _arrow}
 def _columns(names: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     """Return the columns of a table to read: those with text and domain, or all where the text is missing."""
     text_field, domain_field = _fields(names, options)
-    return [name for name in names if name in (text_field, domain_field)] if text_field in names else list(names)
+    return (
+        [name for name in names if name in (text_field, domain_field)]
+        if text_field in names
+        else list(names)
+    )
 
 
 def _fields(names: Collection[str], options: Mapping[str, Any]) -> tuple[str, str]:
@@ -403,7 +426,9 @@ def _fields(names: Collection[str], options: Mapping[str, Any]) -> tuple[str, st
     return options.get("text_field") or default, options.get("domain_field") or "domain"
 
 
-def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, Any]) -> Iterator[Text]:
+def _rows(
+    rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, Any]
+) -> Iterator[Text]:
     """Yield the texts or chats of rows."""
     for number, (location, row, size) in enumerate(rows):
         text_field, domain_field = _fields(row, options)
@@ -412,19 +437,31 @@ def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, A
         # Name the location and the fields of a row without text
         if chat is None and not isinstance(value, str):
             is_absent = text_field not in row
-            problem = f"no field '{text_field}'" if is_absent else f"field '{text_field}' is {_kind(value)}, not text"
+            problem = (
+                f"no field '{text_field}'"
+                if is_absent
+                else f"field '{text_field}' is {_kind(value)}, not text"
+            )
             raise UserError(
                 f"{location}: {problem}; its fields: {', '.join(row)}\ncorrect or remove the row, or name the field "
                 f"with the text: --data PATH{COLUMN}FIELD\n"
                 "in a recipe's data.sources, add text_field: FIELD to the source"
             )
         # Prefer the configured domain to the row's own, and that to the default
-        row_domain = options.get("domain") or (domain if row_domain in (None, "") else str(row_domain))
+        row_domain = options.get("domain") or (
+            domain if row_domain in (None, "") else str(row_domain)
+        )
         text = str(value).removeprefix(BYTE_ORDER_MARK) if chat is None else chat
         yield Text(text, row_domain, f"{origin}#{number}", size, is_chat=chat is not None)
 
 
 def _kind(value: object) -> str:
     """Describe the type of a value that is not text, in the words of JSON."""
-    kinds = {"NoneType": "null", "int": "a number", "float": "a number", "list": "a list", "dict": "an object"}
+    kinds = {
+        "NoneType": "null",
+        "int": "a number",
+        "float": "a number",
+        "list": "a list",
+        "dict": "an object",
+    }
     return kinds.get(type(value).__name__, type(value).__name__)

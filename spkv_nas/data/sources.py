@@ -21,11 +21,21 @@ import numpy as np
 from spkv_nas.base import arrays, errors, files
 from spkv_nas.base.progress import Progress
 from spkv_nas.data import chats, config, readers, text_files
-from spkv_nas.data.tokenizer import MAX_ENCODED_CHARACTERS, PIECE, Boundaries, Tokenizer, cut, encode, piece_size
+from spkv_nas.data.tokenizer import (
+    MAX_ENCODED_CHARACTERS,
+    PIECE,
+    Boundaries,
+    Tokenizer,
+    cut,
+    encode,
+    piece_size,
+)
 
 MAX_DOMAIN = 100  # maximum characters of a domain
 TOKENIZE_BATCH = 64  # documents per batch
-ENOUGH = 20  # documents; texts with fewer are cut into pieces, as one in twenty is held out by default
+ENOUGH = (
+    20  # documents; texts with fewer are cut into pieces, as one in twenty is held out by default
+)
 _MAX_PATH = 1024  # characters of a string that may be a path
 _RECENT = 1 << 18  # hashes kept in a set before they are merged into the sorted array
 
@@ -37,7 +47,9 @@ class Document:
     text: str  # the text
     domain: str  # its domain
     name: str  # name to show
-    piece: int | None = None  # index, from 0, of a piece of a longer text, whose name it has; None for a whole text
+    piece: int | None = (
+        None  # index, from 0, of a piece of a longer text, whose name it has; None for a whole text
+    )
     whole: str = ""  # id of that longer text, or a hash of its name if it is never read whole; empty for a whole text
     is_chat: bool = False  # whether the text is the JSON of a chat (``chats``), which is never cut
 
@@ -82,7 +94,9 @@ class LeftOut:
             return []
         counts = {"repeat an earlier one": self.repeated, "are empty": self.empty}
         kinds = [f"{number:,} {kind}" for kind, number in counts.items() if number]
-        return [f"{self.read:,} documents were read, and those left out that say nothing new: {', '.join(kinds)}"]
+        return [
+            f"{self.read:,} documents were read, and those left out that say nothing new: {', '.join(kinds)}"
+        ]
 
 
 def documents(
@@ -101,10 +115,14 @@ def documents(
     file, or lacks its text field.
     """
     opened = [(source, readers.open_source(source, base)) for source in sources]
-    return in_pieces(_distinct(_read(opened, piece, progress), left_out or LeftOut()), piece, progress)
+    return in_pieces(
+        _distinct(_read(opened, piece, progress), left_out or LeftOut()), piece, progress
+    )
 
 
-def in_pieces(documents: Iterable[Document], size: int, progress: Progress | None = None) -> Iterator[Document]:
+def in_pieces(
+    documents: Iterable[Document], size: int, progress: Progress | None = None
+) -> Iterator[Document]:
     """Yield documents, cut into pieces if longer than ``MAX_ENCODED_CHARACTERS``, and all if fewer than ``ENOUGH``.
 
     Fewer are all in memory before the first piece is used: ``progress`` is then called with (thousands of characters of
@@ -135,7 +153,9 @@ def as_documents(texts: Any, block_size: int) -> Iterator[Document]:
     Empty and repeated ones are left out, as those of files are. Raises ``UserError`` if an item is no text.
     """
     items = [texts] if isinstance(texts, str | bytes | Mapping | Document) else texts
-    return in_pieces(_distinct(starmap(_item, enumerate(items, 1)), LeftOut()), piece_size(block_size))
+    return in_pieces(
+        _distinct(starmap(_item, enumerate(items, 1)), LeftOut()), piece_size(block_size)
+    )
 
 
 def text_argument(name: str, texts: Any) -> Any:
@@ -147,17 +167,25 @@ def text_argument(name: str, texts: Any) -> Any:
     kind = type(texts).__name__
     if isinstance(texts, os.PathLike) or (isinstance(texts, str) and _is_path(texts)):
         shown = errors.shortened(str(texts), 80)
-        raise errors.UserError(f"{name} is the path '{shown}': give a list of texts, such as [open(path).read()]")
+        raise errors.UserError(
+            f"{name} is the path '{shown}': give a list of texts, such as [open(path).read()]"
+        )
     if isinstance(texts, str | Document):
         return [texts]
     if isinstance(texts, bytes | bytearray):
-        raise errors.UserError(f"{name} is of type {kind}: give a list of strings, such as [{name}.decode()]")
+        raise errors.UserError(
+            f"{name} is of type {kind}: give a list of strings, such as [{name}.decode()]"
+        )
     if hasattr(texts, "iloc") and hasattr(texts, "columns"):
-        raise errors.UserError(f"{name} is a {kind}: give a list of texts, such as list({name}['COLUMN'])")
+        raise errors.UserError(
+            f"{name} is a {kind}: give a list of texts, such as list({name}['COLUMN'])"
+        )
     if chats.as_json(texts):
         return [texts]
     if isinstance(texts, Mapping):
-        raise errors.UserError(f"{name} is of type {kind}: give a list of texts, such as list({name}['COLUMN'])")
+        raise errors.UserError(
+            f"{name} is of type {kind}: give a list of texts, such as list({name}['COLUMN'])"
+        )
     return texts
 
 
@@ -187,7 +215,9 @@ def _item(number: int, item: Any) -> Document:
 
 
 def _read(
-    opened: list[tuple[str | config.SourceConfig, readers.Source]], piece: int, progress: Progress | None
+    opened: list[tuple[str | config.SourceConfig, readers.Source]],
+    piece: int,
+    progress: Progress | None,
 ) -> Iterator[Document]:
     """Yield the documents of opened sources, and call ``progress`` a thousand times if their sizes are known.
 
@@ -261,7 +291,9 @@ def tokenised(
 ) -> Iterator[tuple[Document, arrays.Tokens]]:
     """Yield each document with its tokens, followed by the separator (``Boundaries.ended``)."""
     for batch in _batches(documents):
-        for document, ids in zip(batch, encode_documents(batch, tokenizer, boundaries.opening), strict=True):
+        for document, ids in zip(
+            batch, encode_documents(batch, tokenizer, boundaries.opening), strict=True
+        ):
             yield document, boundaries.ended(ids)
 
 
@@ -276,7 +308,9 @@ def encode_documents(
     texts = [document for document in documents if not document.is_chat]
     ids_of_texts = iter(encode([document.text for document in texts], tokenizer))
     return [
-        chats.encode(document.text, document.label, tokenizer, opening) if document.is_chat else next(ids_of_texts)
+        chats.encode(document.text, document.label, tokenizer, opening)
+        if document.is_chat
+        else next(ids_of_texts)
         for document in documents
     ]
 
@@ -294,7 +328,10 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     for document in documents:
         batch.append(document)
-        if len(batch) == TOKENIZE_BATCH or sum(len(each.text) for each in batch) >= MAX_ENCODED_CHARACTERS:
+        if (
+            len(batch) == TOKENIZE_BATCH
+            or sum(len(each.text) for each in batch) >= MAX_ENCODED_CHARACTERS
+        ):
             yield batch
             batch = []
     if batch:

@@ -16,7 +16,15 @@ import numpy as np
 
 from spkv_nas.base import arrays, errors, files, manifest
 from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
-from spkv_nas.data.block_files import BlockCache, ContentKey, is_written, map_blocks, publish, read_notes, write_blocks
+from spkv_nas.data.block_files import (
+    BlockCache,
+    ContentKey,
+    is_written,
+    map_blocks,
+    publish,
+    read_notes,
+    write_blocks,
+)
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, packed, spread_order
 from spkv_nas.data.config import AUTO, JOINED, SEPARATE, Bos, DataConfig, SourceConfig
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout, only_texts, tokenised
@@ -36,8 +44,13 @@ _TWICE_EVEN = 2.0  # maximum multiple of a document's even share, if there are f
 BPE_SAMPLE_CHARACTERS = 20_000_000
 _TRAIN, _TEXT = "train", "text"  # subfolders of a cache folder
 _SAMPLE, _NOTES = "sample.npz", "sample-notes.json"
-_REACH, _MIN_REACH = 400, 2_000_000  # characters that a sample is chosen from: per token, and at least
-RULE = 2  # version of the choice of held-out tokens, so that results of another choice are not reused
+_REACH, _MIN_REACH = (
+    400,
+    2_000_000,
+)  # characters that a sample is chosen from: per token, and at least
+RULE = (
+    2  # version of the choice of held-out tokens, so that results of another choice are not reused
+)
 _MAX_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
 _MIN_DOCUMENTS = 2  # minimum number of held-out documents, as a single one gives no standard error
 
@@ -94,7 +107,11 @@ class SpreadSample:
             if not self._takes(number, document.id):
                 break
             part_tokens = ids[start : start + size].copy()
-            insort(self._kept, _Stretch(number, document.id, start, info, part_tokens), key=lambda kept: kept[:2])
+            insort(
+                self._kept,
+                _Stretch(number, document.id, start, info, part_tokens),
+                key=lambda kept: kept[:2],
+            )
             self._total += len(part_tokens)
         while self._total - len(self._kept[-1].tokens) >= self._max_tokens:
             self._total -= len(self._kept.pop().tokens)
@@ -126,7 +143,9 @@ def _balanced(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
         tokens: dict[str, int] = {}
         for stretch in stretches:
             tokens[stretch.document] = tokens.get(stretch.document, 0) + len(stretch.tokens)
-        if max(tokens.values()) <= max(_LARGEST_SHARE, _TWICE_EVEN / len(tokens)) * sum(tokens.values()):
+        if max(tokens.values()) <= max(_LARGEST_SHARE, _TWICE_EVEN / len(tokens)) * sum(
+            tokens.values()
+        ):
             break
         stretches = [stretch for stretch in stretches if stretch.round < last]
     return stretches
@@ -151,7 +170,11 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
             num_held, held_characters = num_held + 1, held_characters + length
         else:
             kept_characters += length
-        if num_held >= _MIN_DOCUMENTS and held_characters >= block_characters and kept_characters >= block_characters:
+        if (
+            num_held >= _MIN_DOCUMENTS
+            and held_characters >= block_characters
+            and kept_characters >= block_characters
+        ):
             return config.heldout
     # Choose the nearest number of documents that gives both parts enough
     num_chosen = _parted(sorted(hashed), num_held, block_characters)
@@ -181,7 +204,9 @@ def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
     return min(max(number, lowest), max(highest, 1))
 
 
-def train_tokenizer(config: DataConfig, vocab_size: int, base: Path, bos: bool = False) -> Tokenizer:
+def train_tokenizer(
+    config: DataConfig, vocab_size: int, base: Path, bos: bool = False
+) -> Tokenizer:
     """Train a BPE on the first 20 million characters of the training documents alone (see ``train_bpe``)."""
     share = heldout_share(config, base)
 
@@ -214,11 +239,15 @@ def cache_split(
     missing or too short, or its blocks are damaged.
     """
     split = _Split(config, tokenizer, cache, base, reporter, stretch)
-    folder = split.cache.find_or_write(split.has_all, lambda: split.write(with_training=True), reporter)
+    folder = split.cache.find_or_write(
+        split.has_all, lambda: split.write(with_training=True), reporter
+    )
     return _checked(folder, _TRAIN, reporter)
 
 
-def read_split(folder: Path, config: DataConfig, *, stretch: int | None = None) -> tuple[TokenBlocks, TokenBlocks]:
+def read_split(
+    folder: Path, config: DataConfig, *, stretch: int | None = None
+) -> tuple[TokenBlocks, TokenBlocks]:
     """Return (training, held-out) blocks of a folder returned by ``cache_split``."""
     train = map_blocks(folder / _TRAIN)
     return train, TokenBlocks.read(_heldout_file(folder, config, stretch), train.boundaries)
@@ -235,7 +264,9 @@ def load_heldout(
 ) -> TokenBlocks:
     """Return the held-out blocks alone, without tokenising the rest; arguments as in ``cache_split``."""
     split = _Split(config, tokenizer, cache, base, reporter, stretch)
-    folder = split.cache.find_or_write(split.has_heldout, lambda: split.write(with_training=False), reporter)
+    folder = split.cache.find_or_write(
+        split.has_heldout, lambda: split.write(with_training=False), reporter
+    )
     return TokenBlocks.read(_heldout_file(folder, config, stretch), split.cache.boundaries)
 
 
@@ -261,7 +292,9 @@ def load_text(
     are damaged.
     """
     settings = f"{max_tokens} {'whole' if max_tokens is None else f'sample-{_rule(documents)}'}"
-    block_cache = BlockCache(cache, sources, base, tokenizer, settings, block_size, separator, bos, documents)
+    block_cache = BlockCache(
+        cache, sources, base, tokenizer, settings, block_size, separator, bos, documents
+    )
 
     def has_text(folder: Path) -> bool:
         if max_tokens is None:
@@ -282,7 +315,9 @@ def load_text(
     return TokenBlocks.read(folder / _SAMPLE, block_cache.boundaries)
 
 
-def _write_text(texts: Iterable[Document], content: ContentKey, left_out: LeftOut, cache: BlockCache) -> Path:
+def _write_text(
+    texts: Iterable[Document], content: ContentKey, left_out: LeftOut, cache: BlockCache
+) -> Path:
     """Write the blocks of a whole text, and return their folder."""
     limits = cache.boundaries
     tokens = tokenised(texts, cache.tokenizer, limits)
@@ -293,7 +328,11 @@ def _write_text(texts: Iterable[Document], content: ContentKey, left_out: LeftOu
 
 
 def _write_sample(
-    texts: Iterable[Document], content: ContentKey, left_out: LeftOut, cache: BlockCache, max_tokens: int
+    texts: Iterable[Document],
+    content: ContentKey,
+    left_out: LeftOut,
+    cache: BlockCache,
+    max_tokens: int,
 ) -> Path:
     """Write a sample of a text, spread over the documents at its beginning, and return its folder."""
     sample = _empty_sample(max_tokens, cache.block_size, cache)
@@ -323,7 +362,9 @@ class _Split:
         """Return the cache folders of the text."""
         config = self.config
         limits = config.block_size, config.separator, config.bos, config.documents
-        return BlockCache(self.root, config.sources, self.base, self.tokenizer, f"{config.heldout}", *limits)
+        return BlockCache(
+            self.root, config.sources, self.base, self.tokenizer, f"{config.heldout}", *limits
+        )
 
     def has_heldout(self, folder: Path) -> bool:
         return _heldout_file(folder, self.config, self.stretch).is_file()
@@ -336,17 +377,25 @@ class _Split:
         config, cache, limits = self.config, self.cache, self.cache.boundaries
         share = heldout_share(config, self.base, self.reporter.announce)
         sample = _empty_sample(
-            config.max_heldout_tokens, config.block_size if self.stretch is None else self.stretch, cache
+            config.max_heldout_tokens,
+            config.block_size if self.stretch is None else self.stretch,
+            cache,
         )
 
         def is_tokenised(document: Document) -> bool:
             return sample.wants(document) if heldout(document, share) else with_training
 
         # Tokenise in one pass: held-out documents go to the sample, the others to the training blocks
-        with _reading(config.sources, self.base, config.block_size, self.reporter) as (texts, content, left_out):
+        with _reading(config.sources, self.base, config.block_size, self.reporter) as (
+            texts,
+            content,
+            left_out,
+        ):
 
             def training() -> Iterator[tuple[Document, arrays.Tokens]]:
-                for document, ids in tokenised(filter(is_tokenised, texts), cache.tokenizer, limits):
+                for document, ids in tokenised(
+                    filter(is_tokenised, texts), cache.tokenizer, limits
+                ):
                     if heldout(document, share):
                         sample.add(document, ids)
                     else:
@@ -354,7 +403,9 @@ class _Split:
 
             record: dict[str, Any] = {}
             if with_training:
-                record = write_blocks(cache.partial, training(), config.block_size, "training text", limits)
+                record = write_blocks(
+                    cache.partial, training(), config.block_size, "training text", limits
+                )
             else:
                 list(training())
         # Write the held-out blocks, and complete the training blocks
@@ -390,7 +441,9 @@ def _reading(
     """Yield the documents of a text, read under a progress bar, their content so far, and what was left out."""
     content, left_out = ContentKey(), LeftOut()
     with reporter.bar("reading and tokenising text", "kB") as progress:
-        texts = documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out)
+        texts = documents(
+            sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out
+        )
         yield content.pass_on(texts), content, left_out
 
 
@@ -400,12 +453,16 @@ def _rule(documents: str) -> str:
 
 
 def _heldout_file(folder: Path, config: DataConfig, stretch: int | None) -> Path:
-    return folder / f"heldout-{_rule(config.documents)}-{config.max_heldout_tokens}-{stretch or config.block_size}.npz"
+    return (
+        folder
+        / f"heldout-{_rule(config.documents)}-{config.max_heldout_tokens}-{stretch or config.block_size}.npz"
+    )
 
 
 def _empty_sample(max_tokens: int, stretch: int, cache: BlockCache) -> SpreadSample:
     """Return an empty sample, whose limits count tokens of text, from limits that count opening tokens too."""
     most, size = (
-        number - number // cache.block_size * len(cache.boundaries.opening) for number in (max_tokens, stretch)
+        number - number // cache.block_size * len(cache.boundaries.opening)
+        for number in (max_tokens, stretch)
     )
     return SpreadSample(most, size, from_beginning=isinstance(cache.boundaries, SeparateDocuments))

@@ -26,15 +26,23 @@ _STREAMED = (*TEXT_ENDINGS, ".jsonl")  # what can be read while it is unpacked
 FORMATS = f"{' '.join(READABLE)}, and {' and '.join(PACKED)} of {' '.join(_STREAMED)}"
 _NO_TEXT = {  # files that would be read as text that they are not, and what to do
     ".json": "write one JSON object per line (.jsonl)",
-    **dict.fromkeys((".csv", ".tsv", ".xlsx", ".feather", ".orc", ".avro"), "convert it to .jsonl or .parquet"),
+    **dict.fromkeys(
+        (".csv", ".tsv", ".xlsx", ".feather", ".orc", ".avro"), "convert it to .jsonl or .parquet"
+    ),
     **dict.fromkeys((".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"), "unpack it"),
     **dict.fromkeys((".pdf", ".docx", ".epub"), "convert it to text"),
-    **dict.fromkeys((".npy", ".npz", ".bin", ".pt", ".pkl", ".safetensors", ".h5", ".db", ".sqlite"), "give text"),
+    **dict.fromkeys(
+        (".npy", ".npz", ".bin", ".pt", ".pkl", ".safetensors", ".h5", ".db", ".sqlite"),
+        "give text",
+    ),
 }
 _METADATA = ("dataset_info.json", "state.json", "dataset_dict.json")  # of saved data sets
 _CACHE = "cache-*.arrow"  # what the datasets library computed from a saved data set
 _MAX_KINDS = 5  # of files to name
-_MAX_UNPACKED, _MAX_RATIO = 1 << 30, 100  # bytes that any file may unpack to, and multiple of a larger file's size
+_MAX_UNPACKED, _MAX_RATIO = (
+    1 << 30,
+    100,
+)  # bytes that any file may unpack to, and multiple of a larger file's size
 
 
 def ending(file: Path) -> str:
@@ -62,7 +70,9 @@ class Found:
     folder: Path
     readable: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)  # of other formats
-    broken: list[Path] = field(default_factory=list)  # links to nothing, and folders that cannot be opened
+    broken: list[Path] = field(
+        default_factory=list
+    )  # links to nothing, and folders that cannot be opened
     card: Path | None = None  # README of a folder of data, which describes it
 
     @property
@@ -75,7 +85,9 @@ class Found:
             parts.append(f"{_kinds(self.others)} (read are {FORMATS})")
         if self.broken:
             name = os.path.relpath(self.broken[0], self.folder)
-            parts.append(f"{len(self.broken)} links to nothing or folders that cannot be opened, such as {name}")
+            parts.append(
+                f"{len(self.broken)} links to nothing or folders that cannot be opened, such as {name}"
+            )
         return f"{self.folder}: not read: {'; '.join(parts)}" if parts else None
 
 
@@ -134,11 +146,18 @@ def _kinds(files: Sequence[Path]) -> str:
     """Describe files by number and size of each ending, the largest first, such as "2 .csv (1.20 MiB)"."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for file in files:
-        packed = file.suffix.lower() if file.suffix.lower() in PACKED and ending(file) in _STREAMED else ""
+        packed = (
+            file.suffix.lower()
+            if file.suffix.lower() in PACKED and ending(file) in _STREAMED
+            else ""
+        )
         kind = _CACHE if file.match(_CACHE) else f"{ending(file)}{packed}" or "without an ending"
         sizes[kind].append(file.stat().st_size)
     ordered = sorted(sizes, key=lambda kind: (-sum(sizes[kind]), kind))
-    parts = [f"{len(sizes[kind]):,} {kind} ({units.format_bytes(sum(sizes[kind]))})" for kind in ordered[:_MAX_KINDS]]
+    parts = [
+        f"{len(sizes[kind]):,} {kind} ({units.format_bytes(sum(sizes[kind]))})"
+        for kind in ordered[:_MAX_KINDS]
+    ]
     rest = [size for kind in ordered[_MAX_KINDS:] for size in sizes[kind]]
     if rest:
         parts.append(f"{len(rest):,} others ({units.format_bytes(sum(rest))})")
@@ -181,7 +200,9 @@ class _Unpacked(io.RawIOBase):
         else:
             import pyarrow
 
-            self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, mode="r"), "zstd")
+            self._stream = pyarrow.CompressedInputStream(
+                pyarrow.PythonFile(packed, mode="r"), "zstd"
+            )
 
     def readable(self) -> bool:
         """Return True."""
@@ -191,10 +212,14 @@ class _Unpacked(io.RawIOBase):
         """Unpack into a buffer; return the number of bytes, 0 at the end."""
         try:
             content = self._stream.read(len(buffer))
-        except Exception as error:  # of zlib, gzip and pyarrow: EOFError, zlib.error, ArrowInvalid, ...
+        except (
+            Exception
+        ) as error:  # of zlib, gzip and pyarrow: EOFError, zlib.error, ArrowInvalid, ...
             raise OSError(f"cannot unpack it: {first_line(error)}") from error
         self._num_unpacked += len(content)
         if self._num_unpacked > max(_MAX_UNPACKED, _MAX_RATIO * self._size):
-            raise OSError(f"its {self._size:,} bytes unpack to more than {self._num_unpacked:,}: unpack it to read it")
+            raise OSError(
+                f"its {self._size:,} bytes unpack to more than {self._num_unpacked:,}: unpack it to read it"
+            )
         cast(memoryview, buffer)[: len(content)] = content
         return len(content)

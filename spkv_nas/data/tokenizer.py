@@ -29,7 +29,9 @@ else:
 
 END_OF_TEXT, BEGIN_OF_TEXT = "<|endoftext|>", "<|beginoftext|>"
 MAX_ENCODED_CHARACTERS = 1_000_000  # maximum length of a text encoded at once
-TRAINING_PIECE = 1_000  # characters per piece in training, as the time of a merge grows with the length of words
+TRAINING_PIECE = (
+    1_000  # characters per piece in training, as the time of a merge grows with the length of words
+)
 PIECE = 8_192  # minimum characters of a piece that serves as a document
 _BLOCKS, _CHARACTERS_PER_TOKEN = 4, 4
 
@@ -84,7 +86,9 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
     """
     if max(map(len, texts), default=0) <= MAX_ENCODED_CHARACTERS:
         return _ids(texts, tokenizer)
-    return [np.concatenate([_ids([piece], tokenizer)[0] for piece in pieces(text)]) for text in texts]
+    return [
+        np.concatenate([_ids([piece], tokenizer)[0] for piece in pieces(text)]) for text in texts
+    ]
 
 
 def _ids(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
@@ -132,7 +136,9 @@ class Boundaries:
         """Return the tokens of a document in blocks as ``ended`` returned them, without the filling of a block."""
         return tokens
 
-    def with_starts(self, tokens: NDArray[np.int32], begins: NDArray[np.bool_]) -> NDArray[np.int32]:
+    def with_starts(
+        self, tokens: NDArray[np.int32], begins: NDArray[np.bool_]
+    ) -> NDArray[np.int32]:
         """Return tokens [..., T] of blocks, the first of each separate document marked, given which begin a text."""
         return tokens
 
@@ -148,11 +154,16 @@ class Boundaries:
     def is_filling(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Return which tokens [..., T] only fill up a block: each is a document, and nothing is measured on it."""
         starts: NDArray[np.bool_] = self.positions(tokens) == 0
-        return starts & np.roll(starts, -1, -1).astype(np.bool_)  # the first token of a block is a start, too
+        return starts & np.roll(starts, -1, -1).astype(
+            np.bool_
+        )  # the first token of a block is a start, too
 
     def num_measured(self, tokens: NDArray[np.integer]) -> tuple[int, int]:
         """Return how many of the tokens [B, T] of blocks are predicted, and how many are text; at least 1 each."""
-        num_targets, num_text = (self.positions(tokens)[:, 1:] > 0).sum(), (~self.is_filling(tokens)).sum()
+        num_targets, num_text = (
+            (self.positions(tokens)[:, 1:] > 0).sum(),
+            (~self.is_filling(tokens)).sum(),
+        )
         return max(1, int(num_targets)), max(1, int(num_text))
 
     def positions(self, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -192,9 +203,13 @@ class SeparateDocuments(Boundaries):
         """Return the tokens of a document in blocks as ``ended`` returned them, without the filling of a block."""
         last = np.flatnonzero(tokens >= 0).max(initial=-1)  # before the marked tokens at its end
         tokens = tokens[: last + 1 + len(self.opening)]
-        return tokens if self.opening else self.begun(unmarked(tokens))  # its parts in other blocks are marked as well
+        return (
+            tokens if self.opening else self.begun(unmarked(tokens))
+        )  # its parts in other blocks are marked as well
 
-    def with_starts(self, tokens: NDArray[np.int32], begins: NDArray[np.bool_]) -> NDArray[np.int32]:
+    def with_starts(
+        self, tokens: NDArray[np.int32], begins: NDArray[np.bool_]
+    ) -> NDArray[np.int32]:
         """Return tokens [..., T] of blocks, the first of each separate document marked, given which begin a text."""
         return np.where(self.starts(begins), ~tokens, tokens)
 
@@ -241,8 +256,12 @@ class SeparateDocuments(Boundaries):
         if not self.separator:
             starts[..., 0] = True
             return starts
-        is_separator = (sliding_window_view(tokens, len(self.separator), -1) == self.separator).all(-1)
-        first = len(self.separator) - len(self.opening)  # from the separator to the document that it begins
+        is_separator = (sliding_window_view(tokens, len(self.separator), -1) == self.separator).all(
+            -1
+        )
+        first = len(self.separator) - len(
+            self.opening
+        )  # from the separator to the document that it begins
         is_separator = is_separator[..., : tokens.shape[-1] - first]
         starts[..., first : first + is_separator.shape[-1]] = is_separator
         starts[..., 0] = True
@@ -264,7 +283,9 @@ def default_separator(tokenizer: Tokenizer, bos: Bos = AUTO) -> str:
     return NO_SEPARATOR if tokenizer.eos_token_id is None else EOS
 
 
-def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int, documents: str = JOINED) -> Boundaries:
+def boundaries(
+    tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int, documents: str = JOINED
+) -> Boundaries:
     """Return the tokens that every block of text begins with, and those after every document.
 
     Models that were trained with a BOS token put much of their attention on it, so that blocks without one show
@@ -284,11 +305,17 @@ def boundaries(tokenizer: Tokenizer, separator: str, bos: Bos, block_size: int, 
     separator = default_separator(tokenizer, bos) if separator == AUTO else separator
     begins = separator in (BOS, EOS_BOS)
     if begins and bos is False:
-        raise errors.UserError(f"data.separator is {separator}, but data.bos is false: leave one of them out")
+        raise errors.UserError(
+            f"data.separator is {separator}, but data.bos is false: leave one of them out"
+        )
     # What begins a block
     opening = special_tokens.tokens_before(tokenizer) if bos is not False else ()
     if (bos is True or begins) and not opening:
-        opening = (_special(tokenizer.bos_token_id, "BOS", "data.bos is true" if bos is True else separator),)
+        opening = (
+            _special(
+                tokenizer.bos_token_id, "BOS", "data.bos is true" if bos is True else separator
+            ),
+        )
     if len(opening) >= block_size:
         raise errors.UserError(
             f"blocks of {block_size} tokens have no room for text after the {len(opening)} that begin every text\n"
@@ -341,6 +368,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, bos: bool = False) -> Token
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
     # Put the BOS token before every text
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN_OF_TEXT} $A", special_tokens=[(BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))]
+        single=f"{BEGIN_OF_TEXT} $A",
+        special_tokens=[(BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))],
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=BEGIN_OF_TEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=BEGIN_OF_TEXT
+    )

@@ -24,7 +24,9 @@ from spkv_nas.base import errors, units
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Settings = Mapping[str, tuple[Any, ...] | None]  # the values of a config's key that were tried; None: any
+Settings = Mapping[
+    str, tuple[Any, ...] | None
+]  # the values of a config's key that were tried; None: any
 
 
 class Outcome(Enum):
@@ -62,7 +64,9 @@ EXACT, REFUSED, UNTRIED = Cell(Outcome.EXACT), Cell(Outcome.REFUSED), Cell(Outco
 class Program:
     """Program that runs an engine on a folder, in an environment of its own."""
 
-    name: str  # its file in ``programs/``, which defines ``run``; a package gives the path of its own
+    name: (
+        str  # its file in ``programs/``, which defines ``run``; a package gives the path of its own
+    )
     package: str  # Python package of the engine
     converts: bool = False  # whether users convert the exported folder for it first
     registers_type: bool = False  # whether the model type ``spkv`` needs ``import spkv_nas`` there
@@ -85,7 +89,9 @@ class Engine:
     tried: ClassVar[Mapping[str, Settings]] = {}
     # forms that it would run dense, were they not written with the key of ``guard``
     ignores_windows: tuple[str, ...] = ()
-    guard_key: str | None = None  # key of ``config.json`` that only this engine reads; None: none is known or needed
+    guard_key: str | None = (
+        None  # key of ``config.json`` that only this engine reads; None: none is known or needed
+    )
     # program that ``serve-check`` and ``export --check`` run it with; None: there is none
     program: Program | None = None
 
@@ -115,14 +121,19 @@ SPKV_FORMS = (
     "spkv", "spkv with a sink token",
     "spkv with several sink tokens", "spkv with both kinds of sinks", "spkv with more than 3 windows",
 )  # fmt: skip
-OLDER_ROPE_KEYS = ("rope_theta", "rope_local_base_freq", "rope_scaling")  # of transformers 4, beside rope_parameters
+OLDER_ROPE_KEYS = (
+    "rope_theta",
+    "rope_local_base_freq",
+    "rope_scaling",
+)  # of transformers 4, beside rope_parameters
 
 
 def form_name(model_type: str, layer_types: Sequence[str]) -> str:
     """Return the form of a native architecture: its model type, and whether its layers are not those of its family."""
     period = PERIODS.get(model_type)
     is_stock = period is None or all(
-        (kind == "full_attention") == ((layer + 1) % period == 0) for layer, kind in enumerate(layer_types)
+        (kind == "full_attention") == ((layer + 1) % period == 0)
+        for layer, kind in enumerate(layer_types)
     )
     return model_type if is_stock else f"{model_type}{OTHER_LAYERS}"
 
@@ -130,7 +141,12 @@ def form_name(model_type: str, layer_types: Sequence[str]) -> str:
 # Names of settings that engines' ``tried`` share
 SCALED = ("linear", "llama3", "yarn")
 BASES = ("rope_theta", "sliding_rope_theta")
-MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
+MULTIPLIERS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+)
 # Settings without effect on logits, sizes, and parameters of the RoPE types above: tried with any value
 _ANY_VALUE = {
     *OLDER_ROPE_KEYS[1:], "spkv", "model_type", "layer_types", "sliding_window", "sliding_window_pattern",
@@ -182,7 +198,11 @@ def _flat(config: "PreTrainedConfig") -> dict[str, Any]:
     rotary = settings.pop("rope_parameters", None) or {}
     local, rotary = rotary.get("sliding_attention", {}), rotary.get("full_attention", rotary)
     is_shared = local.get("rope_theta") == rotary.get("rope_theta")
-    local = {f"{_SLIDING}{key}": value for key, value in local.items() if key != "rope_theta" or not is_shared}
+    local = {
+        f"{_SLIDING}{key}": value
+        for key, value in local.items()
+        if key != "rope_theta" or not is_shared
+    }
     settings |= rotary | local
     return {key: sorted(set(x)) if key in _PER_LAYER and x else x for key, x in settings.items()}
 
@@ -259,7 +279,9 @@ class PlannedEngine(Engine, ABC):
         """Raise ``UserError``, with ``advice``, if local heads see more sink tokens than the engine keeps."""
         if sinks > self.max_sinks:
             limit = f"at most {self.max_sinks} sink token" if self.max_sinks else "no sink tokens"
-            raise errors.UserError(f"{self.title} keeps {limit} for local heads, but the layout has {sinks}\n{advice}")
+            raise errors.UserError(
+                f"{self.title} keeps {limit} for local heads, but the layout has {sinks}\n{advice}"
+            )
 
     def check_windows(self, num_windows: int, advice: str) -> None:
         """Raise ``UserError``, with ``advice``, if local heads have more windows than the engine serves."""

@@ -3,7 +3,17 @@
 from typing import TYPE_CHECKING, ClassVar
 
 from spkv_nas.engines import engine
-from spkv_nas.engines.engine import EXACT, OTHER_LAYERS, REFUSED, SPKV_FORMS, Cell, Engine, Outcome, Program, tried_with
+from spkv_nas.engines.engine import (
+    EXACT,
+    OTHER_LAYERS,
+    REFUSED,
+    SPKV_FORMS,
+    Cell,
+    Engine,
+    Outcome,
+    Program,
+    tried_with,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,9 +65,16 @@ class Mlx(Engine):
     }  # fmt: skip
     tried: ClassVar = {
         "smollm3": tried_with(
-            "rope_theta", "tie_word_embeddings", "attention_bias", "mlp_bias", "no_rope_layers", rope_type=engine.SCALED
+            "rope_theta",
+            "tie_word_embeddings",
+            "attention_bias",
+            "mlp_bias",
+            "no_rope_layers",
+            rope_type=engine.SCALED,
         ),
-        "olmo3": tried_with("rope_theta", "tie_word_embeddings", "attention_bias", rope_type=("yarn",)),
+        "olmo3": tried_with(
+            "rope_theta", "tie_word_embeddings", "attention_bias", rope_type=("yarn",)
+        ),
         "gemma3_text": tried_with(
             *engine.BASES, "query_pre_attn_scalar", "tie_word_embeddings", rope_type=engine.SCALED
         ),
@@ -86,7 +103,13 @@ class LlamaCpp(Engine):
         "olmo3": tried_with(rope_theta=(10_000.0,)),
         "granite_swa": tried_with("attention_multiplier", "tie_word_embeddings"),
     }
-    ignores_windows = ("qwen2", "qwen3", "smollm3", "exaone4", *(f"{kind}{OTHER_LAYERS}" for kind in engine.PERIODS))
+    ignores_windows = (
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "exaone4",
+        *(f"{kind}{OTHER_LAYERS}" for kind in engine.PERIODS),
+    )
     guard_key = "lm_config"
     program = Program("run_llamacpp.py", "llama_cpp", converts=True)
 
@@ -102,7 +125,9 @@ class OpenVino(Engine):
     title = "OpenVINO GenAI 2026.4.1"
     outcomes = dict.fromkeys(
         ("ministral", "gemma3_text", f"gemma3_text{OTHER_LAYERS}", "olmo3", *SPKV_FORMS), REFUSED
-    ) | dict.fromkeys(("qwen2", "qwen3"), Cell(Outcome.EXACT, "run without the keys lm_config and model_file"))
+    ) | dict.fromkeys(
+        ("qwen2", "qwen3"), Cell(Outcome.EXACT, "run without the keys lm_config and model_file")
+    )
     tried = dict.fromkeys(("qwen2", "qwen3"), tried_with())
 
 

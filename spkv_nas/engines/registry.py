@@ -52,12 +52,18 @@ def read_serving(text: str) -> Serving:
         setting, _, value = word.partition("=")
         if setting == "kv-dtype":
             if value not in units.ITEM_BYTES:
-                raise errors.UserError(f"--engine {text}: kv-dtype must be one of {', '.join(units.ITEM_BYTES)}")
+                raise errors.UserError(
+                    f"--engine {text}: kv-dtype must be one of {', '.join(units.ITEM_BYTES)}"
+                )
             kv_dtype = value
         elif setting not in numbers:
-            raise errors.UserError(f"engine {name} has no setting '{setting}'; it has {', '.join(numbers)}, kv-dtype")
+            raise errors.UserError(
+                f"engine {name} has no setting '{setting}'; it has {', '.join(numbers)}, kv-dtype"
+            )
         elif not value.isdecimal() or not 1 <= int(value) <= limits.MAX_WHOLE:
-            raise errors.UserError(f"--engine {text}: {setting} must be a number of tokens, 1 or more")
+            raise errors.UserError(
+                f"--engine {text}: {setting} must be a number of tokens, 1 or more"
+            )
         else:
             numbers[setting] = int(value)
     return Serving(engine, numbers["page-size"], numbers["in-flight-tokens"], kv_dtype)
@@ -72,7 +78,9 @@ def guards(form: str) -> dict[str, Any]:
     """Return keys of ``config.json`` that stop the loaders of engines which would ignore the windows of a form."""
     family = form.partition(" ")[0]
     return {
-        engine.guard_key: engine.guard(f"layer_types of {family} are ignored by {engine.title.partition(' ')[0]}")
+        engine.guard_key: engine.guard(
+            f"layer_types of {family} are ignored by {engine.title.partition(' ')[0]}"
+        )
         for engine in ENGINES
         if engine.guard_key is not None and form in engine.ignores_windows
     }

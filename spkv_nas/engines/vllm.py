@@ -53,7 +53,9 @@ def count_parts(windows: Sequence[Sequence[int | None]], unit: int) -> Counter[P
 def choose_unit(cache: ServedCache, windows: Sequence[Sequence[int | None]]) -> int:
     """Return the heads of a unit, or 0 to split layers by kind, whichever needs less cache for the longest request."""
     unit = gcd(*(num_heads for row in windows for num_heads in Counter(row).values()))
-    units, by_kind = (plan_parts(cache, count_parts(windows, size)).request_bytes for size in (unit, 0))
+    units, by_kind = (
+        plan_parts(cache, count_parts(windows, size)).request_bytes for size in (unit, 0)
+    )
     return unit if units < by_kind else 0
 
 
@@ -67,7 +69,8 @@ def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> CachePlan:
     # Bring all pages to one size
     most_heads = max(part.num_heads for part in buckets)
     page_sizes = {
-        part: cache.page_size * (1 if most_heads % part.num_heads else most_heads // part.num_heads) for part in buckets
+        part: cache.page_size * (1 if most_heads % part.num_heads else most_heads // part.num_heads)
+        for part in buckets
     }
     # Split buckets into groups of one size
     group_size, largest = min(buckets.values()), max(buckets.values())
@@ -75,7 +78,8 @@ def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> CachePlan:
         group_size = largest
     # Count the pages of a request of maximum length
     request_pages = sum(
-        -(-count // group_size) * _group_pages(cache, part.window, page_sizes[part]) for part, count in buckets.items()
+        -(-count // group_size) * _group_pages(cache, part.window, page_sizes[part])
+        for part, count in buckets.items()
     )
     return CachePlan(group_size * cache.page_size * most_heads * cache.head_bytes, request_pages)
 
@@ -95,15 +99,24 @@ class Vllm(PlannedEngine):
     name = "vllm"
     title = "vLLM 0.32"
     outcomes: ClassVar = {
-        **dict.fromkeys(("ministral", "gemma3_text", "olmo3", "smollm3", "exaone4", "granite_swa"), engine.EXACT),
-        f"gemma3_text{engine.OTHER_LAYERS}": engine.EXACT,
-        **dict.fromkeys(("qwen2", "qwen3"), Cell(Outcome.EXACT, "with --model-impl transformers; refused without")),
         **dict.fromkeys(
-            ("cohere2", f"cohere2{engine.OTHER_LAYERS}"),
-            Cell(Outcome.DIFFERENT, "one key more than the window; exact with --model-impl transformers"),
+            ("ministral", "gemma3_text", "olmo3", "smollm3", "exaone4", "granite_swa"), engine.EXACT
+        ),
+        f"gemma3_text{engine.OTHER_LAYERS}": engine.EXACT,
+        **dict.fromkeys(
+            ("qwen2", "qwen3"),
+            Cell(Outcome.EXACT, "with --model-impl transformers; refused without"),
         ),
         **dict.fromkeys(
-            engine.SPKV_FORMS[:2], Cell(Outcome.EXACT, "with spkv-nas in its environment; refused otherwise")
+            ("cohere2", f"cohere2{engine.OTHER_LAYERS}"),
+            Cell(
+                Outcome.DIFFERENT,
+                "one key more than the window; exact with --model-impl transformers",
+            ),
+        ),
+        **dict.fromkeys(
+            engine.SPKV_FORMS[:2],
+            Cell(Outcome.EXACT, "with spkv-nas in its environment; refused otherwise"),
         ),
         **dict.fromkeys(engine.SPKV_FORMS[2:], engine.REFUSED),
     }
@@ -149,7 +162,9 @@ class Vllm(PlannedEngine):
     note = "layouts per head take the memory of whole layers with as many global heads"
     page_size = 16  # DEFAULT_BLOCK_SIZE on GPUs; 128 on CPUs
     max_sinks = 1
-    in_flight = 16384  # of ``vllm serve`` on an H100: max_num_batched_tokens of 8,192 in two batches
+    in_flight = (
+        16384  # of ``vllm serve`` on an H100: max_num_batched_tokens of 8,192 in two batches
+    )
 
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
         """Plan the cache of a model in units of one head, or in whole layers."""
@@ -162,7 +177,9 @@ class Vllm(PlannedEngine):
         plan = plan_parts(cache, count_parts(windows, unit))
         if all(len({*row}) == 1 for row in windows):
             return plan
-        return replace(plan, form=f"units of {unit} head{'s' if unit > 1 else ''}" if unit else "split by kind")
+        return replace(
+            plan, form=f"units of {unit} head{'s' if unit > 1 else ''}" if unit else "split by kind"
+        )
 
 
 VLLM = Vllm()

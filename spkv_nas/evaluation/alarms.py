@@ -20,10 +20,15 @@ from spkv_nas.evaluation.separators import MAX_PACKING_COST, SeparatorReport
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.model_shape import config_shape, vocabulary_size
 
-CHOSEN, RANDOM = "densest", "random-"  # names of the layout of the highest scores, and of layouts to compare with
+CHOSEN, RANDOM = (
+    "densest",
+    "random-",
+)  # names of the layout of the highest scores, and of layouts to compare with
 _SIGNIFICANT, _MIN_GAIN = 2.0, 0.1  # standard errors, percent of NLL
 _MAX_CONTROL_GAIN = 2.0  # percent of NLL
-_MAX_SHARE = 0.7  # of the NLL of token frequencies; models that know a text are below .5 (reports/LOG.md)
+_MAX_SHARE = (
+    0.7  # of the NLL of token frequencies; models that know a text are below .5 (reports/LOG.md)
+)
 _COUNTED, _SAMPLE = 1 << 20, 2048  # tokens for frequencies, and for a pass over a text
 
 
@@ -43,7 +48,11 @@ class Circumstances:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, blocks: TokenBlocks, full: DocumentNLL, separator: SeparatorReport
+        cls,
+        model: PreTrainedModel,
+        blocks: TokenBlocks,
+        full: DocumentNLL,
+        separator: SeparatorReport,
     ) -> "Circumstances":
         """Describe the measurement of full attention on blocks."""
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -61,7 +70,9 @@ class Circumstances:
         if self.is_too_long:
             return f"blocks of {self.block_size:,} tokens are longer than the model's context"
         if self.share > _MAX_SHARE:
-            return f"the model's NLL is {100 * self.share:.0f} % of what token frequencies alone give"
+            return (
+                f"the model's NLL is {100 * self.share:.0f} % of what token frequencies alone give"
+            )
         return None
 
     @property
@@ -69,7 +80,9 @@ class Circumstances:
         """Return the likely cause of an alarm, and what to do about it, as a clause."""
         # Blame the length, the text or the tokenizer
         if self.is_too_long:
-            return f"the model's context is {self.positions:,} tokens: use --context {self.positions}"
+            return (
+                f"the model's context is {self.positions:,} tokens: use --context {self.positions}"
+            )
         if self.share > _MAX_SHARE:
             return "the text or the tokenizer is not what the model was trained with"
         # Blame the separator
@@ -88,8 +101,14 @@ class Circumstances:
 
 def packing_warning(separator: SeparatorReport, blocks: TokenBlocks) -> str | None:
     """Return a warning if documents that share blocks cost the model more than 1 % of NLL; else None."""
-    share = float((blocks.document != blocks.document[:, :1]).mean())  # of tokens with another document before them
-    return f"warning: {about_packing(separator)}" if share * separator.packing_cost > MAX_PACKING_COST else None
+    share = float(
+        (blocks.document != blocks.document[:, :1]).mean()
+    )  # of tokens with another document before them
+    return (
+        f"warning: {about_packing(separator)}"
+        if share * separator.packing_cost > MAX_PACKING_COST
+        else None
+    )
 
 
 def about_packing(separator: SeparatorReport) -> str:
@@ -114,20 +133,29 @@ def frequency_nll(blocks: TokenBlocks, vocabulary: int) -> float:
 
 
 def alarm(
-    circumstances: Circumstances, full: DocumentNLL, scores: Mapping[str, DocumentNLL], layouts: Mapping[str, Layout]
+    circumstances: Circumstances,
+    full: DocumentNLL,
+    scores: Mapping[str, DocumentNLL],
+    layouts: Mapping[str, Layout],
 ) -> str | None:
     """Return a sentence on scores by layout, without training, that make no sense, with its likely cause; else None."""
     changes = [paired_difference(score, full) for score in scores.values()]
-    if (found := changes_alarm(circumstances, changes)) is not None or not _loses_to_random(scores, layouts):
+    if (found := changes_alarm(circumstances, changes)) is not None or not _loses_to_random(
+        scores, layouts
+    ):
         return found
-    return _sentence(f"{CHOSEN} loses more without training than random layouts of as many heads", circumstances)
+    return _sentence(
+        f"{CHOSEN} loses more without training than random layouts of as many heads", circumstances
+    )
 
 
 def changes_alarm(circumstances: Circumstances, changes: Sequence[PairedDifference]) -> str | None:
     """Return a sentence if changes of NLL by layouts without training make no sense, else None."""
     if circumstances.symptom is not None:
         return _sentence(circumstances.symptom, circumstances)
-    better = sum(change.percent < -max(_MIN_GAIN, _SIGNIFICANT * change.standard_error) for change in changes)
+    better = sum(
+        change.percent < -max(_MIN_GAIN, _SIGNIFICANT * change.standard_error) for change in changes
+    )
     subject = f"{better} of {len(changes)} layouts have" if len(changes) > 1 else "a layout has"
     symptom = f"{subject} a lower NLL than full attention without training"
     return _sentence(symptom, circumstances) if better else None
@@ -135,7 +163,9 @@ def changes_alarm(circumstances: Circumstances, changes: Sequence[PairedDifferen
 
 def _sentence(symptom: str, circumstances: Circumstances) -> str:
     cause = circumstances.cause
-    return f"these numbers make no sense: {symptom}. Likely cause: {cause}. No layout is recommended."
+    return (
+        f"these numbers make no sense: {symptom}. Likely cause: {cause}. No layout is recommended."
+    )
 
 
 def _loses_to_random(scores: Mapping[str, DocumentNLL], layouts: Mapping[str, Layout]) -> bool:
@@ -143,7 +173,11 @@ def _loses_to_random(scores: Mapping[str, DocumentNLL], layouts: Mapping[str, La
     if CHOSEN not in layouts:
         return False
     number = layouts[CHOSEN].num_global
-    rivals = [scores[name] for name in layouts if name.startswith(RANDOM) and layouts[name].num_global == number]
+    rivals = [
+        scores[name]
+        for name in layouts
+        if name.startswith(RANDOM) and layouts[name].num_global == number
+    ]
     if not rivals:
         return False
     mean = DocumentNLL(np.mean([rival.total for rival in rivals], axis=0), rivals[0].num_tokens)
@@ -151,7 +185,9 @@ def _loses_to_random(scores: Mapping[str, DocumentNLL], layouts: Mapping[str, La
     return change.percent > max(_MIN_GAIN, _SIGNIFICANT * change.standard_error)
 
 
-def control_alarm(circumstances: Circumstances, control: DocumentNLL, dense: DocumentNLL) -> str | None:
+def control_alarm(
+    circumstances: Circumstances, control: DocumentNLL, dense: DocumentNLL
+) -> str | None:
     """Return a sentence if retraining improves a finished model by more than a finished model can; else None."""
     change = paired_difference(control, dense)
     if not change.percent < -max(_MAX_CONTROL_GAIN, _SIGNIFICANT * change.standard_error):

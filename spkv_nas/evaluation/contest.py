@@ -23,11 +23,15 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
 
-FIRST_ROUND = 4  # blocks of the first round, in which every layout is measured; each round doubles them
+FIRST_ROUND = (
+    4  # blocks of the first round, in which every layout is measured; each round doubles them
+)
 USUAL_BLOCKS = 16  # after which most contests are decided, for forecasts
 # Text that is read at most: four rounds take about as long as costs of windows, and long blocks tell more
 _MOST_BLOCKS, _MOST_TOKENS = 32, 65_536
-FINALISTS = 2  # layouts that are measured in every round, because one alone is compared with nothing
+FINALISTS = (
+    2  # layouts that are measured in every round, because one alone is compared with nothing
+)
 _EQUAL = 1.0  # layouts whose difference is within this number of standard errors count as equal
 _TOLD_APART = 2.0  # standard errors of a difference from which on it is taken for one
 # Percent of the NLL by which layouts need not be told apart: a tenth of the margin that is asked for most
@@ -40,7 +44,9 @@ class Entrant:
 
     name: str
     layout: Layout
-    predicted: float = math.nan  # loss in nats per token by the costs of windows; NaN: none is known
+    predicted: float = (
+        math.nan
+    )  # loss in nats per token by the costs of windows; NaN: none is known
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,9 @@ class Contest:
     """The entrants of a contest and the one to recommend."""
 
     best: TriedLayout
-    ranked: tuple[TriedLayout, ...]  # those that were measured on the most text first, of these the best first
+    ranked: tuple[
+        TriedLayout, ...
+    ]  # those that were measured on the most text first, of these the best first
     passes: float  # cost in forward passes over the text
 
     def record(self) -> dict[str, Any]:
@@ -89,7 +97,9 @@ def run_contest(
     ends = _rounds(blocks.num_blocks)
     left = list(entrants)
     measured: dict[str, TriedLayout] = {}
-    nothing = paired.DocumentNLL(np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64))
+    nothing = paired.DocumentNLL(
+        np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64)
+    )
     sums: dict[str | None, paired.DocumentNLL] = dict.fromkeys(
         [None, *(entrant.name for entrant in entrants)], nothing
     )  # None: full attention
@@ -101,14 +111,18 @@ def run_contest(
         layouts = [None, *(entrant.layout for entrant in left)]
         reporter = Reporter.of(next(shown))
         folder = None if cache is None else cache(part)
-        scores = zero_shot(model, layouts, part, batch_size=batch_size, cache=folder, work=work, reporter=reporter)
+        scores = zero_shot(
+            model, layouts, part, batch_size=batch_size, cache=folder, work=work, reporter=reporter
+        )
         passes += work.passes * part.num_blocks / blocks.num_blocks
         for name, score in zip([None, *(entrant.name for entrant in left)], scores, strict=True):
             sums[name] = sums[name].plus(score)
         for entrant in left:
             measured[entrant.name] = _tried(entrant, sums[entrant.name], sums[None], num_blocks)
         # Keep the better half, unless the two best are told apart
-        finalists = sorted((measured[entrant.name] for entrant in left), key=lambda tried: tried.change)
+        finalists = sorted(
+            (measured[entrant.name] for entrant in left), key=lambda tried: tried.change
+        )
         if len(finalists) <= FINALISTS and _is_decided(finalists, sums):
             break
         num_left = _num_left(len(left))
@@ -121,7 +135,9 @@ def run_contest(
 
 def _rounds(num_blocks: int) -> list[int]:
     """Return the number of blocks that are measured after each round."""
-    return sorted({min(FIRST_ROUND << times, num_blocks) for times in range(num_blocks.bit_length())})
+    return sorted(
+        {min(FIRST_ROUND << times, num_blocks) for times in range(num_blocks.bit_length())}
+    )
 
 
 def _num_left(number: int) -> int:
@@ -145,7 +161,9 @@ def passes_of_contest(number: int, num_blocks: int) -> float:
     return sum(_round_passes(number, num_blocks))
 
 
-def _tried(entrant: Entrant, score: paired.DocumentNLL, full: paired.DocumentNLL, num_blocks: int) -> TriedLayout:
+def _tried(
+    entrant: Entrant, score: paired.DocumentNLL, full: paired.DocumentNLL, num_blocks: int
+) -> TriedLayout:
     """Return an entrant with its change of NLL against full attention."""
     change = paired.paired_difference(score, full)
     return TriedLayout(
@@ -163,11 +181,15 @@ def _difference(
 ) -> paired.PairedDifference:
     """Return by how much a layout's NLL exceeds another's, paired by document, in percent of full attention's."""
     full = sums[None]
-    ratio, error = statistics.jackknife_ratio(sums[tried.name].total - sums[other.name].total, full.total)
+    ratio, error = statistics.jackknife_ratio(
+        sums[tried.name].total - sums[other.name].total, full.total
+    )
     return paired.PairedDifference(100.0 * float(ratio), 100.0 * float(error))
 
 
-def _is_decided(finalists: Sequence[TriedLayout], sums: Mapping[str | None, paired.DocumentNLL]) -> bool:
+def _is_decided(
+    finalists: Sequence[TriedLayout], sums: Mapping[str | None, paired.DocumentNLL]
+) -> bool:
     """Return whether the two layouts that lose least are told apart, or their difference is too small to matter."""
     if len(finalists) < FINALISTS:
         return True
@@ -177,14 +199,18 @@ def _is_decided(finalists: Sequence[TriedLayout], sums: Mapping[str | None, pair
     return difference.percent > error or error < _NEGLIGIBLE
 
 
-def _recommended(finalists: Sequence[TriedLayout], sums: Mapping[str | None, paired.DocumentNLL]) -> TriedLayout:
+def _recommended(
+    finalists: Sequence[TriedLayout], sums: Mapping[str | None, paired.DocumentNLL]
+) -> TriedLayout:
     """Return the finalist of the smallest loss, or one of fewer windows that loses as little within the errors."""
     best = finalists[0]
 
     def equals_best(tried: TriedLayout) -> bool:
         difference = _difference(tried, best, sums)
         allowed = _EQUAL * difference.standard_error
-        is_predicted_worse = tried.predicted - best.predicted > allowed  # False where one has no prediction
+        is_predicted_worse = (
+            tried.predicted - best.predicted > allowed
+        )  # False where one has no prediction
         return difference.percent <= allowed and not is_predicted_worse
 
     equals = [tried for tried in finalists if tried is best or equals_best(tried)]

@@ -46,7 +46,10 @@ def write_continuations(
         # Read the prompts, each with a seed of its own
         prompts = blocks.tokens[part.start : part.stop, :prompt_length].astype(np.int64)
         marked = blocks.marked(slice(part.start, part.stop))[:, :prompt_length]
-        in_last = np.arange(prompt_length) >= prompt_length - 1 - blocks.boundaries.positions(marked)[:, -1:]
+        in_last = (
+            np.arange(prompt_length)
+            >= prompt_length - 1 - blocks.boundaries.positions(marked)[:, -1:]
+        )
         seeds = [(seed, first + index) for index in part]
         with modes.evaluation_mode(model):
             inputs = torch.from_numpy(prompts), torch.from_numpy(in_last.astype(np.int64))
@@ -64,7 +67,12 @@ def write_continuations(
 
 
 def predict(
-    model: PreTrainedModel, blocks: TokenBlocks, continuations: Sequence[Line], new_tokens: int, *, temperature: float
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    continuations: Sequence[Line],
+    new_tokens: int,
+    *,
+    temperature: float,
 ) -> list[Line]:
     """Predict the tokens of continuations with one model, by teacher forcing; must be called on all ranks.
 
@@ -77,7 +85,12 @@ def predict(
         if temperature == 0:
             return {"predicted": logits.argmax(-1).cpu()}
         following = tokens[..., None].to(logits.device)
-        return {"predicted": (logits.float() / temperature).log_softmax(-1).gather(-1, following)[..., 0].cpu()}
+        return {
+            "predicted": (logits.float() / temperature)
+            .log_softmax(-1)
+            .gather(-1, following)[..., 0]
+            .cpu()
+        }
 
     return by_continuation((model,), blocks, continuations, new_tokens, columns, None)
 
@@ -100,11 +113,16 @@ def by_continuation(
         with ExitStack() as evaluating:
             for model in models:
                 evaluating.enter_context(modes.evaluation_mode(model))
-            values = columns(tokens[:, prompt_length:], *(_last_logits(model, inputs, new_tokens) for model in models))
+            values = columns(
+                tokens[:, prompt_length:],
+                *(_last_logits(model, inputs, new_tokens) for model in models),
+            )
         return [
             {
                 **{key: line[key] for key in ("block", "document", "name") if key in line},
-                **{name: rows[row, : len(line["tokens"])].tolist() for name, rows in values.items()},
+                **{
+                    name: rows[row, : len(line["tokens"])].tolist() for name, rows in values.items()
+                },
             }
             for row, line in enumerate(batch)
         ]
@@ -114,11 +132,15 @@ def by_continuation(
     return in_batches(run, len(continuations), together, progress)
 
 
-def _continued(blocks: TokenBlocks, continuations: Sequence[Line], prompt_length: int) -> torch.Tensor:
+def _continued(
+    blocks: TokenBlocks, continuations: Sequence[Line], prompt_length: int
+) -> torch.Tensor:
     """Return prompts with their continuations, int64 [B, T], padded on the right, which earlier positions ignore."""
     tokens = torch.zeros(len(continuations), blocks.block_size, dtype=torch.long)
     for row, line in zip(tokens, continuations, strict=True):
-        row[:prompt_length] = torch.from_numpy(blocks.tokens[line["block"], :prompt_length].astype(np.int64))
+        row[:prompt_length] = torch.from_numpy(
+            blocks.tokens[line["block"], :prompt_length].astype(np.int64)
+        )
         row[prompt_length : prompt_length + len(line["tokens"])] = torch.tensor(line["tokens"])
     return tokens
 
@@ -139,9 +161,13 @@ def _inputs(
 
 
 @torch.inference_mode()
-def _last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+def _last_logits(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], number: int
+) -> torch.Tensor:
     """Return the logits [B, number, V] by which a model predicts the last ``number`` tokens of its inputs [B, T]."""
-    model_shape.check_tokens(model, int(inputs["input_ids"].max()))  # a dense model of a larger vocabulary wrote them
+    model_shape.check_tokens(
+        model, int(inputs["input_ids"].max())
+    )  # a dense model of a larger vocabulary wrote them
     is_possible = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     only = {"logits_to_keep": number + 1} if is_possible else {}
     inputs = {name: values.to(input_device(model)) for name, values in inputs.items()}
@@ -151,7 +177,9 @@ def _last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], number
     return logits
 
 
-def in_batches(run: Callable[[range], list[Line]], number: int, together: int, progress: Progress | None) -> list[Line]:
+def in_batches(
+    run: Callable[[range], list[Line]], number: int, together: int, progress: Progress | None
+) -> list[Line]:
     """Collect the records of ``run`` for 0 to ``number`` - 1, shared by all ranks, in order."""
     lines = memory.AdaptiveBatchSize(together).run_all(run, distributed.own_share(number), progress)
     return [line for part in distributed.gathered(lines) for line in part]

@@ -40,17 +40,27 @@ def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
     check_positions(model, blocks.block_size, "block size")
 
 
-def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: progress.Reporter = progress.SILENT) -> int:
+def fitting_batch(
+    model: PreTrainedModel, blocks: TokenBlocks, reporter: progress.Reporter = progress.SILENT
+) -> int:
     """Return the micro-batch size, ``BATCH_SIZE`` or what fits in every rank's memory. Call on all ranks."""
     from spkv_nas.model import config_section, model_shape, weights
 
     # Find the largest batch that fits on every rank
     max_batch, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
-    memory = PassMemory(model_shape.model_size(model), int(model.dtype.itemsize), config_section.gate_config(model))
+    memory = PassMemory(
+        model_shape.model_size(model), int(model.dtype.itemsize), config_section.gate_config(model)
+    )
     room = ROOM * weights.memory_for_passes(model)
-    fitting = min(gathered(max(1, largest_fit(max_batch, room, lambda number: memory.shared(number * length)))))
+    fitting = min(
+        gathered(
+            max(1, largest_fit(max_batch, room, lambda number: memory.shared(number * length)))
+        )
+    )
     if fitting < max_batch:
-        reporter.announce(f"using a micro-batch of {fitting} x {length:,} tokens, the most that fits in memory")
+        reporter.announce(
+            f"using a micro-batch of {fitting} x {length:,} tokens, the most that fits in memory"
+        )
     return fitting
 
 

@@ -51,7 +51,9 @@ class DocumentSums:
         total, count = sum_over_processes(self._total), sum_over_processes(self._count)
         num_invalid, num_seen = int((~np.isfinite(total)).sum()), int((count > 0).sum())
         if num_invalid:
-            raise UserError(f"the NLL of {num_invalid} of {num_seen} documents is not a finite number\n{OVERFLOW}")
+            raise UserError(
+                f"the NLL of {num_invalid} of {num_seen} documents is not a finite number\n{OVERFLOW}"
+            )
         return paired.DocumentNLL(total, count)
 
 
@@ -80,10 +82,14 @@ class PositionSums:
 
     def result(self) -> arrays.Float:
         """Return the sum of the NLL and the number of tokens of every range [R, 2]; call on all ranks."""
-        return np.stack([sum_over_processes(self._total), sum_over_processes(self._count)], axis=1).astype(np.float64)
+        return np.stack(
+            [sum_over_processes(self._total), sum_over_processes(self._count)], axis=1
+        ).astype(np.float64)
 
 
-_FIRST_EDGE = 16  # positions below it are one range; each range after it is twice as long as all before it
+_FIRST_EDGE = (
+    16  # positions below it are one range; each range after it is twice as long as all before it
+)
 
 
 def position_edges(block_size: int) -> list[int]:
@@ -133,7 +139,15 @@ def document_nll(
             positions.add(start, losses)
 
     with modes.evaluation_mode(model):  # all ranks join in each pass of a sharded model
-        run_own_batches(run, add, blocks, batch_size, pass_device(model), progress, divides=not is_sharded(model))
+        run_own_batches(
+            run,
+            add,
+            blocks,
+            batch_size,
+            pass_device(model),
+            progress,
+            divides=not is_sharded(model),
+        )
     return sums.result()
 
 
@@ -182,7 +196,9 @@ def evaluate(
             head_densities = watch.stop()
         finally:
             watch.close()
-    return Evaluation(nll, tau, None if head_densities is None else float(np.nanmean(head_densities)))
+    return Evaluation(
+        nll, tau, None if head_densities is None else float(np.nanmean(head_densities))
+    )
 
 
 def tau_sweep(
@@ -198,7 +214,9 @@ def tau_sweep(
     Raises ``UserError`` if the model has no gates, or a threshold is outside [0, 1].
     """
     if config_section.gate_config(model) is None:
-        raise UserError("this model has no gates, so it has no threshold to sweep: evaluate it without a sweep")
+        raise UserError(
+            "this model has no gates, so it has no threshold to sweep: evaluate it without a sweep"
+        )
     hard_taus = [tau for tau in sorted(set(taus)) if tau != 0.0]
 
     def step(done: int, num_blocks: int) -> None:
@@ -208,7 +226,9 @@ def tau_sweep(
     # Evaluate with open gates, then at every threshold
     sweep: list[Evaluation] = []
     with modes.gate_mode(model, "open"):
-        sweep.append(Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=step), 0.0, 1.0))
+        sweep.append(
+            Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=step), 0.0, 1.0)
+        )
     for tau in hard_taus:
         sweep.append(evaluate(model, blocks, tau, batch_size=batch_size, progress=step))
     return sweep
@@ -245,7 +265,9 @@ def checkpoint_table(
             evaluation.nll.effective_documents,
             *difference,
         )
-        for checkpoint, evaluation, difference in zip(names, (candidate, baseline), differences, strict=True)
+        for checkpoint, evaluation, difference in zip(
+            names, (candidate, baseline), differences, strict=True
+        )
     ]
     return pd.DataFrame(rows[::-1], columns=EVALUATION.header)
 
@@ -258,7 +280,9 @@ def merged(earlier: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     same_text = earlier[earlier["text"] == rows["text"].iloc[0]]
     added = rows[~((rows["against"] == "") & _keys(rows).isin(_keys(same_text)))]
     unchanged = same_text[~_keys(same_text).isin(_keys(added))]
-    return pd.DataFrame([*unchanged.to_dict("records"), *added.to_dict("records")], columns=EVALUATION.header)
+    return pd.DataFrame(
+        [*unchanged.to_dict("records"), *added.to_dict("records")], columns=EVALUATION.header
+    )
 
 
 def _keys(rows: pd.DataFrame) -> "pd.Series[str]":

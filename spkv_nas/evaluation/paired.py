@@ -17,7 +17,10 @@ from spkv_nas.base.arrays import Array, Float, Int, read_arrays
 from spkv_nas.base.comparison import ComparedByValue
 
 MAX_NATS = 1e15  # upper bound per document; its square is still far from the largest float
-_ARRAYS = (Array("total", "number", "documents", low=-1, high=MAX_NATS), Array("num_tokens", "whole", "documents"))
+_ARRAYS = (
+    Array("total", "number", "documents", low=-1, high=MAX_NATS),
+    Array("num_tokens", "whole", "documents"),
+)
 DOCUMENTS_FILE = "comparison-documents.npz"  # beside comparison.csv
 _ROWS = (
     Array("strategy", "text", "R"),
@@ -63,7 +66,9 @@ class DocumentNLL(ComparedByValue):
         arrays = read_arrays(path, _ARRAYS, remedy)
         nll = cls(arrays["total"], arrays["num_tokens"].astype(np.int64))
         if not (nll.total.sum() > 0 and nll.num_tokens.sum() > 0):
-            raise errors.UserError(f"{path} is damaged: its NLL and number of tokens must be above 0\n{remedy}")
+            raise errors.UserError(
+                f"{path} is damaged: its NLL and number of tokens must be above 0\n{remedy}"
+            )
         return nll
 
 
@@ -93,7 +98,9 @@ def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDi
 def write_documents(path: Path, rows: Mapping[str, DocumentNLL]) -> None:
     """Write the NLL sums of every row; all rows must share the same documents."""
     totals = np.stack([row.total for row in rows.values()])
-    files.write_npz(path, {"strategy": np.array([*rows]), "total": totals, "num_tokens": rows[DENSE].num_tokens})
+    files.write_npz(
+        path, {"strategy": np.array([*rows]), "total": totals, "num_tokens": rows[DENSE].num_tokens}
+    )
 
 
 def read_documents(path: Path) -> dict[str, DocumentNLL]:

@@ -46,7 +46,8 @@ def rank_correlation(first: ArrayLike, second: ArrayLike) -> dict[str, Any] | No
     if num_layouts <= _EXACT:
         permuted = np.array(list(permutations(range(num_layouts))))
         p_value = np.mean(
-            np.abs(_rho(np.broadcast_to(pairs[0], permuted.shape), pairs[1, permuted])) >= abs(rho) - 1e-9
+            np.abs(_rho(np.broadcast_to(pairs[0], permuted.shape), pairs[1, permuted]))
+            >= abs(rho) - 1e-9
         )
     else:
         p_value = scipy.stats.spearmanr(*pairs).pvalue
@@ -58,7 +59,9 @@ def rank_correlation(first: ArrayLike, second: ArrayLike) -> dict[str, Any] | No
     }
 
 
-def spearman(first: ArrayLike, second: ArrayLike) -> tuple[float, tuple[float, float] | None] | None:
+def spearman(
+    first: ArrayLike, second: ArrayLike
+) -> tuple[float, tuple[float, float] | None] | None:
     """Compute Spearman's rho of two measures [items], and its 95 % percentile interval.
 
     The interval is a bootstrap over the items (with replacement, fixed seed; resamples in which a measure is constant
@@ -103,7 +106,9 @@ def _rho(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.
     ranks = np.stack([pd.DataFrame(values).rank(axis=1).to_numpy() for values in (first, second)])
     ranks -= ranks.mean(2, keepdims=True)
     scale = np.sqrt((ranks**2).sum(2).prod(0))
-    rhos: NDArray[np.float64] = np.divide(ranks.prod(0).sum(1), scale, out=np.full(len(first), np.nan), where=scale > 0)
+    rhos: NDArray[np.float64] = np.divide(
+        ranks.prod(0).sum(1), scale, out=np.full(len(first), np.nan), where=scale > 0
+    )
     return rhos
 
 
@@ -122,7 +127,10 @@ def correlations(rows: pd.DataFrame) -> dict[str, dict[str, Any] | None]:
         "short and full": ("short_delta_percent", "full_delta_percent"),
         "coverage and zero-shot": ("coverage_percent", "zero_shot_delta_percent"),
     }
-    return {name: rank_correlation(layouts[column], layouts[other]) for name, (column, other) in pairs.items()}
+    return {
+        name: rank_correlation(layouts[column], layouts[other])
+        for name, (column, other) in pairs.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,9 @@ class Trust:
     num_documents: int | None = None
 
     @classmethod
-    def of(cls, values: Float, chosen: Mask, gains: head_tables.Gains, num_documents: int | None = None) -> "Trust":
+    def of(
+        cls, values: Float, chosen: Mask, gains: head_tables.Gains, num_documents: int | None = None
+    ) -> "Trust":
         """Judge a table [L, Hkv] and the heads that it chooses by gains that were not used to choose them."""
         # Keep all positive gains, provided that at least one is significant
         significant = gains.values > _CLEAR * np.nan_to_num(gains.standard_error, nan=0.0)
@@ -171,7 +181,10 @@ class Trust:
         # List the significant heads that the table leaves out
         missed = [
             MissedHead(
-                int(layer), int(head), float(gains.values[layer, head]), float(gains.standard_error[layer, head])
+                int(layer),
+                int(head),
+                float(gains.values[layer, head]),
+                float(gains.standard_error[layer, head]),
             )
             for layer, head in np.argwhere(significant & ~chosen)
         ]
@@ -181,7 +194,9 @@ class Trust:
             budget=int(chosen.sum()),
             left_out=left_out,
             left_out_error=float(np.linalg.norm(residuals)) / total,
-            missed=() if _are_few(num_documents) else tuple(sorted(missed, key=lambda head: -head.gain)),
+            missed=()
+            if _are_few(num_documents)
+            else tuple(sorted(missed, key=lambda head: -head.gain)),
             num_documents=num_documents,
         )
 

@@ -19,7 +19,10 @@ from spkv_nas.base.tables import Column, read_table
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.data.blocks import TokenBlocks
 
-_TABLES = {"search": "search", "zero-shot": "score"}  # tables of layouts, and the commands that write them
+_TABLES = {
+    "search": "search",
+    "zero-shot": "score",
+}  # tables of layouts, and the commands that write them
 
 
 class _Record(schema.Recorded):
@@ -48,7 +51,10 @@ class Selected:
 
     def with_contest(self, documents: Selection) -> "Selected":
         """Return these documents and those that layouts of each budget are compared on."""
-        return replace(self, by_record={**self.by_record, "the comparison of layouts of each budget": documents})
+        return replace(
+            self,
+            by_record={**self.by_record, "the comparison of layouts of each budget": documents},
+        )
 
     @property
     def by(self) -> tuple[str, ...]:
@@ -62,7 +68,9 @@ class Selected:
 
     def among(self, blocks: TokenBlocks) -> tuple[str, ...]:
         """Return what selected a layout on documents that blocks have tokens of."""
-        return tuple(record for record, documents in self.by_record.items() if documents & blocks.text_ids)
+        return tuple(
+            record for record, documents in self.by_record.items() if documents & blocks.text_ids
+        )
 
 
 def find_selected(
@@ -82,9 +90,16 @@ def find_selected(
     """
     near = list(near)
     # Find the folders that may have files of documents
-    patterns = (f"{kind}/{PATTERN}" for kind in ("probes/*", "layouts/*", "layouts/*/*", "reports/*"))
-    in_workspace = dict.fromkeys(file.parent for pattern in patterns for file in workspace.root.glob(pattern))
-    folders = [*(folder for file in near for folder in (file.parent, file.parent.parent)), *in_workspace]
+    patterns = (
+        f"{kind}/{PATTERN}" for kind in ("probes/*", "layouts/*", "layouts/*/*", "reports/*")
+    )
+    in_workspace = dict.fromkeys(
+        file.parent for pattern in patterns for file in workspace.root.glob(pattern)
+    )
+    folders = [
+        *(folder for file in near for folder in (file.parent, file.parent.parent)),
+        *in_workspace,
+    ]
     equal = _provenances(workspace) if with_equal else {}
     by_record: dict[str, Selection] = {}
     unknown = []
@@ -92,12 +107,16 @@ def find_selected(
     for folder in near:
         for file in folder.glob(PATTERN):
             trained_on = read_selection(file.stem.removeprefix(f"{SELECTION}-"), [folder])
-            by_record["training"] = by_record.get("training", frozenset()) | (trained_on or frozenset())
+            by_record["training"] = by_record.get("training", frozenset()) | (
+                trained_on or frozenset()
+            )
     # Collect what may have selected each layout
     for name, layout in layouts.items():
         origins = [layout.provenance, *equal.get(layout.content, ())]
         evidence: list[tuple[str, object]] = [
-            (f"probe {origin['probe']}", origin.get(SELECTION)) for origin in origins if "probe" in origin
+            (f"probe {origin['probe']}", origin.get(SELECTION))
+            for origin in origins
+            if "probe" in origin
         ]
         evidence += _comparisons(workspace, layout, with_scores=with_scores)
         selections = [read_selection(selection, folders) for _, selection in evidence]
@@ -117,7 +136,9 @@ def probe_of(workspace: Workspace, layouts: Iterable[Layout]) -> str | None:
     origins = [
         origin
         for layout in layouts
-        for origin in ([layout.provenance] if "probe" in layout.provenance else equal.get(layout.content, ()))
+        for origin in (
+            [layout.provenance] if "probe" in layout.provenance else equal.get(layout.content, ())
+        )
     ]
     probes = {str(origin["probe"]) for origin in origins if "probe" in origin}
     return names.check_name(probes.pop(), "the probe of the layouts") if len(probes) == 1 else None
@@ -129,7 +150,9 @@ def recorded_reading(layouts: Iterable[Layout]) -> tuple[str | None, str | None]
     Raises ``UserError`` if they are from texts that differ in these.
     """
     origins = [layout.provenance for layout in layouts if "probe" in layout.provenance]
-    recorded = {(origin.get("separator"), origin.get("documents")) for origin in origins} or {(None, None)}
+    recorded = {(origin.get("separator"), origin.get("documents")) for origin in origins} or {
+        (None, None)
+    }
     if len(recorded) > 1:
         raise errors.UserError(
             "the candidates' scores are from texts with different separators or documents: judge them one at a time"
@@ -150,16 +173,25 @@ def _provenances(workspace: Workspace) -> dict[str, list[Mapping[str, Any]]]:
     return provenances
 
 
-def _comparisons(workspace: Workspace, layout: Layout, *, with_scores: bool) -> Iterator[tuple[str, object]]:
+def _comparisons(
+    workspace: Workspace, layout: Layout, *, with_scores: bool
+) -> Iterator[tuple[str, object]]:
     """Yield the scores and searches that have a layout, for people, each with the digest of its documents."""
     for table, command in _TABLES.items():
         for file in sorted(workspace.reports.glob(f"*/{table}*.csv")):
-            rows = read_table(file, "table of layouts", (Column("hash", default=""),), others=True, empty=True)
+            rows = read_table(
+                file, "table of layouts", (Column("hash", default=""),), others=True, empty=True
+            )
             hashes = set(rows["hash"]) - {""}
             if layout.hash in hashes and (with_scores or command != "score"):
                 record = records.read_unchecked(file.with_suffix(".yaml"), table, _Record)
                 # Count the layouts that were compared, and the documents if their number is known
                 layouts = f"{len(hashes)} layout{'s' if len(hashes) != 1 else ''}"
-                number = (record.get("documents") or {}).get("chosen_on") or record.get("num_documents")
+                number = (record.get("documents") or {}).get("chosen_on") or record.get(
+                    "num_documents"
+                )
                 documents = f" on {number} document{'s' if number != 1 else ''}" if number else ""
-                yield f"{command} {file.parent.name} among {layouts} scored{documents}", record.get(SELECTION)
+                yield (
+                    f"{command} {file.parent.name} among {layouts} scored{documents}",
+                    record.get(SELECTION),
+                )

@@ -104,7 +104,9 @@ def measure_separator(
         blocks = spkv_nas.build_blocks(texts, tokenizer, separator=separator)
     """
     # Read the beginnings of documents
-    documents = _beginnings(sources.as_documents(texts, block_size), tokenizer, min(_DOCUMENT, max(2, block_size // 4)))
+    documents = _beginnings(
+        sources.as_documents(texts, block_size), tokenizer, min(_DOCUMENT, max(2, block_size // 4))
+    )
     model_shape.check_tokens(model, max(int(each.max()) for each in documents))
     # Leave out separators that the model's vocabulary lacks
     vocabulary = model_shape.vocabulary_size(model)
@@ -120,7 +122,10 @@ def measure_separator(
     with modes.evaluation_mode(model):
         sums = {name: _sums(model, groups, limits) for name, limits in variants.items()}
         openings = {limits.opening for limits in variants.values()}
-        alone = [_sums(model, [[each] for each in documents], Boundaries(opening)) for opening in openings]
+        alone = [
+            _sums(model, [[each] for each in documents], Boundaries(opening))
+            for opening in openings
+        ]
     # Average over tokens
     count = sum(len(each) - 1 for each in documents)
     convention = default_separator(tokenizer, bos)
@@ -131,14 +136,18 @@ def measure_separator(
     )
 
 
-def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
+def text_blocks(
+    model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
+) -> TokenBlocks:
     """Tokenize texts into blocks of the default size, or of the model's context length if shorter.
 
     Documents do not see each other, unless the model cannot keep them apart. All texts are checked before the model
     runs. Raises ``UserError``: one is no text, or there is no tokenizer.
     """
     if tokenizer is None:
-        raise UserError("strings need the model's tokenizer: give tokenizer=tokenizer, or blocks of build_blocks")
+        raise UserError(
+            "strings need the model's tokenizer: give tokenizer=tokenizer, or blocks of build_blocks"
+        )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     size = min(BLOCK_SIZE, positions or BLOCK_SIZE)
     documents = list(sources.as_documents(texts, size))
@@ -148,7 +157,10 @@ def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrai
 
 
 def shared_separator(
-    file: Path, checkpoint: str, measure: Callable[[], SeparatorReport], reporter: progress.Reporter = progress.SILENT
+    file: Path,
+    checkpoint: str,
+    measure: Callable[[], SeparatorReport],
+    reporter: progress.Reporter = progress.SILENT,
 ) -> SeparatorReport:
     """Return what ``file``, which all commands share, says of a checkpoint hash; else measure it and add it."""
     # Look for an earlier report; an unreadable file counts as empty
@@ -179,19 +191,28 @@ def _best(sums: dict[str, Float], convention: str) -> str:
     return next(name for name in ordered if is_close(sums[name]))
 
 
-def _variants(tokenizer: PreTrainedTokenizerBase, bos: config.Bos, block_size: int) -> dict[str, Boundaries]:
+def _variants(
+    tokenizer: PreTrainedTokenizerBase, bos: config.Bos, block_size: int
+) -> dict[str, Boundaries]:
     """Return the boundaries of every separator that the tokenizer has, without repetitions."""
     variants: dict[str, Boundaries] = {}
-    has = {"eos": tokenizer.eos_token_id is not None, "bos": bos is not False and tokenizer.bos_token_id is not None}
+    has = {
+        "eos": tokenizer.eos_token_id is not None,
+        "bos": bos is not False and tokenizer.bos_token_id is not None,
+    }
     for name in config.SEPARATORS:
         if all(has[part] for part in name.split("+") if part in has):
             limits = boundaries(tokenizer, name, bos, block_size)
-            if limits not in variants.values() and len(set(limits.separator)) == len(limits.separator):
+            if limits not in variants.values() and len(set(limits.separator)) == len(
+                limits.separator
+            ):
                 variants[name] = limits
     return variants
 
 
-def _beginnings(documents: Iterable[sources.Document], tokenizer: PreTrainedTokenizerBase, most: int) -> list[Tokens]:
+def _beginnings(
+    documents: Iterable[sources.Document], tokenizer: PreTrainedTokenizerBase, most: int
+) -> list[Tokens]:
     """Return the beginnings of documents, of two to ``most`` tokens each, up to ``SEPARATOR_TOKENS`` in all."""
     beginnings: list[Tokens] = []
     for document in documents:
@@ -203,7 +224,9 @@ def _beginnings(documents: Iterable[sources.Document], tokenizer: PreTrainedToke
         if sum(map(len, beginnings)) >= SEPARATOR_TOKENS:
             break
     if not beginnings:
-        raise UserError("no document has two tokens: the text is empty, or the tokenizer knows no word of it")
+        raise UserError(
+            "no document has two tokens: the text is empty, or the tokenizer knows no word of it"
+        )
     return beginnings
 
 
@@ -234,9 +257,15 @@ def _sums(model: PreTrainedModel, groups: Sequence[Sequence[Tokens]], limits: Bo
         sequences.append(np.concatenate(parts).astype(np.int64))
     # Pad to the right, which earlier tokens do not see
     length = max(map(len, sequences))
-    padded = torch.from_numpy(np.stack([np.pad(each, (0, length - len(each))) for each in sequences]))
+    padded = torch.from_numpy(
+        np.stack([np.pad(each, (0, length - len(each))) for each in sequences])
+    )
     chunks = torch.split(padded, max(1, _CHUNK_TOKENS // length))
     losses = (
-        torch.cat([loss.token_nll(model, chunk.to(input_device(model))).cpu() for chunk in chunks]).double().numpy()
+        torch.cat([loss.token_nll(model, chunk.to(input_device(model))).cpu() for chunk in chunks])
+        .double()
+        .numpy()
     )
-    return np.array([losses[row, first : first + number - 1].sum() for row, first, number in starts])
+    return np.array(
+        [losses[row, first : first + number - 1].sum() for row, first, number in starts]
+    )

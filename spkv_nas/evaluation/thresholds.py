@@ -44,6 +44,10 @@ def parse_taus(text: str) -> list[float]:
             f"a range is evenly spaced in logit(tau), so its ends must lie inside (0, 1); found {first:g}..{last:g}\n"
             "tau 0 (open gates) is always measured; to measure tau 1, give a list such as 0.5,0.9,1"
         )
-    logits = np.linspace(math.log(first / (1.0 - first)), math.log(last / (1.0 - last)), TAU_POINTS)[1:-1]
-    between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits, as in the CSV
+    logits = np.linspace(
+        math.log(first / (1.0 - first)), math.log(last / (1.0 - last)), TAU_POINTS
+    )[1:-1]
+    between = (
+        round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits
+    )  # six digits, as in the CSV
     return [first, *between, last]

@@ -76,13 +76,17 @@ def zero_shot(
         full = 0, tuple(state.head_windows(gated=False) for state in states)
         # Different layouts may have equal sink tokens and windows, which are scored once
         requested = [
-            full if x is None else (0 if x.num_global == x.num_heads else x.sinks, tuple(layout_windows(model, x)))
+            full
+            if x is None
+            else (0 if x.num_global == x.num_heads else x.sinks, tuple(layout_windows(model, x)))
             for x in layouts
         ]
         layout_of = dict(zip(requested, layouts, strict=True))
         # Read the scores that are cached
         read_cached = partial(read_score, cache, num_documents=len(blocks.documents))
-        cached = distributed.on_main(lambda: {visible: read_cached(layout) for visible, layout in layout_of.items()})
+        cached = distributed.on_main(
+            lambda: {visible: read_cached(layout) for visible, layout in layout_of.items()}
+        )
         scores = {visible: score for visible, score in cached.items() if score is not None}
         missing = sorted(layout_of.keys() - scores.keys())
         reporter.reused(len(scores), len(layout_of), "zero-shot scores")
@@ -127,21 +131,30 @@ def _groups(ordered: Sequence[Visible]) -> Iterator[tuple[int, list[Windows]]]:
             yield sinks, windows[start : start + _GROUP]
 
 
-def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blocks: TokenBlocks) -> Path:
+def cache_folder(
+    root: Path, model: PreTrainedModel, path_or_id: str | Path, blocks: TokenBlocks
+) -> Path:
     """Return the folder below ``root`` for scores of this checkpoint, in this dtype, on this text."""
-    key = hashlib.sha256(f"{checkpoint.checkpoint_hash(path_or_id)} {model.dtype} {blocks.tokens.shape}".encode())
+    key = hashlib.sha256(
+        f"{checkpoint.checkpoint_hash(path_or_id)} {model.dtype} {blocks.tokens.shape}".encode()
+    )
     for array in (blocks.tokens, blocks.document):
         key.update(np.ascontiguousarray(array).data)
     return root / key.hexdigest()[:16]
 
 
-def cache_shares(model: PreTrainedModel, layouts: Mapping[str, Layout], context: int) -> dict[str, float]:
+def cache_shares(
+    model: PreTrainedModel, layouts: Mapping[str, Layout], context: int
+) -> dict[str, float]:
     """Return the KV cache of each layout for ``context`` tokens, as a share of full attention's, by name.
 
     Raises ``UserError`` if a layout does not fit the model.
     """
     with full_attention(model) as states:
-        native, sizes = [state.native_window for state in states], [state.head_dim for state in states]
+        native, sizes = (
+            [state.native_window for state in states],
+            [state.head_dim for state in states],
+        )
     return {name: layout_share(layout, context, native, sizes) for name, layout in layouts.items()}
 
 
@@ -160,7 +173,20 @@ def score_table(
     """
     num_heads = next(iter(layouts.values())).num_heads
     full_coverage = 100.0 if covered else np.nan
-    rows = [(comparison.FULL_ATTENTION, "", num_heads, 100.0, 100.0, full_coverage, full.mean, np.nan, np.nan, "")]
+    rows = [
+        (
+            comparison.FULL_ATTENTION,
+            "",
+            num_heads,
+            100.0,
+            100.0,
+            full_coverage,
+            full.mean,
+            np.nan,
+            np.nan,
+            "",
+        )
+    ]
     for name in sorted(layouts, key=lambda name: scores[name].mean):
         layout, change = layouts[name], paired.paired_difference(scores[name], full)
         share, coverage = 100.0 * layout.num_global / num_heads, 100.0 * covered.get(name, np.nan)
@@ -195,7 +221,9 @@ def score(
     Raises ``UserError``: if there is no text or no layout, a layout does not fit the model, or two have the same name.
     """
     named, reporter = by_name(layouts), Reporter.of(progress)
-    full, *scores = zero_shot(model, [None, *named.values()], blocks, batch_size=batch_size, reporter=reporter)
+    full, *scores = zero_shot(
+        model, [None, *named.values()], blocks, batch_size=batch_size, reporter=reporter
+    )
     memory = cache_shares(model, named, blocks.block_size)
     rows = score_table(named, dict(zip(named, scores, strict=True)), full, memory, {})
     return rows.drop(columns="coverage_percent")
@@ -205,18 +233,29 @@ def by_name(layouts: Layout | Sequence[Layout] | Mapping[str, Layout]) -> Mappin
     """Return layouts by name, or by strategy; ``UserError`` if there is none, or two have the same name."""
     if isinstance(layouts, Layout):
         layouts = [layouts]
-    named = layouts if isinstance(layouts, Mapping) else {layout.strategy or layout.hash: layout for layout in layouts}
+    named = (
+        layouts
+        if isinstance(layouts, Mapping)
+        else {layout.strategy or layout.hash: layout for layout in layouts}
+    )
     if not named or len(named) < len(layouts):
-        raise errors.UserError("give at least one layout, each under a distinct name: {name: layout}")
+        raise errors.UserError(
+            "give at least one layout, each under a distinct name: {name: layout}"
+        )
     return named
 
 
 def _file(cache: Path | None, layout: Layout | None) -> Path | None:
     """Return the path of a layout's score in the cache; None without a cache."""
-    return cache and cache / f"{comparison.FULL_ATTENTION if layout is None else layout.content_hash}.npz"
+    return (
+        cache
+        and cache / f"{comparison.FULL_ATTENTION if layout is None else layout.content_hash}.npz"
+    )
 
 
-def read_score(cache: Path | None, layout: Layout | None, num_documents: int) -> paired.DocumentNLL | None:
+def read_score(
+    cache: Path | None, layout: Layout | None, num_documents: int
+) -> paired.DocumentNLL | None:
     """Read a finished score from a cache; None if it is missing or unreadable, so that it must be computed.
 
     The same blocks may have been cut from more or from fewer documents, of which they contain no token, so the score is
@@ -252,7 +291,9 @@ def score_windows(
     where they have to be run again. ``sinks`` are the first tokens that local heads see. Must be called on all ranks.
     """
     sums = [DocumentSums(blocks) for _ in ordered]
-    with _Resumable.of(model, block_tokens(blocks, 0, 1, input_device(model)), blocks.boundaries) as decoder:
+    with _Resumable.of(
+        model, block_tokens(blocks, 0, 1, input_device(model)), blocks.boundaries
+    ) as decoder:
         starts = [0, *(decoder.shared(*pair) for pair in pairwise(ordered))]
 
         def run(_first: int, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -265,7 +306,9 @@ def score_windows(
                     losses.append(decoder.nll(tokens, starts[i], _falling(starts[i + 1 :])).cpu())
                     step(len(tokens))
             except Exception:
-                step(-len(losses) * len(tokens))  # an out-of-memory error halves the batch and runs it again
+                step(
+                    -len(losses) * len(tokens)
+                )  # an out-of-memory error halves the batch and runs it again
                 raise
             finally:
                 decoder.forget()
@@ -295,17 +338,31 @@ class _Resumable:
 
     def __init__(self, model: PreTrainedModel, boundaries: Boundaries) -> None:
         self._model, self._boundaries = model, boundaries
-        paths = [name.rsplit(".", 2) for name in attention_layers(model)]  # list of layers, index, attention module
-        stack = model.get_submodule(paths[0][0]) if len({tuple(path[:-2]) for path in paths}) == 1 else None
+        paths = [
+            name.rsplit(".", 2) for name in attention_layers(model)
+        ]  # list of layers, index, attention module
+        stack = (
+            model.get_submodule(paths[0][0])
+            if len({tuple(path[:-2]) for path in paths}) == 1
+            else None
+        )
         self._layers = list(stack) if isinstance(stack, torch.nn.ModuleList) else []
-        self._depth = [int(path[1]) for path in paths] if self._layers else []  # decoder layer of each attention layer
+        self._depth = (
+            [int(path[1]) for path in paths] if self._layers else []
+        )  # decoder layer of each attention layer
         self._first = 0  # layer that the pass starts at
-        self._resume_depths: set[int] = set()  # depths whose hidden states are kept for later passes
-        self._kept: dict[int, torch.Tensor] = {}  # hidden states [B, T, C] that enter a layer, by depth
+        self._resume_depths: set[int] = (
+            set()
+        )  # depths whose hidden states are kept for later passes
+        self._kept: dict[
+            int, torch.Tensor
+        ] = {}  # hidden states [B, T, C] that enter a layer, by depth
 
     @classmethod
     @contextmanager
-    def of(cls, model: PreTrainedModel, tokens: torch.Tensor, boundaries: Boundaries) -> "Iterator[_Resumable]":
+    def of(
+        cls, model: PreTrainedModel, tokens: torch.Tensor, boundaries: Boundaries
+    ) -> "Iterator[_Resumable]":
         """Replace ``forward`` of the layers while open; ``tokens`` [1, T] test whether resuming is exact."""
         decoder = cls(model, boundaries)
         originals = [vars(layer).get("forward") for layer in decoder._layers]
@@ -326,7 +383,11 @@ class _Resumable:
         """Return the number of leading decoder layers that are equal under both windows."""
         if not self._depth:
             return 0
-        return next(depth for depth, *pair in zip(self._depth, first, second, strict=True) if pair[0] != pair[1])
+        return next(
+            depth
+            for depth, *pair in zip(self._depth, first, second, strict=True)
+            if pair[0] != pair[1]
+        )
 
     def share(self, first: int) -> float:
         """Return the share of the decoder layers that a pass from layer ``first`` runs."""
@@ -339,7 +400,9 @@ class _Resumable:
         """
         self._first, self._resume_depths = first, resume_depths
         losses = loss.token_nll(self._model, **self._boundaries.inputs(tokens))
-        self._kept = {depth: hidden for depth, hidden in self._kept.items() if depth in resume_depths}
+        self._kept = {
+            depth: hidden for depth, hidden in self._kept.items() if depth in resume_depths
+        }
         return losses
 
     def forget(self) -> None:
@@ -347,7 +410,12 @@ class _Resumable:
         self._kept = {}
 
     def _forward(
-        self, depth: int, forward: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        depth: int,
+        forward: Callable[..., Any],
+        hidden_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run, skip or resume one decoder layer in place of its ``forward``."""
         if depth < self._first:

@@ -36,7 +36,9 @@ from spkv_nas.model.snapshot import Snapshot, unchanged_on_failure
 
 
 @unchanged_on_failure
-def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
+def attach_gates(
+    model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None
+) -> None:
     """Add a utility predictor to every attention layer that sees all tokens, and gate its attention, in place.
 
     Layers with a native sliding window (``layer_types``) are not gated: nothing outside their window is ever visible,
@@ -69,7 +71,9 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
         for layer, row in zip(layers, rows, strict=True):
             if row is not None:
                 device = placement.layer_device(layer)  # layers may be on different devices
-                install_gates(layer, row, config, model.config.get_text_config().hidden_size, device)
+                install_gates(
+                    layer, row, config, model.config.get_text_config().hidden_size, device
+                )
     config_section.write_section(model, config)
     dry_run(model)
 
@@ -86,7 +90,12 @@ def detach(model: PreTrainedModel) -> None:
             handle.remove()
         model.set_attn_implementation(attn_implementation or "sdpa")
         model.config.get_text_config().use_cache = use_cache
-        del model._prepare_cache_for_generation, model._spkv_before, model._spkv_states, model._spkv_shares_keys
+        del (
+            model._prepare_cache_for_generation,
+            model._spkv_before,
+            model._spkv_states,
+            model._spkv_shares_keys,
+        )
     config_section.remove_section(model)
 
 
@@ -133,7 +142,9 @@ def check_rows(what: str, heads_per_layer: Sequence[int], model: torch.nn.Module
     """Raise ``UserError`` unless ``what``, such as "the layout", has as many letters by layer as a hooked model."""
     states = attention.layer_states(model)
     is_latent = any(state.expanded_dim for state in states)
-    remedy = "the heads of a layer share one latent, so give one letter per layer" if is_latent else ""
+    remedy = (
+        "the heads of a layer share one latent, so give one letter per layer" if is_latent else ""
+    )
     grid.check_grid(what, heads_per_layer, "the model", attention.heads_per_layer(states), remedy)
 
 
@@ -145,7 +156,9 @@ def gate_rows(model: PreTrainedModel, config: GateConfig) -> list[str | None]:
     states = attention.layer_states(model)
     local = {i for i, state in enumerate(states) if state.is_always_local}
     if config.heads is None:
-        return [None if i in local else GATED * state.num_kv_heads for i, state in enumerate(states)]
+        return [
+            None if i in local else GATED * state.num_kv_heads for i, state in enumerate(states)
+        ]
     # Check the configured rows
     check_rows("the grid of the gates' heads", [*map(len, config.heads)], model)
     wrong = [i for i in local if set(config.heads[i]) != {LOCAL}]
@@ -157,7 +170,11 @@ def gate_rows(model: PreTrainedModel, config: GateConfig) -> list[str | None]:
 
 
 def install_gates(
-    layer: torch.nn.Module, row: str, config: GateConfig, model_size: int, device: torch.device | None = None
+    layer: torch.nn.Module,
+    row: str,
+    config: GateConfig,
+    model_size: int,
+    device: torch.device | None = None,
 ) -> None:
     """Attach a predictor and gate settings to one hooked layer, or fixed windows if none of its heads is gated."""
     state = attention.layer_state(layer)
@@ -168,7 +185,8 @@ def install_gates(
     else:
         layer.utility_predictor = gates.FixedGates(row)
         state.windows = tuple(
-            local_layers.layout_window(state, config.window, is_global=letter == GLOBAL) for letter in row
+            local_layers.layout_window(state, config.window, is_global=letter == GLOBAL)
+            for letter in row
         )
 
 
@@ -191,7 +209,9 @@ def _hook_layers(model: PreTrainedModel) -> None:
             _check_runs(model, before)
         raise
     sources = [next(other for other in calls if other.keys is call.keys) for call in calls]
-    _check_layers(model, [call for call, source in zip(calls, sources, strict=True) if call is source])
+    _check_layers(
+        model, [call for call, source in zip(calls, sources, strict=True) if call is source]
+    )
     # Install state and hooks
     settings = attention.GateSettings()
     for call, source in zip(calls, sources, strict=True):
@@ -206,7 +226,9 @@ def _hook_layers(model: PreTrainedModel) -> None:
     prepare(model, before)
 
 
-def prepare(model: PreTrainedModel, attn_implementation: str | None, use_cache: bool | None = None) -> None:
+def prepare(
+    model: PreTrainedModel, attn_implementation: str | None, use_cache: bool | None = None
+) -> None:
     """Prepare a hooked model as a whole: its cache, the check of each call, and the state that ``detach`` restores.
 
     A forward pass creates a cache only on request, and ``generate`` creates one that the model can use. ``detach``
@@ -215,7 +237,11 @@ def prepare(model: PreTrainedModel, attn_implementation: str | None, use_cache: 
     before = model.register_forward_pre_hook(_check_call, with_kwargs=True)
     after = model.register_forward_hook(attention_calls.forget_documents, always_call=True)
     text = model.config.get_text_config()  # a vision-language model has its cache in this part
-    model._spkv_before = (attn_implementation, (before, after), text.use_cache if use_cache is None else use_cache)
+    model._spkv_before = (
+        attn_implementation,
+        (before, after),
+        text.use_cache if use_cache is None else use_cache,
+    )
     model._spkv_states = attention.layer_states(model)
     model._spkv_shares_keys = any(state.num_readers for state in model._spkv_states)
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
@@ -223,7 +249,11 @@ def prepare(model: PreTrainedModel, attn_implementation: str | None, use_cache: 
 
 
 def _prepare_cache(
-    model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode, *_: Any
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    mode: GenerationMode,
+    *_: Any,
 ) -> None:
     """Create an ``SPKVCache`` in ``generate``, whose method this replaces, unless the caller gives one.
 
@@ -244,7 +274,8 @@ def _prepare_cache(
             )
     if config.cache_implementation is not None and config.use_cache is not False:
         warnings.warn(
-            f"cache_implementation '{config.cache_implementation}' is ignored: this model uses SPKVCache", stacklevel=3
+            f"cache_implementation '{config.cache_implementation}' is ignored: this model uses SPKVCache",
+            stacklevel=3,
         )
     if config.use_cache:
         model_kwargs["past_key_values"] = SPKVCache(model)
@@ -254,19 +285,28 @@ def _can_cache(model: PreTrainedModel) -> bool:
     """Return whether gates are open or hard and ``SPKVCache`` can hold what they keep; True for a layout."""
     gated = [state for state in attention.layer_states(model) if state.gate_window is not None]
     try:
-        return not gated or (gated[0].settings.mode in ("open", "hard") and len(SPKVCache(model).layers) > 0)
+        return not gated or (
+            gated[0].settings.mode in ("open", "hard") and len(SPKVCache(model).layers) > 0
+        )
     except UserError:
         return False
 
 
-def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _check_call(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Refuse calls that SP-KV attention would compute wrongly; add an ``SPKVCache`` if a cache is requested."""
     if args:  # name the positional arguments
-        args, kwargs = (), dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+        args, kwargs = (
+            (),
+            dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs,
+        )
     # Check the attention function and its inputs
     chosen = model.config._attn_implementation
     if chosen != "spkv":
-        raise UserError(f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first")
+        raise UserError(
+            f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first"
+        )
     attention_calls.CALL.has_positions = kwargs.get("position_ids") is not None
     attention_calls.forget_documents()  # of a call that was interrupted
     # Check the cache, for which the config asks where the call does not say
@@ -278,7 +318,9 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     stores = cache is not None or bool(uses_cache)
     num_cached = 0 if cache is None else cache.get_seq_length()
     if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
-        raise UserError("SP-KV attention computes no attention weights: leave output_attentions off")
+        raise UserError(
+            "SP-KV attention computes no attention weights: leave output_attentions off"
+        )
     # Check mask, positions and documents
     if not torch.compiler.is_compiling():
         kwargs = call_inputs.check_inputs(model, kwargs, num_cached, stores)
@@ -297,8 +339,13 @@ def _usable_cache(model: PreTrainedModel, kwargs: dict[str, Any]) -> SPKVCache |
     if cache is None and not uses_cache:
         return None
     if cache is not None and uses_cache is False:
-        raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
-    if any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise UserError(
+            "use_cache=False with a cache would store every token twice: leave use_cache out"
+        )
+    if any(
+        module.training and getattr(module, "gradient_checkpointing", False)
+        for module in model.modules()
+    ):
         raise UserError(
             "activation checkpointing in training mode drops the cache, so tokens would not see earlier ones: call "
             "model.eval() before, and model.train() after, or give use_cache=False"
@@ -318,10 +365,16 @@ def _with_all_queries(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
     Gemma 4 passes such a number of queries to them, for which it slices a mask of another form than ours.
     """
     num_kept, tokens = kwargs.get("logits_to_keep", 0), call_inputs.new_tokens(kwargs)
-    is_number = isinstance(num_kept, int) and "logits_to_keep" in inspect.signature(model.forward).parameters
+    is_number = (
+        isinstance(num_kept, int)
+        and "logits_to_keep" in inspect.signature(model.forward).parameters
+    )
     if tokens is None or not is_number:
         return kwargs
-    return {**kwargs, "logits_to_keep": torch.arange(tokens.shape[1], device=tokens.device)[-num_kept:]}
+    return {
+        **kwargs,
+        "logits_to_keep": torch.arange(tokens.shape[1], device=tokens.device)[-num_kept:],
+    }
 
 
 def _check_runs(model: PreTrainedModel, attn_implementation: str | None) -> None:
@@ -379,7 +432,9 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
                 f"{type(model).__name__}: too little memory for a pass over two tokens: {first_line(error)}\n"
                 "free memory on its device, or load the model in a smaller dtype"
             ) from error
-        raise UserError(f"{type(model).__name__} cannot run with SP-KV attention: {first_line(error)}") from error
+        raise UserError(
+            f"{type(model).__name__} cannot run with SP-KV attention: {first_line(error)}"
+        ) from error
     # Compare with the layers that compute attention
     text, calls = model.config.get_text_config(), recording.calls
     reached = len({id(call.module) for call in calls})
@@ -398,7 +453,9 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
     # Compare with the limits of the masks. Some models make masks that none of their kinds of layers uses, and nothing
     # exceeds a limit of as many keys as the model has positions
     layer_types = getattr(text, "layer_types", None) or []
-    uses_them = not layer_types or any("sliding" in kind or "chunked" in kind for kind in layer_types)
+    uses_them = not layer_types or any(
+        "sliding" in kind or "chunked" in kind for kind in layer_types
+    )
     longest = getattr(text, "max_position_embeddings", None) or attention.GLOBAL_WINDOW
     limits = [limit for limit in recording.undeclared_windows if uses_them and limit < longest]
     if limits:
@@ -414,12 +471,21 @@ def check_hooks(calls: list[attention_calls.AttentionCall], what: str) -> None:
     for index, call in enumerate(calls):
         state = getattr(call.module, "spkv", None)
         if not isinstance(state, attention.LayerState):
-            raise UserError(f"{what}: section 'spkv' of its config leaves out attention layer {index}")
+            raise UserError(
+                f"{what}: section 'spkv' of its config leaves out attention layer {index}"
+            )
         state.head_dim, state.expanded_dim = call.head_dim, call.expanded_dim
-        saved, actual = (state.num_kv_heads, state.native_window), (call.num_kv_heads, call.native_window)
+        saved, actual = (
+            (state.num_kv_heads, state.native_window),
+            (call.num_kv_heads, call.native_window),
+        )
         if saved != actual:
             raise UserError(
                 f"{what}: section 'spkv' of its config gives attention layer {index} {saved[0]} KV heads and "
                 f"the window {saved[1]}; it has {actual[0]} and {actual[1]}"
-                + (" (its heads share one latent, so a layout has one letter per layer)" if call.expanded_dim else "")
+                + (
+                    " (its heads share one latent, so a layout has one letter per layer)"
+                    if call.expanded_dim
+                    else ""
+                )
             )

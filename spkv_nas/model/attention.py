@@ -33,7 +33,9 @@ class Observer(Protocol):
     and one with ``sees_readers`` is called for the layers that read this layer's keys, too, after this layer.
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, /) -> Tensor | None:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, /
+    ) -> Tensor | None:
         """Return the attention output [B, Hq, T, D] of a pass, or None to leave it to the model.
 
         Args:
@@ -53,7 +55,9 @@ class GateSettings:
     tau: float = 0.5  # threshold of the utility, in [0, 1]
     anneal: float = 0.0  # weight a of the binary gate, in [0, 1]
     p_min: float = 0.0  # minimum probability of either outcome of a sampled gate, in [0, 0.5]
-    price: Tensor | float | None = None  # weight of each layer's mean utility in the loss, float32 [] on any device
+    price: Tensor | float | None = (
+        None  # weight of each layer's mean utility in the loss, float32 [] on any device
+    )
 
 
 @dataclass
@@ -61,7 +65,9 @@ class LayerState:
     """State of the hook of one attention layer, stored on the layer so that copies of the model keep it."""
 
     num_kv_heads: int  # KV heads of the layer
-    native_window: int | None  # sliding window of this layer in the checkpoint; None: full attention
+    native_window: (
+        int | None
+    )  # sliding window of this layer in the checkpoint; None: full attention
     # gate settings of the model, the same object in all of its layers
     settings: GateSettings = field(default_factory=GateSettings)
     # window of each KV head, from a layout, or for a layer without gated heads; None: gates decide
@@ -74,10 +80,14 @@ class LayerState:
     observer: Observer | None = None  # called with each pass's queries, keys and values
     num_readers: int = 0  # later layers without keys of their own, which read this layer's keys and share this state
     softcap: float | None = None  # cap of the scores in the pass that ``observer`` sees
-    is_always_local: bool = False  # whether all heads keep the native window in every layout (local_layers.py)
+    is_always_local: bool = (
+        False  # whether all heads keep the native window in every layout (local_layers.py)
+    )
     # channels of a head in the cache, the most of its keys and values; 0 before a dry run
     head_dim: int = 0
-    expanded_dim: int = 0  # channels of a head, if all are expanded from a latent, which is one KV head; 0: none is
+    expanded_dim: int = (
+        0  # channels of a head, if all are expanded from a latent, which is one KV head; 0: none is
+    )
     _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +105,9 @@ class LayerState:
         Heads with the window of the checkpoint get no sink tokens (``takes_sinks``). Learned sinks cease to act.
         """
         self.windows, self.learned_sinks = windows, False
-        self.sinks = tuple(sinks if local_layers.takes_sinks(self, window) else 0 for window in windows)
+        self.sinks = tuple(
+            sinks if local_layers.takes_sinks(self, window) else 0 for window in windows
+        )
 
     def head_windows(self, *, gated: bool) -> tuple[int, ...]:
         """Return the window of each KV head: how many recent keys it always sees.
@@ -104,10 +116,14 @@ class LayerState:
         """
         if self.windows is not None:
             return self.windows
-        window = self.gate_window if gated and self.gate_window is not None else self.checkpoint_window
+        window = (
+            self.gate_window if gated and self.gate_window is not None else self.checkpoint_window
+        )
         return (window,) * self.num_kv_heads
 
-    def operator_window(self, device: torch.device, *, gated: bool) -> int | tuple[int, ...] | Tensor:
+    def operator_window(
+        self, device: torch.device, *, gated: bool
+    ) -> int | tuple[int, ...] | Tensor:
         """Return ``head_windows`` as the attention operator takes them: an int, or one per KV head.
 
         On a GPU they are a tensor [Hkv], cached as long as the windows stay the same, because copying synchronises.
@@ -125,14 +141,22 @@ class LayerState:
         They are one int unless a layer has heads with its native window, because heads that see all keys also see the
         first ones.
         """
-        return self.local_sinks if self.native_window is None else self._by_head(self._layout_sinks(), device)
+        return (
+            self.local_sinks
+            if self.native_window is None
+            else self._by_head(self._layout_sinks(), device)
+        )
 
     def _layout_sinks(self) -> tuple[int, ...]:
         """Return the sink tokens of each KV head whose window a layout limits; empty where gates decide."""
         pairs = zip(self.sinks, self.windows or (), strict=False)
-        return tuple(sinks if local_layers.takes_sinks(self, window) else 0 for sinks, window in pairs)
+        return tuple(
+            sinks if local_layers.takes_sinks(self, window) else 0 for sinks, window in pairs
+        )
 
-    def _by_head(self, values: tuple[int, ...], device: torch.device) -> int | tuple[int, ...] | Tensor:
+    def _by_head(
+        self, values: tuple[int, ...], device: torch.device
+    ) -> int | tuple[int, ...] | Tensor:
         """Return one int if all KV heads have the same, else ``values``, on a GPU as a tensor; 0 if there are none."""
         if len(set(values)) <= 1:
             return values[0] if values else 0
@@ -142,13 +166,19 @@ class LayerState:
         key = (values, device)
         if key not in self._tensors:
             with torch.inference_mode(False):  # a later backward pass may save it
-                self._tensors = dict(list(self._tensors.items())[-1:])  # windows and sinks take turns
+                self._tensors = dict(
+                    list(self._tensors.items())[-1:]
+                )  # windows and sinks take turns
                 self._tensors[key] = torch.tensor(values, device=device)
         return self._tensors[key]
 
     def check_gate_reach(self, num_tokens: int) -> None:
         """Raise ``UserError`` if gates would decide about keys that the checkpoint's own sliding window hides."""
-        if self.windows is None and self.native_window is not None and num_tokens > self.native_window:
+        if (
+            self.windows is None
+            and self.native_window is not None
+            and num_tokens > self.native_window
+        ):
             raise UserError(
                 f"the model's own sliding window of {self.native_window} keys is shorter than the sequence of "
                 f"{num_tokens} tokens, so gates beyond it would have no effect\n"
@@ -158,12 +188,16 @@ class LayerState:
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the hooked attention layers with keys of their own by module name, in layer order."""
-    return {name: layer for name, layer in hooked_layers(model).items() if layer_source(layer) is layer}
+    return {
+        name: layer for name, layer in hooked_layers(model).items() if layer_source(layer) is layer
+    }
 
 
 def hooked_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the ``attention_layers`` of a model, and those that read their keys."""
-    return {name: m for name, m in model.named_modules() if isinstance(vars(m).get("spkv"), LayerState)}
+    return {
+        name: m for name, m in model.named_modules() if isinstance(vars(m).get("spkv"), LayerState)
+    }
 
 
 def layer_source(layer: nn.Module) -> nn.Module:
@@ -197,7 +231,9 @@ def layer_predictor(layer: nn.Module) -> UtilityPredictor | FixedGates | None:
     return predictor
 
 
-LogitsObserver = Callable[[int, Tensor, Tensor], None]  # gets a layer's index, logits and text tokens
+LogitsObserver = Callable[
+    [int, Tensor, Tensor], None
+]  # gets a layer's index, logits and text tokens
 
 
 def watch_logits(model: nn.Module, see: LogitsObserver) -> ExitStack:
@@ -211,11 +247,15 @@ def watch_logits(model: nn.Module, see: LogitsObserver) -> ExitStack:
     for index, layer in enumerate(attention_layers(model).values()):
         predictor = layer_predictor(layer)
         if predictor is not None:
-            stack.callback(predictor.register_forward_hook(_hook(index, see), with_kwargs=True).remove)
+            stack.callback(
+                predictor.register_forward_hook(_hook(index, see), with_kwargs=True).remove
+            )
     return stack
 
 
-def _hook(layer: int, see: LogitsObserver) -> Callable[[nn.Module, Any, dict[str, Any], Tensor], None]:
+def _hook(
+    layer: int, see: LogitsObserver
+) -> Callable[[nn.Module, Any, dict[str, Any], Tensor], None]:
     """Make the forward hook of a predictor."""
 
     def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any], logits: Tensor) -> None:
@@ -244,14 +284,23 @@ def uninstall(layer: nn.Module) -> None:
 
 def added_modules(layer: nn.Module) -> dict[str, nn.Module | None]:
     """Return the modules that this package added to a layer, by name: its predictor, and learned sinks."""
-    return {name: layer._modules[name] for name in ("utility_predictor", "learned_sinks") if name in layer._modules}
+    return {
+        name: layer._modules[name]
+        for name in ("utility_predictor", "learned_sinks")
+        if name in layer._modules
+    }
 
 
-def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _pre_hook(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Add the layer's state, its part of the cache, and its gate to the keyword arguments of an attention layer."""
     state, source = layer_state(layer), layer_source(layer)
     settings = state.settings
-    extra: dict[str, Any] = {"spkv_state": state, "spkv_reads": True if source is not layer else None}
+    extra: dict[str, Any] = {
+        "spkv_state": state,
+        "spkv_reads": True if source is not layer else None,
+    }
     predictor = layer_predictor(layer)
     # Pass on the layer's part of the cache
     cache = kwargs.get("past_key_values")
@@ -259,7 +308,9 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         cache = kwargs.get("layer_past")  # its name in GPT-NeoX and others
     if cache is not None:
         # Layers that share their weights, as in Zamba, are told their index
-        cache_layer = _cache_layer(cache, kwargs.get("layer_idx", getattr(source, "layer_idx", None)))
+        cache_layer = _cache_layer(
+            cache, kwargs.get("layer_idx", getattr(source, "layer_idx", None))
+        )
         if source is layer:
             cache_layer.expect_update()
         extra["spkv_cache"] = cache_layer
@@ -269,14 +320,18 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         mask, starts = kwargs.get("attention_mask"), None
         # With a cache, token 0 need not be the first of the text
         if cache is None:
-            extra["spkv_starts"] = starts = attention_calls.document_starts(mask, kwargs, hidden_states)
+            extra["spkv_starts"] = starts = attention_calls.document_starts(
+                mask, kwargs, hidden_states
+            )
         is_text = attention_calls.text_tokens(mask, starts, hidden_states)
         logits = predictor(hidden_states, sinks=cache is None, starts=starts, is_text=is_text)
         if settings.price is not None and isinstance(predictor, UtilityPredictor):
             logits = priced(logits, settings.price, is_text)
         # Let windows override the gate
         if state.windows is None:
-            extra["spkv_gate"] = gate_from_logits(logits, settings.mode, settings.tau, settings.anneal, settings.p_min)
+            extra["spkv_gate"] = gate_from_logits(
+                logits, settings.mode, settings.tau, settings.anneal, settings.p_min
+            )
     if state.learned_sinks and (learned_sinks := layer_learned_sinks(layer)) is not None:
         extra["spkv_sink_logits"] = learned_sinks()
     return args, {**kwargs, **extra}
@@ -330,7 +385,13 @@ def _attention_function(
 
 
 def _attend(
-    state: LayerState, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, kwargs: dict[str, Any]
+    state: LayerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    kwargs: dict[str, Any],
 ) -> Tensor:
     """Compute the output [B, Hq, T, D] of a checked call, over the cache or by an observer if there is one."""
     gate, cache, softcap = (kwargs.get(name) for name in ("spkv_gate", "spkv_cache", "softcap"))
@@ -339,7 +400,9 @@ def _attend(
     # Attend over the cache
     if cache is not None:
         if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
-            raise UserError("a cache holds no packed documents (cu_seq_lens_q, seq_idx): give use_cache=False")
+            raise UserError(
+                "a cache holds no packed documents (cu_seq_lens_q, seq_idx): give use_cache=False"
+            )
         if gate is not None and gate.log_utility is not None:
             raise UserError(
                 'soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a cache, or the model '
@@ -349,20 +412,39 @@ def _attend(
             state.check_gate_reach(cache.get_seq_length() + q.shape[2])
         keep = gate.keep if gate else None
         cached: Tensor = cache.attend(
-            q.to(v.dtype), k.to(v.dtype), v, keep, mask, scale, sink_logits, softcap, is_reader=is_reader
+            q.to(v.dtype),
+            k.to(v.dtype),
+            v,
+            keep,
+            mask,
+            scale,
+            sink_logits,
+            softcap,
+            is_reader=is_reader,
         )
         return cached
     # Find the documents of each row, which the pre-hook passed to the gates
     starts = attention_calls.document_starts(mask, kwargs, q)
-    if gate is not None and starts is not None and not is_reader and kwargs.get("spkv_starts") is None:
-        raise UserError("this model's layers get their attention mask by position, so gates cannot tell documents")
+    if (
+        gate is not None
+        and starts is not None
+        and not is_reader
+        and kwargs.get("spkv_starts") is None
+    ):
+        raise UserError(
+            "this model's layers get their attention mask by position, so gates cannot tell documents"
+        )
     # Let an observer measure or replace attention
-    if state.observer is not None and (not is_reader or getattr(state.observer, "sees_readers", False)):
+    if state.observer is not None and (
+        not is_reader or getattr(state.observer, "sees_readers", False)
+    ):
         if softcap is not None:
             state.softcap = softcap
         packed = {} if starts is None else {"starts": starts}
         if packed and not getattr(state.observer, "knows_documents", False):
-            raise UserError("this measurement of attention does not support separate documents: give joined ones")
+            raise UserError(
+                "this measurement of attention does not support separate documents: give joined ones"
+            )
         if (observed := state.observer(q, k, v, scale, sink_logits, **packed)) is not None:
             return observed
     # Attend within the sequence
@@ -372,18 +454,20 @@ def _attend(
         return q
     if gate is not None:
         gate = gate.of_heads(k.shape[1])
-    return attention(  # under autocast RoPE returns q and k in float32; v has the dtype of the matmul
-        q.to(v.dtype),
-        k.to(v.dtype),
-        v,
-        window=state.operator_window(q.device, gated=gate is not None),
-        sinks=state.operator_sinks(q.device),
-        sink_logits=sink_logits,
-        log_utility=gate.log_utility if gate else None,
-        keep=gate.keep if gate else None,
-        starts=starts,
-        scale=scale,
-        softcap=softcap,
+    return (
+        attention(  # under autocast RoPE returns q and k in float32; v has the dtype of the matmul
+            q.to(v.dtype),
+            k.to(v.dtype),
+            v,
+            window=state.operator_window(q.device, gated=gate is not None),
+            sinks=state.operator_sinks(q.device),
+            sink_logits=sink_logits,
+            log_utility=gate.log_utility if gate else None,
+            keep=gate.keep if gate else None,
+            starts=starts,
+            scale=scale,
+            softcap=softcap,
+        )
     )
 
 

@@ -51,7 +51,9 @@ class AttentionCall:
     keys: Tensor  # the keys that it passed, [B, Hkv, T, D]
     head_dim: int  # channels of a head in the cache, the most of its keys and values
     native_window: int | None  # sliding window it asked for; None: full attention
-    expanded_dim: int = 0  # channels of a head, if keys and values were expanded from a latent that all heads share
+    expanded_dim: int = (
+        0  # channels of a head, if keys and values were expanded from a latent that all heads share
+    )
 
     @property
     def num_kv_heads(self) -> int:
@@ -63,7 +65,9 @@ class AttentionCall:
 class Recording:
     """Hold what a model asked of the attention function and of its mask function."""
 
-    calls: list[AttentionCall] = field(default_factory=list)  # calls of the attention function, in order
+    calls: list[AttentionCall] = field(
+        default_factory=list
+    )  # calls of the attention function, in order
     # numbers of recent keys to which masks limit attention: sliding windows, and chunks
     mask_windows: set[int] = field(default_factory=set)
 
@@ -77,7 +81,9 @@ class Recording:
 class Call:
     """Hold what compiled code must know of the call of a hooked model (``attach``)."""
 
-    has_positions: bool = False  # whether the caller gave position_ids, which may tell packed documents
+    has_positions: bool = (
+        False  # whether the caller gave position_ids, which may tell packed documents
+    )
 
 
 CALL = Call()
@@ -101,9 +107,16 @@ def watch_calls() -> Iterator[Recording]:
 def record_call(module: nn.Module, keys: Tensor, values: Tensor, native_window: int | None) -> None:
     """Record a call of the attention function if calls are being recorded."""
     if not torch.compiler.is_compiling() and (recording := _RECORDING.get()) is not None:
-        head_dim, latent_dim = max(keys.shape[-1], values.shape[-1]), getattr(module, "kv_lora_rank", None)
+        head_dim, latent_dim = (
+            max(keys.shape[-1], values.shape[-1]),
+            getattr(module, "kv_lora_rank", None),
+        )
         # Multi-head latent attention stores a latent and a rotary key, half of them as keys and half as values
-        sizes = (head_dim, 0) if latent_dim is None else (-(-(latent_dim + module.qk_rope_head_dim) // 2), head_dim)
+        sizes = (
+            (head_dim, 0)
+            if latent_dim is None
+            else (-(-(latent_dim + module.qk_rope_head_dim) // 2), head_dim)
+        )
         recording.calls.append(AttentionCall(module, keys, sizes[0], native_window, sizes[1]))
 
 
@@ -121,11 +134,18 @@ def refuse_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
         if value is None or value is False or keyword in _USED or keyword in _WITHOUT_EFFECT:
             continue
         feature = _FEATURES.get(keyword, "an input")
-        raise UserError(f"this model or call uses {feature} ('{keyword}') that SP-KV attention does not compute")
+        raise UserError(
+            f"this model or call uses {feature} ('{keyword}') that SP-KV attention does not compute"
+        )
 
 
 def refuse_tensors(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float, cache: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    cache: Any,
 ) -> None:
     """Raise ``UserError`` for tensors of an attention call from which the operator would compute something else."""
     _refuse_mask(attention_mask)
@@ -165,7 +185,9 @@ def with_shared_gate(key: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     if not kwargs.get("spkv_reads"):
         key.spkv_gate = kwargs.get("spkv_gate")  # type: ignore[attr-defined]
     elif not hasattr(key, "spkv_gate"):
-        raise UserError("a layer reads a copy of another's keys, of which the gates are unknown: use one device")
+        raise UserError(
+            "a layer reads a copy of another's keys, of which the gates are unknown: use one device"
+        )
     return {**kwargs, "spkv_gate": key.spkv_gate}  # type: ignore[attr-defined]
 
 
@@ -193,7 +215,9 @@ def padding_mask(
         recording.mask_windows.add(local_size)
     # Find packed documents; while compiling, transformers takes every batch for packed
     if not allow_is_causal_skip and (not is_compiling or CALL.has_positions):
-        starts = _packed_starts(batch_size, q_length, q_offset, details["mask_function"], details["device"])
+        starts = _packed_starts(
+            batch_size, q_length, q_offset, details["mask_function"], details["device"]
+        )
         if not is_compiling:
             _check_mask(starts, details["mask_function"], local_size, kv_length, q_offset)
         if attention_mask is None:
@@ -231,14 +255,21 @@ def _packed_starts(
 
 
 def _check_mask(
-    starts: Tensor, visible: Callable[..., Tensor], window: int | None, num_keys: int, num_cached: int
+    starts: Tensor,
+    visible: Callable[..., Tensor],
+    window: int | None,
+    num_keys: int,
+    num_cached: int,
 ) -> None:
     """Raise ``UserError`` unless tokens see all earlier ones of their document, in a ``window`` if there is one.
 
     The document of new tokens that starts at the first one, 0 in ``starts`` [B, T], includes ``num_cached`` tokens.
     """
     batch, length = starts.shape
-    key, rows = torch.arange(num_keys, device=starts.device), torch.arange(batch, device=starts.device)[:, None, None]
+    key, rows = (
+        torch.arange(num_keys, device=starts.device),
+        torch.arange(batch, device=starts.device)[:, None, None],
+    )
     for query in torch.split(torch.arange(length, device=starts.device)[:, None], _MASK_ROWS):
         first = starts[:, query.flatten(), None]
         query = query + num_cached
@@ -293,7 +324,9 @@ def document_starts(mask: Tensor | None, kwargs: dict[str, Any], tokens: Tensor)
     same = mask if mask is not None else index
     if same is None:
         return None
-    return latest(torch.cat([same.new_ones(batch, 1, dtype=torch.bool), same[:, 1:] != same[:, :-1]], 1))
+    return latest(
+        torch.cat([same.new_ones(batch, 1, dtype=torch.bool), same[:, 1:] != same[:, :-1]], 1)
+    )
 
 
 def text_tokens(mask: Tensor | None, starts: Tensor | None, hidden_states: Tensor) -> Tensor:

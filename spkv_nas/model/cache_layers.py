@@ -28,8 +28,12 @@ def cache_layers(config: PreTrainedConfig) -> list[Any]:
         layers: list[Any] = DynamicCache(config=config).layers
     except KeyError as error:
         raise UserError(f"its layers of type {error.args[0]} {_SPARSE}") from error
-    kinds = getattr(config.get_text_config(), "layer_types", None) or [type(layer).__name__ for layer in layers]
-    if wrong := sorted({k for k, layer in zip(kinds, layers, strict=False) if type(layer).__name__ not in _KNOWN}):
+    kinds = getattr(config.get_text_config(), "layer_types", None) or [
+        type(layer).__name__ for layer in layers
+    ]
+    if wrong := sorted(
+        {k for k, layer in zip(kinds, layers, strict=False) if type(layer).__name__ not in _KNOWN}
+    ):
         raise UserError(f"its layers of type {', '.join(wrong)} {_SPARSE}")
     return layers
 
@@ -49,7 +53,10 @@ def mixes_documents(model: PreTrainedModel) -> bool:
 
     They do where layers keep states that positions do not reset, and where a model takes no positions.
     """
-    return keeps_states(model.config) or "position_ids" not in signature(type(model).forward).parameters
+    return (
+        keeps_states(model.config)
+        or "position_ids" not in signature(type(model).forward).parameters
+    )
 
 
 def native_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -62,4 +69,6 @@ def own_cache_class(model: PreTrainedModel) -> type | None:
     """Return the cache class beside the model's own, without which its layers refuse to run; None: it has none."""
     module = type(model.get_decoder()).__module__
     classes = (value for value in vars(sys.modules[module]).values() if isinstance(value, type))
-    return next((c for c in classes if issubclass(c, DynamicCache) and c.__module__ == module), None)
+    return next(
+        (c for c in classes if issubclass(c, DynamicCache) and c.__module__ == module), None
+    )

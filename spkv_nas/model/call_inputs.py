@@ -20,10 +20,16 @@ _DOCUMENT_INPUTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_lengt
 
 def new_tokens(kwargs: dict[str, Any]) -> Tensor | None:
     """Return the tokens of a call of a model, [B, T], or their embeddings [B, T, C]; None if it has neither."""
-    return kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    return (
+        kwargs.get("input_ids")
+        if kwargs.get("input_ids") is not None
+        else kwargs.get("inputs_embeds")
+    )
 
 
-def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any], num_cached: int, stores: bool) -> dict[str, Any]:
+def check_inputs(
+    model: PreTrainedModel, kwargs: dict[str, Any], num_cached: int, stores: bool
+) -> dict[str, Any]:
     """Check a call with ``num_cached`` tokens in a cache, and remember its documents until ``forget_documents``.
 
     ``stores`` says that a cache stores the tokens of the call. Returns the keyword arguments for the model. Raises
@@ -42,19 +48,30 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any], num_cached: int
     if is_token is not None and is_token.shape[1] != num_cached + length:
         return kwargs  # ``padding_mask`` says so
     positions = kwargs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.is_meta or positions.ndim != 2 or positions.shape[1] != length:
+    if (
+        not isinstance(positions, Tensor)
+        or positions.is_meta
+        or positions.ndim != 2
+        or positions.shape[1] != length
+    ):
         positions = None  # more dimensions have images
     if positions is not None:
         positions = positions.to(tokens.device).expand(batch, -1)
         _check_positions(positions, is_token, num_cached, stores)
     # Find packed documents
-    by_positions = None if positions is None or is_token is not None or stores else _starts(positions.diff(dim=1) != 1)
+    by_positions = (
+        None
+        if positions is None or is_token is not None or stores
+        else _starts(positions.diff(dim=1) != 1)
+    )
     starts = _agreeing_documents(kwargs, tokens, by_positions)
     if starts is not None and not bool(starts.any()):
         starts = None
     if starts is not None:
         _check_documents(model, is_token, stores)
-        if kwargs.get("position_ids") is None:  # positions of each document, for models that do not rotate keys
+        if (
+            kwargs.get("position_ids") is None
+        ):  # positions of each document, for models that do not rotate keys
             kwargs = {**kwargs, "position_ids": torch.arange(length, device=tokens.device) - starts}
     if stores:
         return {name: value for name, value in kwargs.items() if name not in _DOCUMENT_INPUTS}
@@ -74,7 +91,9 @@ def _read_mask(mask: Any, batch: int) -> Tensor | None:
     if mask.is_meta:
         return None
     if len(mask) != batch:
-        raise UserError(f"attention_mask has {len(mask)} rows for {batch} sequences: give one for each of them")
+        raise UserError(
+            f"attention_mask has {len(mask)} rows for {batch} sequences: give one for each of them"
+        )
     is_token = mask != 0
     if mask.dtype == torch.bool:
         return is_token
@@ -102,7 +121,9 @@ def _check_padding(is_token: Tensor) -> None:
         )
 
 
-def _check_positions(positions: Tensor, is_token: Tensor | None, num_cached: int, stores: bool) -> None:
+def _check_positions(
+    positions: Tensor, is_token: Tensor | None, num_cached: int, stores: bool
+) -> None:
     """Raise ``UserError`` for positions [B, T] that mean one thing with a cache or a mask, and another without.
 
     Positions may skip some beside a mask ``is_token`` [B, cached + T], with which transformers looks for no documents.
@@ -110,7 +131,11 @@ def _check_positions(positions: Tensor, is_token: Tensor | None, num_cached: int
     """
     # Take the step of each token from the one before it that is no padding
     length = positions.shape[1]
-    real = torch.ones_like(positions, dtype=torch.bool) if is_token is None else is_token[:, num_cached:]
+    real = (
+        torch.ones_like(positions, dtype=torch.bool)
+        if is_token is None
+        else is_token[:, num_cached:]
+    )
     real = real.to(positions.device)
     index = torch.arange(length, device=positions.device)
     latest = torch.where(real, index, -1).cummax(1).values
@@ -118,9 +143,15 @@ def _check_positions(positions: Tensor, is_token: Tensor | None, num_cached: int
     step = positions - positions.gather(1, previous.clamp(min=0))
     step = step.masked_fill(~real | (previous < 0), 1)
     if num_cached:
-        num_before = num_cached if is_token is None else is_token[:, :num_cached].sum(1)[:, None].to(positions.device)
+        num_before = (
+            num_cached
+            if is_token is None
+            else is_token[:, :num_cached].sum(1)[:, None].to(positions.device)
+        )
         if bool(((positions < num_before) & real).any()):
-            raise UserError(f"position_ids start again, but the cache holds {num_cached} tokens: continue from there")
+            raise UserError(
+                f"position_ids start again, but the cache holds {num_cached} tokens: continue from there"
+            )
     if not bool((step != 1).any()):
         return
     # Refuse what has two meanings
@@ -133,7 +164,9 @@ def _check_positions(positions: Tensor, is_token: Tensor | None, num_cached: int
             "start again for several"
         )
     if stores and bool((step < 1).any()):
-        raise UserError("position_ids start again: a cache holds no packed documents, so give use_cache=False")
+        raise UserError(
+            "position_ids start again: a cache holds no packed documents, so give use_cache=False"
+        )
     if is_token is not None and bool((step < 1).any()):
         raise UserError(
             "position_ids start again, as those of packed documents do, beside an attention_mask, with which "
@@ -141,20 +174,32 @@ def _check_positions(positions: Tensor, is_token: Tensor | None, num_cached: int
         )
 
 
-def _agreeing_documents(kwargs: dict[str, Any], tokens: Tensor, by_positions: Tensor | None) -> Tensor | None:
+def _agreeing_documents(
+    kwargs: dict[str, Any], tokens: Tensor, by_positions: Tensor | None
+) -> Tensor | None:
     """Return where the document of each token starts [B, T] by all inputs that say so; None if none does.
 
     Raises ``UserError`` for inputs that disagree, or that say it for other tokens than those of the call.
     """
-    ends, key_ends, index = (kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"))
+    ends, key_ends, index = (
+        kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+    )
     has_positions = by_positions is not None and bool(by_positions.any())
-    found: dict[str, Tensor] = {"position_ids": by_positions} if by_positions is not None and has_positions else {}
+    found: dict[str, Tensor] = (
+        {"position_ids": by_positions} if by_positions is not None and has_positions else {}
+    )
     if ends is None and key_ends is not None:
         raise UserError("cu_seq_lens_k is given without cu_seq_lens_q: give both, or neither")
     if ends is not None:
         found["cu_seq_lens_q"] = _starts_of_ends(ends, tokens)
-        if kwargs.get("past_key_values") is None and key_ends is not None and key_ends.tolist() != ends.tolist():
-            raise UserError("cu_seq_lens_k differs from cu_seq_lens_q: documents have as many keys as queries")
+        if (
+            kwargs.get("past_key_values") is None
+            and key_ends is not None
+            and key_ends.tolist() != ends.tolist()
+        ):
+            raise UserError(
+                "cu_seq_lens_k differs from cu_seq_lens_q: documents have as many keys as queries"
+            )
     if index is not None:
         found["seq_idx"] = _starts_of_index(index, tokens)
     names = list(found)
@@ -174,7 +219,9 @@ def _starts_of_ends(ends: Tensor, tokens: Tensor) -> Tensor:
         raise UserError(f"cu_seq_lens_q tells the documents of one row; this batch has {batch}")
     numbers = ends.tolist() if ends.ndim == 1 else []
     if not numbers or numbers != sorted(numbers) or numbers[0] != 0 or numbers[-1] > length:
-        raise UserError(f"cu_seq_lens_q must ascend from 0 to at most {length} tokens; found {ends.tolist()}")
+        raise UserError(
+            f"cu_seq_lens_q must ascend from 0 to at most {length} tokens; found {ends.tolist()}"
+        )
     is_first = torch.zeros(1, length, dtype=torch.bool, device=tokens.device)
     is_first[0, [number for number in numbers if number < length]] = True
     return _starts(is_first[:, 1:])
@@ -187,12 +234,16 @@ def _starts_of_index(index: Tensor, tokens: Tensor) -> Tensor:
     """
     batch, length = tokens.shape[:2]
     if index.ndim != 2 or index.shape[1] != length or len(index) not in (1, batch):
-        raise UserError(f"seq_idx must be of shape [{batch}, {length}], a number per token; found {list(index.shape)}")
+        raise UserError(
+            f"seq_idx must be of shape [{batch}, {length}], a number per token; found {list(index.shape)}"
+        )
     index = index.to(tokens.device).expand(batch, -1)
     is_first = index.diff(dim=1) != 0
     num_different = (index.sort(dim=1).values.diff(dim=1) != 0).sum(1)
     if not torch.equal(num_different, is_first.sum(1)):
-        raise UserError("seq_idx gives tokens apart from each other the same document: number documents one by one")
+        raise UserError(
+            "seq_idx gives tokens apart from each other the same document: number documents one by one"
+        )
     return _starts(is_first)
 
 
@@ -205,7 +256,9 @@ def _starts(is_first: Tensor) -> Tensor:
 def _check_documents(model: PreTrainedModel, is_token: Tensor | None, stores: bool) -> None:
     """Raise ``UserError`` where several documents of a row would see each other."""
     if stores:
-        raise UserError("a cache holds no packed documents (cu_seq_lens_q, seq_idx): give use_cache=False")
+        raise UserError(
+            "a cache holds no packed documents (cu_seq_lens_q, seq_idx): give use_cache=False"
+        )
     if is_token is not None and not bool(is_token.all()):
         raise UserError(
             "attention_mask has padding, beside packed documents (cu_seq_lens_q, seq_idx): leave attention_mask out, "

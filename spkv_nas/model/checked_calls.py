@@ -25,12 +25,16 @@ def checked_calls(model: PreTrainedModel, caller: str) -> Iterator[None]:
     """
     text = model.config.get_text_config()
 
-    def check_labels(_model: nn.Module, _arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_labels(
+        _model: nn.Module, _arguments: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         labels = kwargs.get("labels")
         if labels is not None:
             _check_tokens(labels.where(labels != -100, 0), "labels", caller)
 
-    def check_cache(_decoder: nn.Module, _arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_cache(
+        _decoder: nn.Module, _arguments: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         uses_cache = text.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
         if uses_cache and kwargs.get("past_key_values") is None:
             _check_documents(kwargs.get("position_ids"), caller)
@@ -63,7 +67,12 @@ def _check_tokens(tokens: Tensor, argument: str, caller: str) -> None:
 
 def _check_documents(positions: Tensor | None, caller: str) -> None:
     """Raise ``UserError`` for positions [B, T] that start again."""
-    if positions is None or positions.ndim != 2 or positions.is_meta or torch.compiler.is_compiling():
+    if (
+        positions is None
+        or positions.ndim != 2
+        or positions.is_meta
+        or torch.compiler.is_compiling()
+    ):
         return
     if bool((positions.diff(dim=1) < 0).any()):
         raise UserError(

@@ -18,9 +18,29 @@ from spkv_nas.artifacts import gate_config, shape
 from spkv_nas.base import errors, limits, memory
 from spkv_nas.base.device import check_dtype, choose_dtype, named_dtype
 from spkv_nas.base.files import StrPath, read_json
-from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
-from spkv_nas.model import config_section, custom_model_type, learned_sinks, model_shape, restore, wrappers
-from spkv_nas.model.source import at_revision, config_folder, model_folder, pinned, read_model_config, resolve
+from spkv_nas.base.manifest import (
+    MANIFEST,
+    WEIGHT_ENDINGS,
+    manifest_checked,
+    read_manifest,
+    write_manifest,
+)
+from spkv_nas.model import (
+    config_section,
+    custom_model_type,
+    learned_sinks,
+    model_shape,
+    restore,
+    wrappers,
+)
+from spkv_nas.model.source import (
+    at_revision,
+    config_folder,
+    model_folder,
+    pinned,
+    read_model_config,
+    resolve,
+)
 from spkv_nas.model.weight_files import (
     carry,
     check_files,
@@ -39,7 +59,9 @@ _TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
 _FileStates = frozenset[tuple[str, int, int, int]]  # name, bytes, time of the last write, inode
 # Folders that living models were loaded from, and the states of their files then
 _loaded_from: WeakKeyDictionary[PreTrainedModel, tuple[Path, _FileStates]] = WeakKeyDictionary()
-SHARD_BYTES = 5_000_000_000  # maximum size of a weight file, as on the hub; bounds the copy from a GPU
+SHARD_BYTES = (
+    5_000_000_000  # maximum size of a weight file, as on the hub; bounds the copy from a GPU
+)
 
 
 def save(
@@ -98,7 +120,9 @@ class WrittenWeights:
     hashes: dict[str, str]
 
 
-def save_as_files(model: PreTrainedModel, files: Sequence[Path], folder: Path, *, link: bool = False) -> WrittenWeights:
+def save_as_files(
+    model: PreTrainedModel, files: Sequence[Path], folder: Path, *, link: bool = False
+) -> WrittenWeights:
     """Write a model whose weights are unchanged in ``files``, by carrying over these files or linking to them.
 
     If the files hold tensors that the model lacks, such as removed gates, or have unusual names, the weights are
@@ -130,10 +154,18 @@ def weights_identity(folder: Path) -> str:
     config = read_json(folder / "config.json", "config")
     config.pop("transformers_version", None)
     if (folder / MANIFEST).exists():
-        hashes = {name: value for name, value in read_manifest(folder).items() if name.endswith(WEIGHT_ENDINGS)}
+        hashes = {
+            name: value
+            for name, value in read_manifest(folder).items()
+            if name.endswith(WEIGHT_ENDINGS)
+        }
     else:
-        hashes = content_hashes([p for p in folder.iterdir() if p.name.endswith(WEIGHT_ENDINGS) and p.is_file()])
-    files = {name: value for name, value in hashes.items() if "/" not in name}  # subfolders are not loaded
+        hashes = content_hashes(
+            [p for p in folder.iterdir() if p.name.endswith(WEIGHT_ENDINGS) and p.is_file()]
+        )
+    files = {
+        name: value for name, value in hashes.items() if "/" not in name
+    }  # subfolders are not loaded
     if not files:
         raise errors.UserError(f"model {folder} has no weights in safetensors files")
     return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
@@ -141,10 +173,16 @@ def weights_identity(folder: Path) -> str:
 
 def _file_states(folder: Path) -> _FileStates:
     """Return the states of the config and the weight files of a model folder."""
-    paths = [path for path in folder.iterdir() if path.name == "config.json" or path.name.endswith(WEIGHT_ENDINGS)]
+    paths = [
+        path
+        for path in folder.iterdir()
+        if path.name == "config.json" or path.name.endswith(WEIGHT_ENDINGS)
+    ]
     statuses = [(path.name, path.stat()) for path in paths]
     # Without the time of the last change of status, which hard links and permissions change, too
-    return frozenset((name, status.st_size, status.st_mtime_ns, status.st_ino) for name, status in statuses)
+    return frozenset(
+        (name, status.st_size, status.st_mtime_ns, status.st_ino) for name, status in statuses
+    )
 
 
 def forget_loaded(folder: Path) -> None:
@@ -251,18 +289,37 @@ def _load_weights(
 ) -> PreTrainedModel:
     """Build the model and read its weights; ``placed`` are further keyword arguments of ``from_pretrained``."""
     # Check that the model fits into memory
-    restored = None if config_section.saved_layers(config) is None else restore.restoring_class(_model_class(config))
-    build = transformers.AutoModelForCausalLM.from_config if restored is None else restored._from_config
-    quantized = getattr(config, "quantization_config", None) is not None  # may take less than a byte per parameter
-    item_bytes = 0.0 if mapped else 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
+    restored = (
+        None
+        if config_section.saved_layers(config) is None
+        else restore.restoring_class(_model_class(config))
+    )
+    build = (
+        transformers.AutoModelForCausalLM.from_config if restored is None else restored._from_config
+    )
+    quantized = (
+        getattr(config, "quantization_config", None) is not None
+    )  # may take less than a byte per parameter
+    item_bytes = (
+        0.0 if mapped else 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
+    )
     num_parameters = model_shape.check_size(config, item_bytes, what, build=build)
     if not quantized:
         check_room(files, num_parameters, what)
     # Load it, with hooks in place if the config has the section
-    options: dict[str, Any] = {"config": config, "dtype": dtype or "auto", "use_safetensors": True, **placed}
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": dtype or "auto",
+        "use_safetensors": True,
+        **placed,
+    }
     if restored is not None:
         return restored.from_pretrained(folder, **options)
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+    options |= {
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+        "trust_remote_code": False,
+    }
     with quiet_report():
         model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     check_loaded(model, info, what)
@@ -281,10 +338,15 @@ def load_on(
     # Load in the chosen dtype
     stored = saved_dtype(path_or_id)
     check_dtype(dtype)
-    model, tokenizer = load(path_or_id, dtype=None if stored is None else choose_dtype(device, stored, dtype))
+    model, tokenizer = load(
+        path_or_id, dtype=None if stored is None else choose_dtype(device, stored, dtype)
+    )
     # Convert weights whose dtype only the files have, but not predictors, learned sinks and buffers (RoPE frequencies)
     if stored is None and not getattr(model, "is_quantized", False):
-        chosen, added = choose_dtype(device, model.dtype, dtype), learned_sinks.added_parameters(model)
+        chosen, added = (
+            choose_dtype(device, model.dtype, dtype),
+            learned_sinks.added_parameters(model),
+        )
         for parameter in model.parameters():
             if parameter not in added and parameter.is_floating_point():
                 parameter.data = parameter.data.to(chosen)
@@ -316,7 +378,9 @@ def read_config(source: str, what: str) -> PreTrainedConfig:
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():  # check counts first, because AutoConfig builds lists of these lengths
             limits.check_counts(read_model_config(file), what)
-        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=False
+        )
         vars(config).pop("auto_map", None)  # names code that is neither run nor carried over
     return config
 
@@ -358,16 +422,22 @@ def _as_user_error(what: str) -> Iterator[None]:
     except Exception as error:
         raise errors.UserError(f"cannot load {what}: {errors.first_line(error)}") from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust code, in the readers of tokenizers and weights
+        if (
+            type(error).__name__ != "PanicException"
+        ):  # of Rust code, in the readers of tokenizers and weights
             raise
-        raise errors.UserError(f"cannot load {what}: a file is damaged ({errors.first_line(error)})") from error
+        raise errors.UserError(
+            f"cannot load {what}: a file is damaged ({errors.first_line(error)})"
+        ) from error
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the transformers decoder class for a config. Raises ``UserError`` if there is none."""
     kind = custom_model_type.native_class(config)
     if kind not in transformers.AutoModelForCausalLM._model_mapping:
-        raise errors.UserError(f"models of type '{config.model_type}' are not text-generating decoders")
+        raise errors.UserError(
+            f"models of type '{config.model_type}' are not text-generating decoders"
+        )
     model_class: type[PreTrainedModel] = transformers.AutoModelForCausalLM._model_mapping[kind]
     return model_class
 
@@ -395,4 +465,6 @@ def read_shape(path_or_id: str | Path) -> shape.Shape:
 def check_dense(size: shape.ModelSize, source: str) -> None:
     """Raise ``UserError`` for a mixture of experts, of which a token uses only some of the parameters."""
     if size.is_mixture:
-        raise errors.UserError(f"model {source} is a mixture of experts; costs can be computed only for dense decoders")
+        raise errors.UserError(
+            f"model {source} is a mixture of experts; costs can be computed only for dense decoders"
+        )

@@ -22,7 +22,9 @@ class SavedLayer(schema.Section):
 
     num_kv_heads: int = Field(ge=1, le=1 << 16)
     native_window: _Window | None
-    reads: str | None = None  # layer whose keys it reads, in place of its own; a layout has no row for it
+    reads: str | None = (
+        None  # layer whose keys it reads, in place of its own; a layout has no row for it
+    )
 
 
 class _SavedLayout(schema.Section):
@@ -30,7 +32,9 @@ class _SavedLayout(schema.Section):
 
     heads: list[str] = Field(min_length=1, max_length=limits.MAX_LAYERS)
     window: _Window | None = None
-    windows: dict[str, _Window] | None = None  # in place of ``window``: several, by the letter of their heads
+    windows: dict[str, _Window] | None = (
+        None  # in place of ``window``: several, by the letter of their heads
+    )
     sinks: int = Field(0, ge=0, le=attention.GLOBAL_WINDOW)
     learned_sinks: bool = False
 
@@ -48,9 +52,14 @@ class _Saved(schema.Section):
         """Check that there are either gates or a layout, and that the gates are in range."""
         if (self.gates is None) == (self.layout is None):
             raise ValueError("expected either 'gates' or 'layout'")
-        if self.layout is not None and (self.layout.window is None) == (self.layout.windows is None):
+        if self.layout is not None and (self.layout.window is None) == (
+            self.layout.windows is None
+        ):
             raise ValueError("layout: expected either 'window' or 'windows'")
-        if self.gates is not None and max(self.gates.window, self.gates.sinks) > attention.GLOBAL_WINDOW:
+        if (
+            self.gates is not None
+            and max(self.gates.window, self.gates.sinks) > attention.GLOBAL_WINDOW
+        ):
             raise ValueError(f"gates: a window or sinks above {attention.GLOBAL_WINDOW}")
         return self
 
@@ -74,7 +83,9 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
         sinks = {"sinks": content.sinks} if content.sinks else {}
         has_learned = any(learned_sinks.layer_learned_sinks(layer) is not None for layer in names)
         learned = {"learned_sinks": True} if has_learned else {}
-        reach = {"windows": dict(content.windows)} if content.windows else {"window": content.window}
+        reach = (
+            {"windows": dict(content.windows)} if content.windows else {"window": content.window}
+        )
         gates_or_layout = {"layout": {"heads": list(content.heads), **reach, **sinks, **learned}}
     restore_section(model, {"version": 1, "layers": layers, **gates_or_layout})
 
@@ -119,7 +130,11 @@ def gate_config(model: PreTrainedModel) -> GateConfig | None:
     """Return the configuration of a model's gates with the current tau; None if it has no gates."""
     gates = saved_gates(model.config)
     states = attention.layer_states(model)
-    return gates.model_copy(update={"tau": states[0].settings.tau}) if gates is not None and states else gates
+    return (
+        gates.model_copy(update={"tau": states[0].settings.tau})
+        if gates is not None and states
+        else gates
+    )
 
 
 def checkpoint_layout(model: PreTrainedModel) -> Layout | None:
@@ -133,7 +148,9 @@ def saved_layout(config: PreTrainedConfig) -> Layout | None:
     saved = None if section is None else section.layout
     if saved is None:
         return None
-    return Layout(tuple(saved.heads), saved.window or 0, sinks=saved.sinks, windows=saved.windows or {})
+    return Layout(
+        tuple(saved.heads), saved.window or 0, sinks=saved.sinks, windows=saved.windows or {}
+    )
 
 
 def has_learned_sinks(config: PreTrainedConfig) -> bool:
@@ -152,7 +169,9 @@ def _checked(config: PreTrainedConfig) -> _Saved | None:
         return None
     subject = "section 'spkv' of the model's config"
     if not isinstance(config.spkv, dict):
-        raise errors.UserError(f"{subject}: expected keys and values, found {type(config.spkv).__name__}")
+        raise errors.UserError(
+            f"{subject}: expected keys and values, found {type(config.spkv).__name__}"
+        )
     section = schema.validate(_Saved, config.spkv, subject)
     gates = config.spkv.get("gates")
     if gates is not None and not {"window", "tau"} <= gates.keys():

@@ -80,7 +80,9 @@ class SPKVConfig(PreTrainedConfig):
         if _prepare_for_engine is None:
             return _custom_class(native).from_dict(config_dict, **kwargs)  # type: ignore[arg-type]  # as above
         result = native.from_dict(content, **kwargs)
-        _prepare_for_engine(result[0] if isinstance(result, tuple) else result)  # with return_unused_kwargs
+        _prepare_for_engine(
+            result[0] if isinstance(result, tuple) else result
+        )  # with return_unused_kwargs
         return result
 
 
@@ -108,7 +110,9 @@ def _custom_class(native: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
             if config_dict.get("model_type") != CUSTOM_MODEL_TYPE:
                 return super().from_dict(config_dict, **kwargs)
             content, _ = _stock_form(config_dict)
-            return super().from_dict({**content, "architectures": _custom_names(content["architectures"])}, **kwargs)
+            return super().from_dict(
+                {**content, "architectures": _custom_names(content["architectures"])}, **kwargs
+            )
 
         def to_json_string(self, use_diff: bool = True) -> str:
             """Return the content under our type."""
@@ -137,9 +141,17 @@ def _custom_content(content: dict[str, Any]) -> dict[str, Any]:
         return content
     text = content.get(_TEXT) or content
     key = _layers_key(text)
-    section = {**content[CUSTOM_MODEL_TYPE], "stock_type": content["model_type"], _LAYERS: text[key]}
+    section = {
+        **content[CUSTOM_MODEL_TYPE],
+        "stock_type": content["model_type"],
+        _LAYERS: text[key],
+    }
     architectures = _custom_names(content.get("architectures") or [])
-    custom_fields = {"model_type": CUSTOM_MODEL_TYPE, "architectures": architectures, CUSTOM_MODEL_TYPE: section}
+    custom_fields = {
+        "model_type": CUSTOM_MODEL_TYPE,
+        "architectures": architectures,
+        CUSTOM_MODEL_TYPE: section,
+    }
     return {**_with_layers(content, key, _HINT), **custom_fields}
 
 
@@ -153,13 +165,19 @@ def _layers_key(text: Mapping[str, Any]) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = text["model_type"]
-    key = str((CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}).get(_LAYERS, _LAYERS))
+    key = str(
+        (CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}).get(_LAYERS, _LAYERS)
+    )
     return next((other for other in (key, *_OTHER_KEYS) if other in text), key)
 
 
 def _with_layers(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     """Return a copy with another number of layers, which vision-language models have in their text config."""
-    return {**content, _TEXT: {**content[_TEXT], key: value}} if content.get(_TEXT) else {**content, key: value}
+    return (
+        {**content, _TEXT: {**content[_TEXT], key: value}}
+        if content.get(_TEXT)
+        else {**content, key: value}
+    )
 
 
 def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTrainedConfig]]:
@@ -170,7 +188,9 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     # Read type and number of layers from the section
-    section = dict(content[CUSTOM_MODEL_TYPE]) if isinstance(content.get(CUSTOM_MODEL_TYPE), dict) else {}
+    section = (
+        dict(content[CUSTOM_MODEL_TYPE]) if isinstance(content.get(CUSTOM_MODEL_TYPE), dict) else {}
+    )
     kind, num_layers = section.pop("stock_type", CUSTOM_MODEL_TYPE), section.pop(_LAYERS, None)
     if kind == CUSTOM_MODEL_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
         raise errors.UserError(
@@ -180,8 +200,14 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     architectures = [str(name).removeprefix(_PREFIX) for name in content.get("architectures") or []]
     text = content.get(_TEXT) or {**content, "model_type": kind}
     if not isinstance(text, dict) or text.get("model_type") not in CONFIG_MAPPING:
-        raise errors.UserError(f"the model's config lacks the text model's section '{_TEXT}'\n{_DAMAGED}")
+        raise errors.UserError(
+            f"the model's config lacks the text model's section '{_TEXT}'\n{_DAMAGED}"
+        )
     native = {**_with_layers(content, _layers_key(text), num_layers), "model_type": kind}
     limits.check_counts(native, "the model")  # now that they are under their usual keys
-    native.pop("auto_map", None)  # names the export's code for plain transformers, in whose place these classes load
-    return {**native, "architectures": architectures, CUSTOM_MODEL_TYPE: section}, CONFIG_MAPPING[kind]
+    native.pop(
+        "auto_map", None
+    )  # names the export's code for plain transformers, in whose place these classes load
+    return {**native, "architectures": architectures, CUSTOM_MODEL_TYPE: section}, CONFIG_MAPPING[
+        kind
+    ]

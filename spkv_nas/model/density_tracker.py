@@ -55,7 +55,9 @@ class DensityTracker:
 
     def _count(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor) -> None:
         """Count kept tokens and NaN utilities in the logits [B, Hkv, T] of a layer."""
-        if self._only_learning and not torch.is_grad_enabled():  # a teacher's pass through the same layers
+        if (
+            self._only_learning and not torch.is_grad_enabled()
+        ):  # a teacher's pass through the same layers
             return
         logits = logits.detach()
         is_wrong = logits.isnan()
@@ -69,7 +71,9 @@ class DensityTracker:
     def _zeros(self, device: torch.device | str) -> torch.Tensor:
         """Return counts of no token."""
         states = attention.layer_states(self._model)
-        return torch.zeros(3, len(states), max(attention.heads_per_layer(states)), dtype=torch.int64, device=device)
+        return torch.zeros(
+            3, len(states), max(attention.heads_per_layer(states)), dtype=torch.int64, device=device
+        )
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
@@ -114,7 +118,9 @@ def head_densities(counts: torch.Tensor) -> NDArray[np.float64] | None:
         return None
     if wrong.any():
         first = tuple(np.argwhere(wrong)[0].tolist())
-        raise UserError(not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first))
+        raise UserError(
+            not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first)
+        )
     return np.where(tokens > 0, kept / np.maximum(tokens, 1), np.nan)
 
 
@@ -137,7 +143,9 @@ def layout_density(model: torch.nn.Module) -> float:
 
 PROPORTIONAL, INTEGRAL = 6.0, 0.15  # gains per unit of density; the latter also per step
 _MIN_RATE = 0.1  # share of the largest learning rate below which the gains stop growing
-_MAX_PROPORTIONAL = 1.0  # limit of the proportional term: gates that start alike respond late and all at once
+_MAX_PROPORTIONAL = (
+    1.0  # limit of the proportional term: gates that start alike respond late and all at once
+)
 _MAX_EXPONENT = 4.0  # limit of the exponent: a price of e^4 times the first
 _MIN_SHARE = 0.1  # minimum first price, as a share of the mean absolute benefit
 
@@ -154,7 +162,9 @@ class Price:
         # price of the next step, float64 on the device; 0 in the first step, which measures benefits
         self.value: torch.Tensor | float = 0.0
         self._sum: torch.Tensor | float = 0.0
-        self.first = self._largest_rate = 0.0  # price that the benefits set, above 0 as soon as they are measured
+        self.first = self._largest_rate = (
+            0.0  # price that the benefits set, above 0 as soon as they are measured
+        )
 
     def begin(self, benefits: NDArray[np.float64]) -> None:
         """Set the first price from the benefits of heads [layers, KV heads]; NaN for heads without a gate."""
@@ -176,7 +186,12 @@ class Price:
 
     def state(self) -> dict[str, float]:
         """Read the state for a checkpoint."""
-        numbers = {"value": self.value, "first": self.first, "sum": self._sum, "largest_rate": self._largest_rate}
+        numbers = {
+            "value": self.value,
+            "first": self.first,
+            "sum": self._sum,
+            "largest_rate": self._largest_rate,
+        }
         return {name: float(number) for name, number in numbers.items()}
 
     def restore(self, state: dict[str, float]) -> None:
@@ -204,13 +219,19 @@ class KeyBenefitEstimator:
         if logits.requires_grad:
             logits.register_hook(partial(self._add, layer, logits.detach(), is_text))  # type: ignore[no-untyped-call]
 
-    def _add(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _add(
+        self, layer: int, logits: torch.Tensor, is_text: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
         """Add the benefits of a backward pass, from logits and their gradient [B, Hkv, T], over text [B, T]."""
         slope = torch.sigmoid(logits) * torch.sigmoid(-logits)  # du / dlogit; 0 without a gate
-        has_gate = (slope > 0.0) & is_text[:, None]  # not in global and local heads, and not for sink tokens
+        has_gate = (slope > 0.0) & is_text[
+            :, None
+        ]  # not in global and local heads, and not for sink tokens
         num_keys, num_gated = is_text.sum(), has_gate.sum((0, 2))
         sums = -(gradient / slope).where(has_gate, 0.0).sum((0, 2))
-        scale = torch.where(num_keys > 0, num_keys / num_gated, 0.0)  # NaN without any gate, 0 without text
+        scale = torch.where(
+            num_keys > 0, num_keys / num_gated, 0.0
+        )  # NaN without any gate, 0 without text
         benefit = sums * scale * self._num_gates
         self._benefits[layer] = self._benefits.get(layer, torch.zeros_like(benefit)) + benefit
 

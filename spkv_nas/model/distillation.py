@@ -33,7 +33,8 @@ class Teacher:
 
 
 def shared_teacher(
-    student: PreTrainedModel, without_adapters: Callable[[], AbstractContextManager[object]] = nullcontext
+    student: PreTrainedModel,
+    without_adapters: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Teacher:
     """Return a teacher that shares the student's frozen weights: all heads global, gates open, adapters off.
 
@@ -43,7 +44,10 @@ def shared_teacher(
     @contextmanager
     def dense() -> Iterator[None]:
         is_hooked = bool(attention.attention_layers(student))
-        with windows.full_attention(student) if is_hooked else modes.evaluation_mode(student), without_adapters():
+        with (
+            windows.full_attention(student) if is_hooked else modes.evaluation_mode(student),
+            without_adapters(),
+        ):
             yield
 
     return Teacher(student, dense, without_adapters)
@@ -61,7 +65,9 @@ def copied_teacher(dense: PreTrainedModel, student: PreTrainedModel, *, bfloat16
     dense.requires_grad_(False).eval()
     # Convert linear weights, except those shared with embeddings
     if bfloat16:
-        embeddings = {id(p) for m in dense.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        embeddings = {
+            id(p) for m in dense.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+        }
         for module in dense.modules():
             for parameter in module.parameters(recurse=False):
                 if isinstance(module, nn.Linear) and id(module.weight) not in embeddings:
@@ -98,7 +104,9 @@ class _DistilledPass(DecoderPass):
         super().__init__(student)
         self._distillation = distillation
         self._teacher_decoder = distillation.teacher.model.get_decoder()
-        self._replaced = ExitStack()  # the teacher must wait for the pass, in which autocast is as in training
+        self._replaced = (
+            ExitStack()
+        )  # the teacher must wait for the pass, in which autocast is as in training
         self._replaced.enter_context(replaced(self._decoder, "forward", self._decode))
 
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,10 +138,14 @@ class _DistilledPass(DecoderPass):
         # Compute the teacher's logits, which need no gradient
         with torch.no_grad(), teacher.dense_head():
             forward = forward_inside(teacher.model)
-            reference = logits_of(self._teacher_decoder, type(self.taught), taught[None], forward)[0]
+            reference = logits_of(self._teacher_decoder, type(self.taught), taught[None], forward)[
+                0
+            ]
         # Compute the parts of the losses, add them up, and mix them
         weight, temperature = distillation.weight, distillation.temperature
-        nll, divergence, gradient = loss.token_losses(logits, reference, targets, weight, temperature)
+        nll, divergence, gradient = loss.token_losses(
+            logits, reference, targets, weight, temperature
+        )
         parts = torch.stack([x.sum().double() for x in (nll, divergence, targets != NO_TARGET)])
         distillation.sums = distillation.sums.to(parts.device) + parts
         return (1.0 - weight) * nll + weight * temperature**2 * divergence, gradient

@@ -43,7 +43,9 @@ class UtilityPredictor(nn.Module):
         self.mix = None
         if config.predictor == "bidirectional":
             size = config.kernel_size
-            self.mix = nn.Conv1d(hidden_size, hidden_size, size, padding=size // 2, groups=hidden_size, dtype=_DTYPE)
+            self.mix = nn.Conv1d(
+                hidden_size, hidden_size, size, padding=size // 2, groups=hidden_size, dtype=_DTYPE
+            )
         self.down = nn.Linear(model_size if linear else hidden_size, len(row), dtype=_DTYPE)
         self.row = row
         self._config = config
@@ -59,14 +61,18 @@ class UtilityPredictor(nn.Module):
         nn.init.normal_(self.down.weight, std=0.02 * self._config.init_scale)
         nn.init.constant_(self.down.bias, self._config.bias)
 
-    def forward(self, hidden_states: Tensor, *, sinks: bool = True, starts: Tensor | None = None, **_: Any) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, *, sinks: bool = True, starts: Tensor | None = None, **_: Any
+    ) -> Tensor:
         """Compute logits float32 [B, Hkv, T] of hidden states [B, T, model_size].
 
         ``sinks`` tells that the first tokens start a document, ``starts`` int [B, T] where that of each token starts,
         if there are several in a row. Other arguments are for hooks on the logits (``watch_logits``).
         """
         if self.mix is not None and starts is not None:
-            raise UserError("the bidirectional predictor mixes tokens of packed documents: give one document per row")
+            raise UserError(
+                "the bidirectional predictor mixes tokens of packed documents: give one document per row"
+            )
         # Predict in the dtype of the weights, without autocast
         device = hidden_states.device.type
         has_autocast = torch.amp.is_autocast_available(device)  # the device meta has none
@@ -78,7 +84,12 @@ class UtilityPredictor(nn.Module):
                     hidden = self.mix(hidden.transpose(1, 2)).transpose(1, 2)
                 hidden = F.silu(hidden)
             # A copy, not a view, because FSDP2 hooks the output
-            logits: Tensor = self.down(hidden).float().transpose(1, 2).clone(memory_format=torch.contiguous_format)
+            logits: Tensor = (
+                self.down(hidden)
+                .float()
+                .transpose(1, 2)
+                .clone(memory_format=torch.contiguous_format)
+            )
         # Fix the logits of sink tokens and of heads without a gate
         if sinks and self._config.sinks:
             position = torch.arange(logits.shape[2], device=logits.device)
@@ -118,7 +129,9 @@ class Gate:
 
     def of_heads(self, number: int) -> "Gate":
         """Return the gate of ``number`` heads, all of which have that of a latent that they share, [B, 1, T]."""
-        return Gate(*(x if x is None else x.expand(-1, number, -1) for x in (self.log_utility, self.keep)))
+        return Gate(
+            *(x if x is None else x.expand(-1, number, -1) for x in (self.log_utility, self.keep))
+        )
 
 
 def keeps(logits: Tensor, tau: float) -> Tensor:
@@ -126,7 +139,9 @@ def keeps(logits: Tensor, tau: float) -> Tensor:
     return logits >= histogram.threshold_logit(tau) if tau > 0.0 else logits > -math.inf
 
 
-def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0, p_min: float = 0.0) -> Gate:
+def gate_from_logits(
+    logits: Tensor, mode: str, tau: float, anneal: float = 0.0, p_min: float = 0.0
+) -> Gate:
     """Compute the gate of one layer from its utility logits.
 
     Args:
@@ -152,7 +167,9 @@ def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0,
         kept = torch.where(logits.isinf(), logits > 0, torch.rand_like(u) < likely)
         if anneal > 0.0:
             return Gate(None, kept)
-        log_u = F.logsigmoid(logits)  # value 0 or -inf, gradient of log u; 0 from attention where -inf
+        log_u = F.logsigmoid(
+            logits
+        )  # value 0 or -inf, gradient of log u; 0 from attention where -inf
         return Gate(torch.where(kept, log_u - log_u.detach(), -math.inf), None)
     # Bias the scores by log u
     if anneal == 0.0:
@@ -160,7 +177,9 @@ def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0,
     # Anneal towards the binary gate
     logits = logits.detach()
     below = math.log1p(-anneal) + F.logsigmoid(logits)
-    return Gate(torch.where(above, torch.log(anneal + (1.0 - anneal) * torch.sigmoid(logits)), below), None)
+    return Gate(
+        torch.where(above, torch.log(anneal + (1.0 - anneal) * torch.sigmoid(logits)), below), None
+    )
 
 
 class _Priced(torch.autograd.Function):

@@ -32,7 +32,9 @@ class Generation:
     prefill_seconds: float  # time until the first new token
     decode_seconds: float  # time of all other tokens
     cache_bytes: int  # size of the cache, including tables and free pages
-    full_attention_bytes: int  # size of the keys and values of all tokens, which full attention would store
+    full_attention_bytes: (
+        int  # size of the keys and values of all tokens, which full attention would store
+    )
     # share of the keys beyond the window that are kept; NaN if there are none, None for a model with neither gates nor
     # a layout
     density: float | None
@@ -41,7 +43,9 @@ class Generation:
     @property
     def tokens_per_second(self) -> float:
         """Return the decoding speed; NaN for a single token, which the prefill generates."""
-        return (self.num_new_tokens - 1) / self.decode_seconds if self.decode_seconds else float("nan")
+        return (
+            (self.num_new_tokens - 1) / self.decode_seconds if self.decode_seconds else float("nan")
+        )
 
 
 def generate(
@@ -76,15 +80,25 @@ def generate(
         raise errors.UserError("this model has no gates, so tau has no effect: leave tau out")
     inputs = _encode(model, tokenizer, prompt)
     num_prompt_tokens = inputs.shape[1]
-    model_shape.check_length(model, num_prompt_tokens + max_new_tokens - 1, "give a shorter prompt or fewer new tokens")
+    model_shape.check_length(
+        model, num_prompt_tokens + max_new_tokens - 1, "give a shorter prompt or fewer new tokens"
+    )
     # Generate with hard gates
     tau = gates.tau if gates and tau is None else tau
     config = generation_config(model, tokenizer, max_new_tokens, temperature)
     streamer = _TimedStreamer(tokenizer, stream)
     hard_gates = modes.gate_mode(model, "hard", tau) if gates else nullcontext()
-    with torch.random.fork_rng(), modes.evaluation_mode(model), hard_gates, decoding_by(model, config):
+    with (
+        torch.random.fork_rng(),
+        modes.evaluation_mode(model),
+        hard_gates,
+        decoding_by(model, config),
+    ):
         torch.manual_seed(seed)
-        options = {"streamer": streamer, "logits_processor": transformers.LogitsProcessorList([OnlyFinite()])}
+        options = {
+            "streamer": streamer,
+            "logits_processor": transformers.LogitsProcessorList([OnlyFinite()]),
+        }
         options |= {"past_key_values": fitting_cache(model), "return_dict_in_generate": True}
         result = model.generate(input_ids=inputs, **options)
     # Collect text, times and cache sizes; some models replace the cache on the way
@@ -103,7 +117,9 @@ def generate(
     )
 
 
-def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
+def _encode(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
+) -> torch.Tensor:
     """Encode a prompt on the model's device, [1, T]. Raises ``UserError`` if it is empty or cannot be encoded."""
     try:
         ids = special_tokens.prompt_tokens(tokenizer, prompt)
@@ -127,11 +143,18 @@ def decoding_by(model: PreTrainedModel, config: transformers.GenerationConfig) -
 
 def fitting_cache(model: PreTrainedModel) -> Cache:
     """Create an empty cache: ``SPKVCache`` for a model with gates or a layout, else transformers' own."""
-    return generation_cache.SPKVCache(model) if attention.attention_layers(model) else DynamicCache(config=model.config)
+    return (
+        generation_cache.SPKVCache(model)
+        if attention.attention_layers(model)
+        else DynamicCache(config=model.config)
+    )
 
 
 def generation_config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float = 0.0
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    temperature: float = 0.0,
 ) -> transformers.GenerationConfig:
     """Build the config of ``generate``; the end-of-text token is the model's, or else the tokenizer's."""
     eos = getattr(model.generation_config, "eos_token_id", None)
@@ -153,7 +176,9 @@ def _bytes(cache: Cache) -> tuple[int, int]:
         return cache.num_bytes, cache.full_attention_bytes
     sizes = [2 * layer.keys.numel() * layer.keys.element_size() for layer in cache.layers]
     seen_per_stored = [layer.get_seq_length() / layer.keys.shape[2] for layer in cache.layers]
-    return sum(sizes), round(sum(size * ratio for size, ratio in zip(sizes, seen_per_stored, strict=True)))
+    return sum(sizes), round(
+        sum(size * ratio for size, ratio in zip(sizes, seen_per_stored, strict=True))
+    )
 
 
 @dataclass(frozen=True)
@@ -167,7 +192,10 @@ class Continuations:
 
 
 def continue_greedily(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: Sequence[int]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    max_new_tokens: Sequence[int],
 ) -> Continuations:
     """Decode each prompt greedily, up to its ``max_new_tokens``; special tokens that one spells are text.
 
@@ -175,13 +203,18 @@ def continue_greedily(
     """
     # Encode the prompts
     opening = special_tokens.tokens_before(tokenizer)
-    ids = [[*opening, *special_tokens.encode_text(prompt, tokenizer)["input_ids"]] for prompt in prompts]
+    ids = [
+        [*opening, *special_tokens.encode_text(prompt, tokenizer)["input_ids"]]
+        for prompt in prompts
+    ]
     longest, positions = max(map(len, ids)), model_shape.num_positions(model)
     # Where the longest prompt and the longest answer exceed the table of positions together, answer one by one
     if positions is not None and len(ids) > 1 and longest + max(max_new_tokens) - 1 > positions:
         rows = zip(prompts, max_new_tokens, strict=True)
         parts = [continue_greedily(model, tokenizer, [prompt], [number]) for prompt, number in rows]
-        return Continuations([part.texts[0] for part in parts], np.concatenate([part.densities for part in parts]))
+        return Continuations(
+            [part.texts[0] for part in parts], np.concatenate([part.densities for part in parts])
+        )
     # Pad on the left: [B, longest prompt]
     inputs, mask = (torch.zeros(len(ids), longest, dtype=torch.long) for _ in range(2))
     for row, prompt_ids in enumerate(ids):
@@ -192,18 +225,26 @@ def continue_greedily(
 
     def record(_model: Any, _args: Any, output: Any) -> None:
         hook.remove()
-        if isinstance(output.past_key_values, generation_cache.SPKVCache):  # NaN for a cache of transformers
+        if isinstance(
+            output.past_key_values, generation_cache.SPKVCache
+        ):  # NaN for a cache of transformers
             densities[:] = output.past_key_values.densities.cpu().numpy()
 
     hook = model.register_forward_hook(record)
     try:
         with modes.evaluation_mode(model):
-            generated = _generate(model, inputs, mask, generation_config(model, tokenizer, max(max_new_tokens)))
+            generated = _generate(
+                model, inputs, mask, generation_config(model, tokenizer, max(max_new_tokens))
+            )
     finally:
         hook.remove()
     # Decode
-    new_ids = [row[longest : longest + limit] for row, limit in zip(generated, max_new_tokens, strict=True)]
-    return Continuations([tokenizer.decode(row, skip_special_tokens=True) for row in new_ids], densities)
+    new_ids = [
+        row[longest : longest + limit] for row, limit in zip(generated, max_new_tokens, strict=True)
+    ]
+    return Continuations(
+        [tokenizer.decode(row, skip_special_tokens=True) for row in new_ids], densities
+    )
 
 
 def continue_tokens(
@@ -244,7 +285,9 @@ def _generate(
     *processors: LogitsProcessor,
 ) -> torch.Tensor:
     """Generate greedily from ``inputs`` [B, T], where ``mask`` is 1, after ``processors``; int64 [B, T + new]."""
-    model_shape.check_length(model, inputs.shape[1] + config.max_new_tokens - 1, "give shorter prompts", warns=False)
+    model_shape.check_length(
+        model, inputs.shape[1] + config.max_new_tokens - 1, "give shorter prompts", warns=False
+    )
     with decoding_by(model, config):
         generated: torch.Tensor = model.generate(
             input_ids=inputs.to(input_device(model)),
@@ -269,7 +312,9 @@ class OnlyFinite(LogitsProcessor):
 class _TimedStreamer(transformers.TextStreamer):
     """Pass text on to a callback, and record the times of the prompt and of each token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: progress.Announce | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stream: progress.Announce | None
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
         self.times: list[float] = []
@@ -295,5 +340,7 @@ class _Noise(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return noisy logits [B, V]."""
         size = scores.shape[-1]
-        noise = np.stack([generator.gumbel(size=size).astype(np.float32) for generator in self._generators])
+        noise = np.stack(
+            [generator.gumbel(size=size).astype(np.float32) for generator in self._generators]
+        )
         return scores.float() / self._temperature + torch.from_numpy(noise).to(scores.device)

@@ -24,7 +24,12 @@ from spkv_nas.base import arguments
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import attention, call_inputs, layer_places, modes, placement, wrappers
 from spkv_nas.model.cache_layers import attention_indices, cache_layers, own_cache_class
-from spkv_nas.model.layer_cache import SPKVCacheLayer, SPKVHybridCacheLayer, SPKVLatentCacheLayer, local_window
+from spkv_nas.model.layer_cache import (
+    SPKVCacheLayer,
+    SPKVHybridCacheLayer,
+    SPKVLatentCacheLayer,
+    local_window,
+)
 
 _RING = 128  # ring size of a model without local heads
 _START_AGAIN = "start with spkv_nas.SPKVCache(model), or empty this cache with its reset()"
@@ -41,9 +46,13 @@ class SPKVCache(Cache):
         cache.num_bytes, cache.full_attention_bytes
     """
 
-    layers: list[Any]  # one per attention layer: ``SPKVCacheLayer``, or a layer of transformers for other states
+    layers: list[
+        Any
+    ]  # one per attention layer: ``SPKVCacheLayer``, or a layer of transformers for other states
 
-    def __init__(self, model: PreTrainedModel, *, page_size: int = 16, max_pages: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, page_size: int = 16, max_pages: int | None = None
+    ) -> None:
         """Create an empty cache.
 
         Args:
@@ -143,7 +152,12 @@ class SPKVCache(Cache):
 
     @property
     def _paged(self) -> list[PagedKVCache]:
-        return [paged for layer in self.layers if isinstance(layer, SPKVCacheLayer) for paged in layer.paged]
+        return [
+            paged
+            for layer in self.layers
+            if isinstance(layer, SPKVCacheLayer)
+            for paged in layer.paged
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -154,7 +168,11 @@ class SPKVCache(Cache):
     def full_attention_bytes(self) -> int:
         """Return the size of the keys and values of all tokens seen, which full attention would store."""
         return sum(
-            int(paged.seq_lens.sum()) * paged.num_kv_heads * 2 * paged.head_dim * paged.pool_k.element_size()
+            int(paged.seq_lens.sum())
+            * paged.num_kv_heads
+            * 2
+            * paged.head_dim
+            * paged.pool_k.element_size()
             for paged in self._paged
         )
 
@@ -174,8 +192,13 @@ class SPKVCache(Cache):
         """Return how many tokens beyond the window are kept, and how many there are, over all heads; each int64 [B]."""
         if not self._paged:
             return torch.empty(0), torch.empty(0)
-        num_outside = [(paged.seq_lens - paged.window).clamp(min=0) * paged.num_kv_heads for paged in self._paged]
-        return torch.stack([paged.lengths.sum(1) for paged in self._paged]).sum(0), torch.stack(num_outside).sum(0)
+        num_outside = [
+            (paged.seq_lens - paged.window).clamp(min=0) * paged.num_kv_heads
+            for paged in self._paged
+        ]
+        return torch.stack([paged.lengths.sum(1) for paged in self._paged]).sum(0), torch.stack(
+            num_outside
+        ).sum(0)
 
 
 def _empty_layers(model: PreTrainedModel, page_size: int, max_pages: int | None) -> list[Any]:
@@ -185,10 +208,14 @@ def _empty_layers(model: PreTrainedModel, page_size: int, max_pages: int | None)
     """
     states = attention.layer_states(model)
     if not states:
-        raise UserError("this model has neither gates nor a layout: generate with transformers' own cache")
+        raise UserError(
+            "this model has neither gates nor a layout: generate with transformers' own cache"
+        )
     attending = attention.attention_layers(model).values()
     if any(getattr(getattr(layer, "utility_predictor", None), "mix", None) for layer in attending):
-        raise UserError("a bidirectional predictor needs future tokens: generate with use_cache=False")
+        raise UserError(
+            "a bidirectional predictor needs future tokens: generate with use_cache=False"
+        )
     shared = min((w for state in states if (w := local_window(state)) is not None), default=_RING)
     masks: list[Tensor | None] = [None] * 3
     # Replace the attention layers of the cache that transformers would make
@@ -219,7 +246,9 @@ def _heads(model: PreTrainedModel) -> Hashable:
     """Return what decides which keys a hooked model's heads see: windows, sinks, and the mode and tau of its gates."""
     states = model._spkv_states
     settings = states[0].settings if _gates(model) is not None else None
-    layers = tuple((state.windows, state.gate_window, state.sinks, state.learned_sinks) for state in states)
+    layers = tuple(
+        (state.windows, state.gate_window, state.sinks, state.learned_sinks) for state in states
+    )
     return layers, settings and (settings.mode, settings.tau)
 
 
@@ -257,12 +286,23 @@ def _reads_states(model: PreTrainedModel) -> bool:
     tokens = torch.arange(2, device=placement.input_device(model))[None]
     with modes.evaluation_mode(model):
         model(input_ids=tokens, past_key_values=cache)
-        if not cache.states or not all(any(layer.has_previous_state.values()) for layer in cache.states):
-            raise UserError(f"{type(model).__name__} keeps states outside of its cache: generate with use_cache=False")
+        if not cache.states or not all(
+            any(layer.has_previous_state.values()) for layer in cache.states
+        ):
+            raise UserError(
+                f"{type(model).__name__} keeps states outside of its cache: generate with use_cache=False"
+            )
         # Compare the next logits with those after other states
         other = copy.deepcopy(cache)
-        recurrent = [state for layer in other.states for state in layer.recurrent_states.values() if state is not None]
+        recurrent = [
+            state
+            for layer in other.states
+            for state in layer.recurrent_states.values()
+            if state is not None
+        ]
         for state in recurrent:
             state += 1
-        expected, changed = (model(input_ids=tokens, past_key_values=each).logits for each in (cache, other))
+        expected, changed = (
+            model(input_ids=tokens, past_key_values=each).logits for each in (cache, other)
+        )
     return not recurrent or not torch.equal(expected, changed)

@@ -55,10 +55,14 @@ def _convert(file: Path, folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     # Releases of transformers that keep quantized weights are told not to
     config_class = getattr(transformers, "GgufConfig", None)
-    dequantize = {} if config_class is None else {"quantization_config": config_class(dequantize=True)}
+    dequantize = (
+        {} if config_class is None else {"quantization_config": config_class(dequantize=True)}
+    )
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, **dequantize, dtype=torch.float16)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            **where, **dequantize, dtype=torch.float16
+        )
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     except ImportError as error:
         raise errors.UserError(

@@ -6,7 +6,11 @@ import torch
 from spkv_kernels import PagedKVCache, attention, decode_attention, extend_attention
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
@@ -21,7 +25,9 @@ _NOT_PASSED_ON = (
     "generate with use_cache=False"
 )
 _QUERIES = 256  # tokens that attend to stored latents at once
-_New = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # new keys, values, decisions, order and lengths
+_New = tuple[
+    Tensor, Tensor, Tensor, Tensor | None, Tensor | None
+]  # new keys, values, decisions, order and lengths
 
 
 class SPKVCacheLayer(CacheLayerMixin):
@@ -46,18 +52,25 @@ class SPKVCacheLayer(CacheLayerMixin):
         """Create an empty layer; ``window`` is its ring size if it has no local heads to determine one."""
         super().__init__(**kwargs)
         self._masks = masks  # shared by all layers, so that a mask is compared once: earlier, current, new tokens'
-        self.mask: Tensor | None = None  # bool [B, tokens], false for padding among the tokens seen; None: no padding
+        self.mask: Tensor | None = (
+            None  # bool [B, tokens], false for padding among the tokens seen; None: no padding
+        )
         self.page_size, self._max_pages = page_size, max_pages
         # Ring size of each KV head, and the heads of each ring size
         smallest = local_window(state) or window
         rings = [w if w < GLOBAL_WINDOW else smallest for w in state.head_windows(gated=True)]
         self._windows = sorted(set(rings))
-        self._heads = [torch.tensor([head for head, ring in enumerate(rings) if ring == w]) for w in self._windows]
+        self._heads = [
+            torch.tensor([head for head, ring in enumerate(rings) if ring == w])
+            for w in self._windows
+        ]
         # Decisions without gates, [Hkv, 1]
         keep = [w > ring for w, ring in zip(state.head_windows(gated=False), rings, strict=True)]
         self._keep = torch.tensor(keep)[:, None]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
-        self._is_expected = False  # a hooked attention layer is about to pass keys and values to ``update``
+        self._is_expected = (
+            False  # a hooked attention layer is about to pass keys and values to ``update``
+        )
         self._is_pending = False  # keys and values were passed to ``update`` and not to ``attend``
         self._num_readers = state.num_readers  # later layers that attend to the same keys
         self._new: _New | None = None  # until the last reader has attended to them
@@ -82,14 +95,26 @@ class SPKVCacheLayer(CacheLayerMixin):
         self._keep = self._keep.to(device)
         self._sinks = self._sinks.to(device) if self._sinks is not None else None
         self._heads = [heads.to(device) for heads in self._heads]
-        options: dict[str, Any] = {"max_pages": self._max_pages, "dtype": key_states.dtype, "device": device}
+        options: dict[str, Any] = {
+            "max_pages": self._max_pages,
+            "dtype": key_states.dtype,
+            "device": device,
+        }
         for heads, window in zip(self._heads, self._windows, strict=True):
             # Pages of local heads hold sink tokens alone
-            sinks = 0 if self._sinks is None or self._keep[heads].any() else int(self._sinks[heads].max())
+            sinks = (
+                0
+                if self._sinks is None or self._keep[heads].any()
+                else int(self._sinks[heads].max())
+            )
             page_size = min(self.page_size, sinks or self.page_size)
-            self.paged.append(PagedKVCache(batch, len(heads), size, window=window, page_size=page_size, **options))
+            self.paged.append(
+                PagedKVCache(batch, len(heads), size, window=window, page_size=page_size, **options)
+            )
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values unchanged.
 
         Raises ``UserError`` if the layer that has them is not hooked, or ``attend`` did not store earlier ones.
@@ -145,13 +170,19 @@ class SPKVCacheLayer(CacheLayerMixin):
         # Attend, and store the keys and values
         options: dict[str, Any] = {"scale": scale, "softcap": softcap}
         if len(self.paged) == 1:
-            out = self._attend(self.paged[0], q, k, v, keep, lengths, sink_logits=sink_logits, **options)
+            out = self._attend(
+                self.paged[0], q, k, v, keep, lengths, sink_logits=sink_logits, **options
+            )
         else:
             out = torch.empty_like(q)
             shape = (len(k), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
             for paged, heads in zip(self.paged, self._heads, strict=True):
                 queries = q.view(shape)[:, heads].flatten(1, 2)
-                logits = None if sink_logits is None else sink_logits.view(k.shape[1], -1)[heads].flatten()
+                logits = (
+                    None
+                    if sink_logits is None
+                    else sink_logits.view(k.shape[1], -1)[heads].flatten()
+                )
                 new = k[:, heads], v[:, heads], keep[:, heads]
                 some = self._attend(paged, queries, *new, lengths, sink_logits=logits, **options)
                 out.view(shape)[:, heads] = some.reshape(len(k), len(heads), -1, *q.shape[2:])
@@ -179,12 +210,21 @@ class SPKVCacheLayer(CacheLayerMixin):
         return k, v, keep, order, real.sum(1)
 
     def _attend(
-        self, paged: PagedKVCache, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor | None, **options: Any
+        self,
+        paged: PagedKVCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor,
+        lengths: Tensor | None,
+        **options: Any,
     ) -> Tensor:
         """Compute ``attend`` for the heads of one ring size, with ``lengths`` [B] new tokens that are no padding."""
         # Decode a single token
         if q.shape[2] == 1 and lengths is None:
-            if self._num_unread == self._num_readers:  # the layer with the keys attends, not a reader of them
+            if (
+                self._num_unread == self._num_readers
+            ):  # the layer with the keys attends, not a reader of them
                 paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
             return decode_attention(q[:, :, 0], paged, **options)[:, :, None]
         # Attend before the keys are stored
@@ -206,9 +246,13 @@ class SPKVCacheLayer(CacheLayerMixin):
                 f"{k.device}: start with a new cache"
             )
         if len(k) != paged.batch_size:
-            raise UserError(f"the cache holds {paged.batch_size} sequences, this batch has {len(k)}")
+            raise UserError(
+                f"the cache holds {paged.batch_size} sequences, this batch has {len(k)}"
+            )
         if (k.shape[1], k.shape[3]) != (len(self._keep), paged.head_dim):
-            raise UserError("the cache was made for a model with other KV heads: use it with that model")
+            raise UserError(
+                "the cache was made for a model with other KV heads: use it with that model"
+            )
 
     def _new_tokens(self, mask: Tensor | None) -> Tensor | None:
         """Return which new tokens are not padding, bool [B, T], from the mask of ``attend``; None: all.
@@ -219,7 +263,9 @@ class SPKVCacheLayer(CacheLayerMixin):
             return None
         if mask is None or self._masks[0] is not self.mask or self._masks[1] is not mask:
             cached, real = (None, None) if mask is None else mask.tensor_split([self.tokens], dim=1)
-            before = torch.ones_like(cached) if self.mask is None and cached is not None else self.mask
+            before = (
+                torch.ones_like(cached) if self.mask is None and cached is not None else self.mask
+            )
             if cached is None or real is None or before is None or not torch.equal(cached, before):
                 raise UserError(
                     "attention_mask is missing, or differs from earlier calls for tokens that the cache has seen\nkeep "
@@ -233,7 +279,9 @@ class SPKVCacheLayer(CacheLayerMixin):
         """Return ``keep`` [B, Hkv, T], and true for the sink tokens among the new tokens; as in ``attend``."""
         if self._sinks is None:
             return keep
-        index = torch.arange(keep.shape[2], device=keep.device) if real is None else real.cumsum(1) - 1
+        index = (
+            torch.arange(keep.shape[2], device=keep.device) if real is None else real.cumsum(1) - 1
+        )
         position = (self.paged[0].seq_lens[:, None] + index)[:, None]
         return keep | (position < self._sinks)
 
@@ -265,7 +313,9 @@ class SPKVCacheLayer(CacheLayerMixin):
         """Raise ``UserError`` unless no token is to be removed: pruned ones cannot be restored to the window."""
         if tokens_to_remove == 0 or self.tokens == 0:
             return
-        raise UserError(f"an SP-KV cache cannot be cropped, because pruned tokens are deleted: {NOT_ASSISTED}")
+        raise UserError(
+            f"an SP-KV cache cannot be cropped, because pruned tokens are deleted: {NOT_ASSISTED}"
+        )
 
 
 class SPKVLatentCacheLayer(SPKVCacheLayer):
@@ -277,7 +327,9 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
 
     returns_stored = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return latents [B, 1, S + T, R] and rotary keys [B, 1, S + T, P] of S stored tokens, then of T new ones."""
         if key_states.shape[1] != 1:
             raise UserError(_NOT_PASSED_ON)
@@ -290,7 +342,9 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
         self._check(first)
         # Read the pages, of which the last ones may be empty in some rows, then the ring
         paged = self.paged[0]
-        pages = paged.block_table[:, 0, : -(-int(paged.lengths.max()) // paged.page_size)].clamp(min=0)
+        pages = paged.block_table[:, 0, : -(-int(paged.lengths.max()) // paged.page_size)].clamp(
+            min=0
+        )
         long_term = torch.cat([paged.pool_k[pages], paged.pool_v[pages]], -1).flatten(1, 2)
         stored = torch.cat([long_term, torch.cat([paged.ring_k[:, 0], paged.ring_v[:, 0]], -1)], 1)
         both = torch.cat([stored[:, None, :, : new.shape[-1]].to(new.dtype), new], 2)
@@ -307,15 +361,31 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
         return k, v, keep, order, lengths
 
     def _attend(
-        self, paged: PagedKVCache, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor | None, **options: Any
+        self,
+        paged: PagedKVCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor,
+        lengths: Tensor | None,
+        **options: Any,
     ) -> Tensor:
         """Compute ``attend`` over keys and values [B, H, S + T, D], then store latents and rotary keys."""
         if self.tokens == 0:
-            out = attention(q, k, v, window=paged.window, keep=keep.expand(-1, k.shape[1], -1).contiguous(), **options)
+            out = attention(
+                q,
+                k,
+                v,
+                window=paged.window,
+                keep=keep.expand(-1, k.shape[1], -1).contiguous(),
+                **options,
+            )
         else:
             visible = self._visible(keep, k.shape[2] - q.shape[2])
             parts = zip(torch.split(q, _QUERIES, 2), torch.split(visible, _QUERIES, 2), strict=True)
-            out = torch.cat([_masked_attention(queries, k, v, seen, **options) for queries, seen in parts], 2)
+            out = torch.cat(
+                [_masked_attention(queries, k, v, seen, **options) for queries, seen in parts], 2
+            )
         first, second = self._halves
         if q.shape[2] == 1 and lengths is None:
             paged.append(first[:, :, 0], second[:, :, 0], keep[:, :, 0])
@@ -333,7 +403,9 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
         # Slots of the ring, by how many tokens ago they were filled
         last = paged.seq_lens[:, None] - 1
         age = (last - torch.arange(paged.window, device=device)) % paged.window
-        ring = (age <= last)[:, None] & ((token + age[:, None] + 1 < paged.window) | paged.ring_keep)
+        ring = (age <= last)[:, None] & (
+            (token + age[:, None] + 1 < paged.window) | paged.ring_keep
+        )
         # New tokens
         age = token - torch.arange(length, device=device)
         new = (age >= 0) & ((age < paged.window) | keep)
@@ -345,7 +417,9 @@ class SPKVHybridCacheLayer(SPKVCacheLayer, LinearAttentionAndFullAttentionLayer)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate for the first keys and values, which are passed by position, or for the first other states."""
-        (SPKVCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+        (SPKVCacheLayer if args else LinearAttentionLayer).lazy_initialization(
+            self, *args, **kwargs
+        )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of row ``beam_idx[i]``."""
@@ -360,7 +434,10 @@ class SPKVHybridCacheLayer(SPKVCacheLayer, LinearAttentionAndFullAttentionLayer)
 
 def local_window(state: LayerState) -> int | None:
     """Return the ring size of a layer: the window of its local heads or gates; None if every head is global."""
-    return min((window for window in state.head_windows(gated=True) if window < GLOBAL_WINDOW), default=None)
+    return min(
+        (window for window in state.head_windows(gated=True) if window < GLOBAL_WINDOW),
+        default=None,
+    )
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
@@ -386,7 +463,13 @@ def _masked_attention(
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(dtype) @ k.to(dtype).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    sinks = scores.new_full(scores.shape[1:2], -torch.inf) if sink_logits is None else sink_logits.to(dtype)
+    sinks = (
+        scores.new_full(scores.shape[1:2], -torch.inf)
+        if sink_logits is None
+        else sink_logits.to(dtype)
+    )
     column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
-    weights = torch.cat([scores.masked_fill(~visible, -torch.inf), column], -1).softmax(-1)[..., :-1]
+    weights = torch.cat([scores.masked_fill(~visible, -torch.inf), column], -1).softmax(-1)[
+        ..., :-1
+    ]
     return (weights @ v.to(dtype)).to(q.dtype)

@@ -11,9 +11,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
 
-_RENUMBER = (
-    "number the layers by their places: for i, layer in enumerate(model.model.layers): layer.self_attn.layer_idx = i"
-)
+_RENUMBER = "number the layers by their places: for i, layer in enumerate(model.model.layers): layer.self_attn.layer_idx = i"
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # kinds in a config's layer_types
 
 
@@ -28,7 +26,9 @@ def check_order(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
         )
 
 
-def check_numbers(model: PreTrainedModel, layers: Sequence[nn.Module], indices: Sequence[int]) -> None:
+def check_numbers(
+    model: PreTrainedModel, layers: Sequence[nn.Module], indices: Sequence[int]
+) -> None:
     """Raise ``UserError`` unless attention layers, in their order, have the numbers of their parts of a cache.
 
     ``indices`` are these numbers. Layers without a number, or that are told it in each call (-1), are not checked.
@@ -42,7 +42,9 @@ def check_numbers(model: PreTrainedModel, layers: Sequence[nn.Module], indices: 
             )
 
 
-def check_kinds(model: PreTrainedModel, windows: Sequence[int | None], indices: Sequence[int]) -> None:
+def check_kinds(
+    model: PreTrainedModel, windows: Sequence[int | None], indices: Sequence[int]
+) -> None:
     """Raise ``UserError`` unless attention layers have sliding ``windows`` where the config's ``layer_types`` say so.
 
     ``indices`` are the layers' places in the config.
@@ -64,7 +66,10 @@ def own_config(model: PreTrainedModel) -> str | None:
     """Return which attention layer has a config of its own with another attention function; None if none has."""
     for name, module in model.named_modules():
         config = vars(module).get("config")
-        if hasattr(module, "layer_idx") and getattr(config, "_attn_implementation", "spkv") != "spkv":
+        if (
+            hasattr(module, "layer_idx")
+            and getattr(config, "_attn_implementation", "spkv") != "spkv"
+        ):
             return (
                 f"{name} has a config of its own, as a copy of a layer has (copy.deepcopy), so that it does not follow "
                 f"the model's\ngive it the model's: model.get_submodule({name!r}).config = model.config"

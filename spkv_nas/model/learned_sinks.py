@@ -21,11 +21,15 @@ class LearnedSinks(torch.nn.Module):
     whatever the model's dtype, and a vector, which optimizers do not decay.
     """
 
-    def __init__(self, is_local: Sequence[bool], group: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, is_local: Sequence[bool], group: int, device: torch.device | None = None
+    ) -> None:
         """Create logits of 0 for the KV heads that are local, each with a ``group`` of query heads."""
         super().__init__()
         self.is_local, self.group = tuple(is_local), group
-        self.logits = torch.nn.Parameter(torch.zeros(sum(is_local) * group, dtype=torch.float32, device=device))
+        self.logits = torch.nn.Parameter(
+            torch.zeros(sum(is_local) * group, dtype=torch.float32, device=device)
+        )
 
     @torch.no_grad()
     def assign(self, logits: torch.Tensor) -> None:
@@ -54,10 +58,14 @@ def learned_sinks(model: torch.nn.Module) -> list[LearnedSinks]:
 
 def added_parameters(model: torch.nn.Module) -> set[Any]:
     """Return the parameters that this package added to a model: those of predictors and of learned sinks."""
-    return predictor_parameters(model) | {p for module in learned_sinks(model) for p in module.parameters()}
+    return predictor_parameters(model) | {
+        p for module in learned_sinks(model) for p in module.parameters()
+    }
 
 
-def chosen_sink_logits(native: torch.Tensor | None, learned: torch.Tensor | None) -> torch.Tensor | None:
+def chosen_sink_logits(
+    native: torch.Tensor | None, learned: torch.Tensor | None
+) -> torch.Tensor | None:
     """Return the sink logits of an attention call: the model's, or those of its ``LearnedSinks``; None if it has none.
 
     Raises ``UserError``: it has both.

@@ -48,7 +48,11 @@ def token_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) ->
 def target_tokens(input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """Return the tokens to predict, int64 [B, T - 1]: ``NO_TARGET`` for the first of a document, as filling is."""
     targets = input_ids[:, 1:]
-    return targets if position_ids is None else targets.masked_fill(position_ids[:, 1:] == 0, NO_TARGET)
+    return (
+        targets
+        if position_ids is None
+        else targets.masked_fill(position_ids[:, 1:] == 0, NO_TARGET)
+    )
 
 
 def mean_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
@@ -57,7 +61,9 @@ def mean_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> 
     if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
         total = decoder_pass.total(targets, model)
     else:
-        logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
+        logits = (
+            model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
+        )
         total = _whole_total(logits, None, targets.flatten())
     return total / (targets != NO_TARGET).sum().clamp_min(1)
 
@@ -76,17 +82,27 @@ def mean_divergence(
     targets = target_tokens(input_ids, **positions)
     if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
         with torch.no_grad(), reference():
-            decoder_pass.taught = model.get_decoder()(input_ids=input_ids, use_cache=False, **positions)
+            decoder_pass.taught = model.get_decoder()(
+                input_ids=input_ids, use_cache=False, **positions
+            )
         total = decoder_pass.total(targets, model)
     else:
-        logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
+        logits = (
+            model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
+        )
         with torch.no_grad(), reference():
-            reference_logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
+            reference_logits = (
+                model(input_ids=input_ids, use_cache=False, **positions)
+                .logits[:, :-1]
+                .flatten(0, 1)
+            )
         total = _whole_total(logits, reference_logits, targets.flatten())
     return total / (targets != NO_TARGET).sum().clamp_min(1)
 
 
-def sampled_nlls(model: PreTrainedModel, input_ids: Tensor, uniforms: Tensor, **positions: Tensor) -> Iterator[Tensor]:
+def sampled_nlls(
+    model: PreTrainedModel, input_ids: Tensor, uniforms: Tensor, **positions: Tensor
+) -> Iterator[Tensor]:
     """Yield sums of the NLL of tokens that the model itself draws, one after every prefix, with gradients.
 
     The mean square of such a sum's gradient is the Fisher information of the predictions of ``target_tokens`` of
@@ -106,7 +122,9 @@ def sampled_nlls(model: PreTrainedModel, input_ids: Tensor, uniforms: Tensor, **
         yield from (decoder_pass.total(of_draw, model) for of_draw in numbers)
         return
     logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
-    yield from (_whole_total(logits, None, _drawn(logits, of_draw.flatten())) for of_draw in numbers)
+    yield from (
+        _whole_total(logits, None, _drawn(logits, of_draw.flatten())) for of_draw in numbers
+    )
 
 
 @torch.no_grad()
@@ -119,7 +137,11 @@ def _drawn(logits: Tensor, numbers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_losses(
-    logits: Tensor, reference: Tensor | None, targets: Tensor, weight: float = 0.0, temperature: float = 1.0
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor,
+    weight: float = 0.0,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute NLL and divergence of tokens, float32 [n] in nats, and the gradient of their mixture for the logits.
 
@@ -146,7 +168,10 @@ def token_losses(
     divergence, log_p_t, q = torch.zeros_like(nll), log_p, log_p
     if reference is not None:
         if temperature != 1.0:
-            log_p_t, reference = (logits.to(dtype) / temperature).log_softmax(-1), reference.to(dtype) / temperature
+            log_p_t, reference = (
+                (logits.to(dtype) / temperature).log_softmax(-1),
+                reference.to(dtype) / temperature,
+            )
         log_q = reference.to(dtype).log_softmax(-1)
         slope += weight * temperature * (log_p_t.gather(1, ids).exp() - log_q.gather(1, ids).exp())
         q = log_q.exp()
@@ -163,7 +188,11 @@ def token_losses(
         if weight < 1.0:
             gradient.add_(log_p.exp_(), alpha=1.0 - weight)
     gradient = gradient.mul_(is_target[:, None]).to(logits.dtype)
-    return nll, divergence, gradient.scatter_(1, ids, slope.where(is_target[:, None], 0.0).to(logits.dtype))
+    return (
+        nll,
+        divergence,
+        gradient.scatter_(1, ids, slope.where(is_target[:, None], 0.0).to(logits.dtype)),
+    )
 
 
 @contextmanager
@@ -175,7 +204,9 @@ def compiled_losses() -> Iterator[None]:
 
 def _whole_total(logits: Tensor, reference: Tensor | None, targets: Tensor) -> Tensor:
     """Sum the NLL of logits [n, V], or the divergence from ``reference`` if it is given, with gradients."""
-    nll, divergence, gradient = token_losses(logits, reference, targets, 0.0 if reference is None else 1.0)
+    nll, divergence, gradient = token_losses(
+        logits, reference, targets, 0.0 if reference is None else 1.0
+    )
     total = (nll if reference is None else divergence).sum()
     return total if gradient is None else _Loss.apply(total, [gradient], logits)  # type: ignore[no-untyped-call]
 
@@ -205,13 +236,17 @@ def loss_in_chunks(
             return None
         can_chunk = chunks_agree is not False  # it may not have been tried yet
         is_large = labels.numel() > _chunk_tokens(model)
-        if begin_pass is None and not (can_chunk and _keeps_some(model, model_loss, warns=is_large)):
+        if begin_pass is None and not (
+            can_chunk and _keeps_some(model, model_loss, warns=is_large)
+        ):
             return None
         pending.append(((begin_pass or DecoderPass)(model), {**kwargs, "labels": None}))
         return args, {**kwargs, "logits_to_keep": 1}
 
     # Compute the loss from it
-    def loss(logits: Tensor, labels: Tensor, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
+    def loss(
+        logits: Tensor, labels: Tensor, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Tensor:
         nonlocal chunks_agree
         if pending:
             decoder_pass, arguments = pending.pop()
@@ -219,13 +254,19 @@ def loss_in_chunks(
             if chunks_agree is None:
                 chunks_agree = decoder_pass.makes(logits, forward)
             if chunks_agree:
-                count = (labels[:, 1:] != NO_TARGET).sum() if num_items_in_batch is None else num_items_in_batch
+                count = (
+                    (labels[:, 1:] != NO_TARGET).sum()
+                    if num_items_in_batch is None
+                    else num_items_in_batch
+                )
                 total = decoder_pass.total(labels[:, 1:], forward)
                 return total / torch.as_tensor(count, device=total.device)
             if begin_pass is not None:
                 raise _not_in_chunks(model)
             logits = forward(**arguments).logits
-        result: Tensor = model_loss(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        result: Tensor = model_loss(
+            logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs
+        )
         return result
 
     # Install both
@@ -284,14 +325,19 @@ class DecoderPass:
     def losses(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
         """Compute the loss at every position but the last of each block, float32 [B, T - 1], without gradients."""
         chunks = self._chunks(targets)
-        losses = [self._losses(self._logits(x, forward), ids, taught, forward)[0] for x, ids, taught in chunks]
+        losses = [
+            self._losses(self._logits(x, forward), ids, taught, forward)[0]
+            for x, ids, taught in chunks
+        ]
         return torch.cat(losses).view(targets.shape[:2])
 
     def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
         """Compute the sum of ``losses`` with gradients, summed in float32; by chunks, so logits are computed once."""
         if not torch.is_grad_enabled():
             return self.losses(targets, forward).sum()
-        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        parameters = [
+            parameter for parameter in self._model.parameters() if parameter.requires_grad
+        ]
         sums: dict[int, Tensor] = {}  # gradients of the parameters that the logits depend on
         hidden = self._output.last_hidden_state
         hidden_gradients, total = [], torch.zeros((), device=hidden.device)
@@ -308,10 +354,15 @@ class DecoderPass:
             hidden_gradients.append(hidden_gradient)
             for number, gradient in enumerate(parameter_gradients):
                 if gradient is not None:
-                    sums[number] = gradient.float() if number not in sums else sums[number].add_(gradient)
+                    sums[number] = (
+                        gradient.float() if number not in sums else sums[number].add_(gradient)
+                    )
         # Return them as one autograd node
         inputs = [parameters[number] for number in sums]
-        gradients = [gradient.to(parameter.dtype) for parameter, gradient in zip(inputs, sums.values(), strict=True)]
+        gradients = [
+            gradient.to(parameter.dtype)
+            for parameter, gradient in zip(inputs, sums.values(), strict=True)
+        ]
         of_hidden = torch.cat(hidden_gradients).view(*targets.shape[:2], -1)
         of_hidden = F.pad(of_hidden, (0, 0, 0, 1))  # zeros for the last positions
         result: Tensor = _Loss.apply(total, [of_hidden, *gradients], hidden, *inputs)  # type: ignore[no-untyped-call]
@@ -320,9 +371,13 @@ class DecoderPass:
     def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Yield chunks of last hidden states [n, C], of targets [n], and of the states of ``taught`` if it is set."""
         device = str(self._output.last_hidden_state.device)
-        size = _chunk_tokens(self._model, memory.chunk_bytes(device) if torch.is_grad_enabled() else None)
+        size = _chunk_tokens(
+            self._model, memory.chunk_bytes(device) if torch.is_grad_enabled() else None
+        )
         hidden, taught = (
-            () if output is None else torch.split(output.last_hidden_state[:, :-1].flatten(0, 1), size)
+            ()
+            if output is None
+            else torch.split(output.last_hidden_state[:, :-1].flatten(0, 1), size)
             for output in (self._output, self.taught)
         )
         return zip_longest(hidden, torch.split(targets.flatten(0, 1), size), taught)
@@ -350,9 +405,13 @@ class DecoderPass:
         return logits_of(self._decoder, type(self._output), hidden[None], forward).squeeze(0)
 
 
-def logits_of(decoder: nn.Module, output: type, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
+def logits_of(
+    decoder: nn.Module, output: type, hidden: Tensor, forward: Callable[..., Any]
+) -> Tensor:
     """Compute logits [B, T, V] with ``forward``, in which ``decoder`` returns the hidden states [B, T, C]."""
-    tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)  # only their shape counts
+    tokens = torch.zeros(
+        hidden.shape[:2], dtype=torch.long, device=hidden.device
+    )  # only their shape counts
     with replaced(decoder, "forward", lambda *_args, **_kwargs: output(last_hidden_state=hidden)):
         logits: Tensor = forward(input_ids=tokens, use_cache=False).logits
         return logits
@@ -382,10 +441,16 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> Any:
         """Scale the saved gradients."""
-        return None, None, *(gradient * grad[0].to(gradient.device) for gradient in ctx.saved_tensors)
+        return (
+            None,
+            None,
+            *(gradient * grad[0].to(gradient.device) for gradient in ctx.saved_tensors),
+        )
 
 
-def _large_pass(model: PreTrainedModel, tokens: Tensor, **positions: Tensor) -> "DecoderPass | None":
+def _large_pass(
+    model: PreTrainedModel, tokens: Tensor, **positions: Tensor
+) -> "DecoderPass | None":
     """Run the model over ``tokens`` [B, T] and return the decoder pass; None if chunks are not needed or possible."""
     if tokens.numel() <= _chunk_tokens(model) or not _keeps_some(model):
         return None
@@ -401,7 +466,10 @@ def _chunk_tokens(model: PreTrainedModel, num_bytes: int | None = None) -> int:
 
 def _keeps_some(model: PreTrainedModel, loss: Any = ForCausalLMLoss, *, warns: bool = True) -> bool:
     """Return whether a model can compute logits of some positions only, and has the usual loss; warn if not."""
-    is_possible = loss is ForCausalLMLoss and "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    is_possible = (
+        loss is ForCausalLMLoss
+        and "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    )
     if warns and not is_possible:
         _warn(model)
     return is_possible

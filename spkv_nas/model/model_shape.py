@@ -15,7 +15,10 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model import attach, attention, cache_layers, learned_sinks
 
 _BEYOND = 16  # maximum length of a sequence, in multiples of the model's max_position_embeddings
-_READ_BY_MODELS = {"model_type", "head_dim"}  # read by decoders whose config class has no such field
+_READ_BY_MODELS = {
+    "model_type",
+    "head_dim",
+}  # read by decoders whose config class has no such field
 
 
 def config_shape(config: PreTrainedConfig) -> shape.HeadShape:
@@ -30,7 +33,9 @@ def config_shape(config: PreTrainedConfig) -> shape.HeadShape:
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             copied = copy.deepcopy(config)
-            copied._experts_implementation = "batched_mm"  # the one whose shapes depend on no values
+            copied._experts_implementation = (
+                "batched_mm"  # the one whose shapes depend on no values
+            )
             model = AutoModelForCausalLM.from_config(copied)
             attach.detach(model)  # of gates or a layout
             attach.hook_layers(model)
@@ -52,7 +57,10 @@ def _equal_layers(config: PreTrainedConfig, text: PreTrainedConfig) -> shape.Hea
 
 def _layer_shape(text: PreTrainedConfig, states: Sequence[attention.LayerState]) -> shape.HeadShape:
     """Return the heads of a decoder with hooked layers."""
-    heads, sizes = tuple(state.num_kv_heads for state in states), tuple(state.head_dim for state in states)
+    heads, sizes = (
+        tuple(state.num_kv_heads for state in states),
+        tuple(state.head_dim for state in states),
+    )
     return shape.HeadShape(
         num_layers=len(states),
         num_heads=text.num_attention_heads,
@@ -75,7 +83,12 @@ def model_size(model: PreTrainedModel) -> shape.ModelSize:
     text = model.config.get_text_config()
     # Collect the parameters that the sizes leave out
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
+    outside = {
+        parameter
+        for module in embeddings
+        if module is not None
+        for parameter in module.parameters()
+    }
     added = learned_sinks.added_parameters(model)
     windows = cache_layers.native_windows(model.config)
     layers = local_layers.config_layers(windows)
@@ -85,7 +98,11 @@ def model_size(model: PreTrainedModel) -> shape.ModelSize:
     return shape.ModelSize(
         _layer_shape(text, states) if states and states[0].head_dim else config_shape(model.config),
         sum(parameter.numel() for parameter in model.parameters() if parameter not in added),
-        sum(parameter.numel() for parameter in model.get_decoder().parameters() if parameter not in outside | added),
+        sum(
+            parameter.numel()
+            for parameter in model.get_decoder().parameters()
+            if parameter not in outside | added
+        ),
         hidden_size=int(text.hidden_size),
         intermediate_size=_ffn_width(text),
         vocabulary=vocabulary_size(model),
@@ -131,11 +148,16 @@ def num_positions(model: PreTrainedModel) -> int | None:
     decoder: torch.nn.Module = model.get_decoder()  # without the vision part
     for module in decoder.modules():
         if isinstance(module, torch.nn.Embedding) and module is not token_embedding:
-            rows, offset = module.num_embeddings, getattr(module, "offset", 0)  # OPT leaves the first rows unused
+            rows, offset = (
+                module.num_embeddings,
+                getattr(module, "offset", 0),
+            )  # OPT leaves the first rows unused
             if rows in (positions, positions + offset):
                 return rows - offset - (0 if module.padding_idx is None else module.padding_idx + 1)
     # Look for a table of sinusoids
-    has_sinusoids = any(table.dim() == 2 and len(table) == positions for table in decoder.buffers())  # GPT-J, CTRL
+    has_sinusoids = any(
+        table.dim() == 2 and len(table) == positions for table in decoder.buffers()
+    )  # GPT-J, CTRL
     return int(positions) if has_sinusoids else None
 
 
@@ -146,9 +168,14 @@ def check_length(model: PreTrainedModel, length: int, remedy: str, *, warns: boo
     ``UserError``: the model's table of positions is shorter, or the sequences are over 16 times longer than its
     context: attention may take hours then, and what it measures is not the model.
     """
-    positions, rows = getattr(model.config.get_text_config(), "max_position_embeddings", None), num_positions(model)
+    positions, rows = (
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        num_positions(model),
+    )
     if rows is not None and length > rows:
-        raise UserError(f"sequences of {length} tokens are longer than the model's table of {rows} positions\n{remedy}")
+        raise UserError(
+            f"sequences of {length} tokens are longer than the model's table of {rows} positions\n{remedy}"
+        )
     if not isinstance(positions, int) or length <= positions:
         return
     context = f"max_position_embeddings of {positions}"
@@ -171,12 +198,20 @@ def check_keys(config: PreTrainedConfig, settings: Mapping[str, Any], what: str)
     its ``__post_init__`` mentions them (``sliding_window_pattern`` of Gemma 3). Raises ``UserError`` about ``what`` for
     an unknown key, with the nearest known one.
     """
-    known_keys = {field.name for field in fields(config)} | config.attribute_map.keys() | _READ_BY_MODELS
-    older_names = {const for const in type(config).__post_init__.__code__.co_consts if isinstance(const, str)}
+    known_keys = (
+        {field.name for field in fields(config)} | config.attribute_map.keys() | _READ_BY_MODELS
+    )
+    older_names = {
+        const for const in type(config).__post_init__.__code__.co_consts if isinstance(const, str)
+    }
     for key, value in settings.items():
         if key in vars(config) and key not in known_keys | older_names:
-            raise UserError(f"{what}: unknown key '{key}'; {schema.suggestion(key, sorted(known_keys))}")
-        if isinstance(section := getattr(config, key, None), PreTrainedConfig) and isinstance(value, Mapping):
+            raise UserError(
+                f"{what}: unknown key '{key}'; {schema.suggestion(key, sorted(known_keys))}"
+            )
+        if isinstance(section := getattr(config, key, None), PreTrainedConfig) and isinstance(
+            value, Mapping
+        ):
             check_keys(section, value, f"{what}.{key}")
 
 
@@ -205,9 +240,13 @@ def check_size(
     except (OverflowError, TypeError, RuntimeError) as error:
         if "verflow" not in str(error):
             raise
-        raise UserError(f"{what}: the sizes in its config exceed any machine's memory\ncorrect the config") from error
+        raise UserError(
+            f"{what}: the sizes in its config exceed any machine's memory\ncorrect the config"
+        ) from error
     # Compare its size with the available memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    size = num_parameters * bytes_per_parameter + sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    size = num_parameters * bytes_per_parameter + sum(
+        buffer.numel() * buffer.itemsize for buffer in model.buffers()
+    )
     memory.require(size, f"{what}: {num_parameters:,} parameters", "use a smaller model or config")
     return num_parameters

@@ -33,7 +33,12 @@ def gate_settings(model: torch.nn.Module) -> attention.GateSettings:
 
 
 def set_gate_mode(
-    model: torch.nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0, p_min: float = 0.0
+    model: torch.nn.Module,
+    mode: str,
+    tau: float | None = None,
+    *,
+    anneal: float = 0.0,
+    p_min: float = 0.0,
 ) -> None:
     """Set the mode of all gates: ``open``, ``soft``, ``sampled`` or ``hard`` (see ``gate_from_logits``).
 
@@ -64,7 +69,9 @@ def set_price(model: torch.nn.Module, price: torch.Tensor | float) -> None:
     num_layers = len(gates.predictors(model))
     if num_layers:
         part = price / num_layers
-        gate_settings(model).price = part.float() if isinstance(part, torch.Tensor) else part or None
+        gate_settings(model).price = (
+            part.float() if isinstance(part, torch.Tensor) else part or None
+        )
 
 
 @contextmanager
@@ -96,11 +103,15 @@ def decoder_layers(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _decoder_layers(model: PreTrainedModel, verb: str, option: str) -> list[GradientCheckpointingLayer]:
+def _decoder_layers(
+    model: PreTrainedModel, verb: str, option: str
+) -> list[GradientCheckpointingLayer]:
     """Return the decoder layers that transformers can recompute. Raises ``UserError`` about ``option`` without any."""
     layers = decoder_layers(model)
     if not layers:
-        raise UserError(f"{type(model).__name__} has no decoder layers to {verb}: leave {option} out")
+        raise UserError(
+            f"{type(model).__name__} has no decoder layers to {verb}: leave {option} out"
+        )
     return layers
 
 
@@ -138,19 +149,27 @@ def compiled(*models: PreTrainedModel) -> Iterator[None]:
     from torch._dynamo.exc import TorchDynamoException
 
     layers = [layer for model in models for layer in _decoder_layers(model, "compile", "compile")]
-    checkpoints = {layer: layer._gradient_checkpointing_func for layer in layers if layer.gradient_checkpointing}
+    checkpoints = {
+        layer: layer._gradient_checkpointing_func
+        for layer in layers
+        if layer.gradient_checkpointing
+    }
     compile_once = cache(torch.compile)
     with _outside_graphs(*models), loss.compiled_losses():
         # Compile whole calls of layers, or of recomputed ones what PyTorch's checkpoint calls, forward and again
         for layer in layers:
             if layer in checkpoints:
-                layer._gradient_checkpointing_func = partial(_compiled_checkpoint, checkpoints[layer], compile_once)
+                layer._gradient_checkpointing_func = partial(
+                    _compiled_checkpoint, checkpoints[layer], compile_once
+                )
             else:
                 layer.compile()
         try:
             yield
         except TorchDynamoException as error:
-            raise UserError(f"the model cannot be compiled here: {first_line(error)}\nset compile: false") from error
+            raise UserError(
+                f"the model cannot be compiled here: {first_line(error)}\nset compile: false"
+            ) from error
         finally:
             for layer in layers:
                 layer._compiled_call_impl = None  # PyTorch has no public call to undo compile()
@@ -171,7 +190,11 @@ def gains_by_compiling(model: PreTrainedModel, num_tokens: int, device: str) -> 
     the class has no recognisable layers or the model is on several devices. Warns, and returns False, where they would,
     but nothing can be compiled.
     """
-    if not device.startswith("cuda") or not decoder_layers(model) or hasattr(model, "hf_device_map"):
+    if (
+        not device.startswith("cuda")
+        or not decoder_layers(model)
+        or hasattr(model, "hf_device_map")
+    ):
         return False
     config = model.config.get_text_config()
     saved = _SAVED * num_tokens * config.num_hidden_layers * config.hidden_size  # bytes
@@ -191,13 +214,18 @@ def _can_compile(device: str) -> bool:
     try:
         torch.compile(lambda x: x + 1.0)(torch.zeros(2, device=device))
     except (TorchDynamoException, RuntimeError) as error:
-        warnings.warn(f"training without compiled layers, which are faster: {first_line(error)}", stacklevel=4)
+        warnings.warn(
+            f"training without compiled layers, which are faster: {first_line(error)}", stacklevel=4
+        )
         return False
     return True
 
 
 def _compiled_checkpoint(
-    recompute: Callable[..., Any], compile_once: Callable[..., Any], call: "partial[Any]", *inputs: Any
+    recompute: Callable[..., Any],
+    compile_once: Callable[..., Any],
+    call: "partial[Any]",
+    *inputs: Any,
 ) -> Any:
     """Recompute ``call``, of a layer's class, compiled: PyTorch compiles nothing that a checkpoint calls by itself."""
     return recompute(partial(compile_once(call.func), *call.args, **call.keywords), *inputs)
@@ -214,11 +242,17 @@ def _outside_graphs(*models: torch.nn.Module) -> Iterator[None]:
         torch.compiler.disable(x)  # type: ignore[no-untyped-call]
         for x in (attention._pre_hook, attention._attention_function)
     )
-    hooks = [layer._forward_pre_hooks for model in models for layer in attention.hooked_layers(model).values()]
+    hooks = [
+        layer._forward_pre_hooks
+        for model in models
+        for layer in attention.hooked_layers(model).values()
+    ]
 
     def exchange(old_hook: Any, new_hook: Any) -> None:
         for layer_hooks in hooks:
-            layer_hooks.update({number: new_hook for number, hook in layer_hooks.items() if hook is old_hook})
+            layer_hooks.update(
+                {number: new_hook for number, hook in layer_hooks.items() if hook is old_hook}
+            )
 
     # Install the wrappers for the block
     AttentionInterface.register("spkv", uncompiled_function)
@@ -236,11 +270,15 @@ def turn_off_dropout(model: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):  # attention layers pass it to their function
+            if "dropout" in name and isinstance(
+                value, float
+            ):  # attention layers pass it to their function
                 setattr(module, name, 0.0)
 
 
-def _put(model: torch.nn.Module, settings: attention.GateSettings, values: attention.GateSettings) -> None:
+def _put(
+    model: torch.nn.Module, settings: attention.GateSettings, values: attention.GateSettings
+) -> None:
     """Make ``settings`` equal to ``values``, and the config's tau too."""
     for name, value in asdict(values).items():
         setattr(settings, name, value)

@@ -30,7 +30,9 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             _put_section(self)
 
         @classmethod
-        def from_pretrained(cls, source: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        def from_pretrained(
+            cls, source: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+        ) -> Any:
             """Load the weights, and check them and the section."""
             what = f"model {source}"
             _check_layout_file(Path(source), kwargs.get("config"), what)
@@ -39,7 +41,9 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
                 model, info = super().from_pretrained(source, *args, **options)
             weights.check_loaded(model, info, what)
             # Restore caches, and compare the hooks with a dry run
-            attach.prepare(model, "sdpa", use_cache=True)  # the files have the values of the hooked model
+            attach.prepare(
+                model, "sdpa", use_cache=True
+            )  # the files have the values of the hooked model
             if model.generation_config is not None:
                 model.generation_config.use_cache = True
             attach.check_hooks(attach.dry_run(model), what)
@@ -78,18 +82,26 @@ def _put_section(model: PreTrainedModel) -> None:
     # Find the layers in the model's order; config.json sorts its keys, layer 10 before layer 2
     names = [name for name, _ in model.named_modules() if name in saved]
     if len(names) < len(saved):
-        raise UserError(f"section 'spkv' of the config: there is no layer {min(saved.keys() - set(names))!r}")
+        raise UserError(
+            f"section 'spkv' of the config: there is no layer {min(saved.keys() - set(names))!r}"
+        )
     # Hook the layers
     settings = attention.GateSettings()
     for name in names:
         layer, source_name = model.get_submodule(name), saved[name].reads
         if source_name is None:
-            state = attention.LayerState(saved[name].num_kv_heads, saved[name].native_window, settings)
+            state = attention.LayerState(
+                saved[name].num_kv_heads, saved[name].native_window, settings
+            )
             attention.install(layer, state)
             continue
-        source = model.get_submodule(source_name) if source_name in names[: names.index(name)] else layer
+        source = (
+            model.get_submodule(source_name) if source_name in names[: names.index(name)] else layer
+        )
         if source is layer or attention.layer_source(source) is not source:
-            raise UserError(f"section 'spkv' of the config: layer {name!r} reads no earlier layer with keys of its own")
+            raise UserError(
+                f"section 'spkv' of the config: layer {name!r} reads no earlier layer with keys of its own"
+            )
         attention.layer_state(source).num_readers += 1
         attention.install(layer, attention.layer_state(source), source)
     layers = attention.attention_layers(model)
@@ -101,7 +113,9 @@ def _put_section(model: PreTrainedModel) -> None:
             if row is not None:
                 attach.install_gates(layer, row, gates, config.get_text_config().hidden_size)
     if layout is not None:
-        for state, windows in zip(attention.layer_states(model), layout_windows(model, layout), strict=True):
+        for state, windows in zip(
+            attention.layer_states(model), layout_windows(model, layout), strict=True
+        ):
             state.set_windows(windows, layout.sinks)
         if config_section.has_learned_sinks(config):
             attach_learned_sinks(model)

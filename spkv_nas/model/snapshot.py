@@ -32,7 +32,9 @@ def unchanged_on_failure(
             before.restore()
             raise
 
-    return cast("Callable[Concatenate[PreTrainedModel, Parameters], Value]", call)  # models may be given by name
+    return cast(
+        "Callable[Concatenate[PreTrainedModel, Parameters], Value]", call
+    )  # models may be given by name
 
 
 class Snapshot:

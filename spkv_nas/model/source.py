@@ -36,7 +36,9 @@ def resolve(path_or_id: StrPath) -> Path:
         return Path(text).expanduser()
     folder = EMBEDDED / text.removeprefix(EMBEDDED_PREFIX)
     if not folder.is_dir():
-        names = sorted(f"{EMBEDDED_PREFIX}{p.name}" for p in EMBEDDED.iterdir() if (p / _CONFIG).is_file())
+        names = sorted(
+            f"{EMBEDDED_PREFIX}{p.name}" for p in EMBEDDED.iterdir() if (p / _CONFIG).is_file()
+        )
         raise UserError(f"no embedded checkpoint '{text}'; there are: {', '.join(names)}")
     return folder
 
@@ -50,7 +52,9 @@ def check_checkpoint(path_or_id: str | Path) -> None:
     if folder is None:
         return
     if not folder.is_dir():
-        raise UserError(f"cannot load model {path_or_id}: a checkpoint is a folder, but this is a file and no folder")
+        raise UserError(
+            f"cannot load model {path_or_id}: a checkpoint is a folder, but this is a file and no folder"
+        )
     weight_files.check_format(folder)
     read_model_config(folder / _CONFIG)
 
@@ -107,7 +111,9 @@ def at_revision(source: str, revision: str | None) -> str:
     if revision is None:
         return source
     if Path(source).exists() or split_revision(source)[1] is not None:
-        raise UserError(f"model {source} must be a hub ID without a revision to take the revision '{revision}'")
+        raise UserError(
+            f"model {source} must be a hub ID without a revision to take the revision '{revision}'"
+        )
     return f"{source}@{revision}"
 
 
@@ -153,7 +159,9 @@ def config_folder(source: str) -> Path:
         folder = _snapshot(name, revision)
     except OSError as error:
         _check_adapter(source, is_reachable="does not appear to have a file" in str(error))
-        raise OSError(f"there is no such folder, and the Hugging Face Hub answered: {first_line(error)}") from error
+        raise OSError(
+            f"there is no such folder, and the Hugging Face Hub answered: {first_line(error)}"
+        ) from error
     if folder is None:
         raise OSError(f"{source} has no {_CONFIG}")
     return folder
@@ -165,7 +173,9 @@ def _check_adapter(source: str, *, is_reachable: bool) -> None:
 
     name, revision = split_revision(source)
     with suppress(OSError):
-        file = cached_file(name, weight_files.ADAPTER, revision=revision, local_files_only=not is_reachable)
+        file = cached_file(
+            name, weight_files.ADAPTER, revision=revision, local_files_only=not is_reachable
+        )
         if file is not None:
             raise UserError(weight_files.adapter_message(source, Path(file)))
 
@@ -182,18 +192,24 @@ def model_folder(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
     if Path(source).exists():
-        raise UserError(f"cannot load model {source}: a checkpoint is a folder, but this is a file and no folder")
+        raise UserError(
+            f"cannot load model {source}: a checkpoint is a folder, but this is a file and no folder"
+        )
     folder = config_folder(source)
     name, commit = pinned(source)
 
     def get(file: str) -> str | None:
-        path: str | None = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False)
+        path: str | None = cached_file(
+            name, file, revision=commit, _raise_exceptions_for_missing_entries=False
+        )
         return path
 
     # Download the companion files, then the weights with all shards
     for companion in _COMPANIONS:
         get(companion)
-    weights = next((file for file in weight_files.weight_names(folder) if get(file) is not None), "")
+    weights = next(
+        (file for file in weight_files.weight_names(folder) if get(file) is not None), ""
+    )
     if weights.endswith(weight_files.INDEX_ENDING):
         cached_files(name, weight_files.index_names(folder / weights), revision=commit)
     return folder

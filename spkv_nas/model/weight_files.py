@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 INDEX_ENDING = ".index.json"
 FILE, INDEX = "model.safetensors", f"model.safetensors{INDEX_ENDING}"
 ADAPTER, _GENERATION = "adapter_config.json", "generation_config.json"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model.pt", "consolidated.00.pth", "model.pt")
+_PICKLED = (
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.pt",
+    "consolidated.00.pth",
+    "model.pt",
+)
 _FOREIGN = {  # formats that transformers does not load, by their files
     "*.gguf": "GGUF, the format of llama.cpp",
     "**/*.onnx": "ONNX",
@@ -37,8 +43,16 @@ _TOKENIZER = re.compile(
     r"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|tekken)[\w.-]*\.(json|txt|bpe|jinja)"
     r"|[\w.-]+\.(model|model\.v\d+|tiktoken|spm)|additional_chat_templates/[\w.-]+\.jinja"
 )
-_SETTINGS = ("padding_side", "truncation_side", "model_max_length", "model_input_names", "clean_up_tokenization_spaces")
-_COMPANION = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[\w.-]*|\w*processor_config\.json", re.IGNORECASE)
+_SETTINGS = (
+    "padding_side",
+    "truncation_side",
+    "model_max_length",
+    "model_input_names",
+    "clean_up_tokenization_spaces",
+)
+_COMPANION = re.compile(
+    r"(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[\w.-]*|\w*processor_config\.json", re.IGNORECASE
+)
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}\.safetensors")
 
 
@@ -49,7 +63,9 @@ def check_files(folder: Path) -> list[Path]:
     files of the folder.
     """
     check_format(folder)
-    index = next((folder / name for name in weight_names(folder) if (folder / name).is_file()), None)
+    index = next(
+        (folder / name for name in weight_names(folder) if (folder / name).is_file()), None
+    )
     if index is None:
         raise UserError(_no_weights(folder))
     if not index.name.endswith(INDEX_ENDING):
@@ -98,7 +114,9 @@ def check_format(folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     # Say what it is instead, or where the model is
-    inner = sorted(file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/config.json"))
+    inner = sorted(
+        file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/config.json")
+    )
     hint = _format(folder) or (f": it is the parent folder of {inner[-1]}" if inner else "")
     raise UserError(
         f"cannot load model {folder}: the folder has no config.json{hint}\n"
@@ -108,7 +126,14 @@ def check_format(folder: Path) -> None:
 
 def _format(folder: Path) -> str:
     """Return a clause that names the format of a folder that transformers does not load; empty if unknown."""
-    return next((f": its format is {kind}" for pattern, kind in _FOREIGN.items() if any(folder.glob(pattern))), "")
+    return next(
+        (
+            f": its format is {kind}"
+            for pattern, kind in _FOREIGN.items()
+            if any(folder.glob(pattern))
+        ),
+        "",
+    )
 
 
 def adapter_message(name: str, config: Path) -> str:
@@ -125,14 +150,20 @@ def index_names(index: Path) -> list[str]:
     source = f"index of weights {index}"
     content = read_json(index, "index of weights")
     shards, metadata = content.get("weight_map"), content.get("metadata")
-    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+    if (
+        not isinstance(shards, dict)
+        or not shards
+        or not all(isinstance(name, str) for name in shards.values())
+    ):
         raise UserError(f"{source}: 'weight_map' must map every tensor to its file")
     if not isinstance(metadata, dict):
         raise UserError(f"{source}: 'metadata' must be a mapping of keys to values")
     names = sorted(set(shards.values()))
     for name in names:
         if _SHARD.fullmatch(name) is None:
-            raise UserError(f"{source} names {name[:100]!r}, which is not a .safetensors file in the same folder")
+            raise UserError(
+                f"{source} names {name[:100]!r}, which is not a .safetensors file in the same folder"
+            )
     return names
 
 
@@ -160,8 +191,13 @@ def _carry_over(source: str, folder: Path, names: re.Pattern[str]) -> list[Path]
         copy = folder / file.relative_to(original)
         if not file.is_file() or names.fullmatch(copy.relative_to(folder).as_posix()) is None:
             continue
-        if not any(file.resolve().is_relative_to(root) for root in (original, original.parent.parent / "blobs")):
-            warnings.warn(f"{file} is a link out of its folder and is not carried over", stacklevel=2)
+        if not any(
+            file.resolve().is_relative_to(root)
+            for root in (original, original.parent.parent / "blobs")
+        ):
+            warnings.warn(
+                f"{file} is a link out of its folder and is not carried over", stacklevel=2
+            )
             continue
         copy.parent.mkdir(exist_ok=True)
         copies.append(Path(shutil.copyfile(file, copy)))
@@ -187,8 +223,12 @@ def saving(folder: Path, model: "PreTrainedModel | None" = None) -> Iterator[Non
         raise
     except Exception as error:  # tokenizers raises a plain Exception if the disk is full
         refused = isinstance(error, ValueError | TypeError | StrictDataclassError)
-        advice = "correct the model's config.json" if refused else "free space, or choose another folder"
-        raise UserError(f"cannot write checkpoint {folder}: {first_line(error)}\n{advice}") from error
+        advice = (
+            "correct the model's config.json" if refused else "free space, or choose another folder"
+        )
+        raise UserError(
+            f"cannot write checkpoint {folder}: {first_line(error)}\n{advice}"
+        ) from error
 
 
 @contextmanager
@@ -213,8 +253,15 @@ def _write_generation(model: "PreTrainedModel", file: Path) -> None:
     original = Path(source, _GENERATION)
     stored = read_json(original, "generation config") if source and original.is_file() else {}
     known = vars(type(model.generation_config)()).keys()
-    others = {name: value for name, value in stored.items() if name not in known and not name.startswith("_")}
-    write_json(file, others | json.loads(model.generation_config.to_json_string(keys_to_pop=["compile_config"])))
+    others = {
+        name: value
+        for name, value in stored.items()
+        if name not in known and not name.startswith("_")
+    }
+    write_json(
+        file,
+        others | json.loads(model.generation_config.to_json_string(keys_to_pop=["compile_config"])),
+    )
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
@@ -233,7 +280,9 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
             return
         # Write new ones; vocabularies of other programs stay if they still hold
         for file in copies:
-            if file.suffix in (".json", ".jinja") or not {"files", "vocabulary"}.isdisjoint(changed):
+            if file.suffix in (".json", ".jinja") or not {"files", "vocabulary"}.isdisjoint(
+                changed
+            ):
                 file.unlink()
         tokenizer.save_pretrained(folder)
         # Add the settings that save_pretrained leaves to the class
@@ -242,7 +291,11 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         content.pop("auto_map", None)
         parameters = signature(type(tokenizer).__init__).parameters.keys() - content.keys()
         values = {name: getattr(tokenizer, name, None) for name in (*parameters, *_SETTINGS)}
-        write_json(file, content | {name: v for name, v in values.items() if isinstance(v, bool | int | str | list)})
+        write_json(
+            file,
+            content
+            | {name: v for name, v in values.items() if isinstance(v, bool | int | str | list)},
+        )
         kind, changed = _changes(tokenizer, folder)
     if changed:
         raise UserError(
@@ -257,7 +310,9 @@ def _changes(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> tuple[str, l
 
     loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     values = _behaviour(loaded)
-    changed = sorted(name for name, value in _behaviour(tokenizer).items() if values.get(name) != value)
+    changed = sorted(
+        name for name, value in _behaviour(tokenizer).items() if values.get(name) != value
+    )
     return type(loaded).__name__, changed
 
 
@@ -292,7 +347,9 @@ def content_hashes(files: Sequence[Path]) -> dict[str, str]:
     return computed | {name: value for name, value in hash_in_name.items() if value is not None}
 
 
-def carry(weights: Sequence[Path], folder: Path, *, link: bool = False) -> tuple[str, dict[str, str]]:
+def carry(
+    weights: Sequence[Path], folder: Path, *, link: bool = False
+) -> tuple[str, dict[str, str]]:
     """Copy weights and their index to ``folder`` under the same names; return "copied" or "linked", and their hashes.
 
     With ``link`` hard links are made, which use no disk space; writing to a link changes the original too. Raises
@@ -307,5 +364,7 @@ def carry(weights: Sequence[Path], folder: Path, *, link: bool = False) -> tuple
         try:
             os.link(original, target)
         except OSError as error:
-            raise UserError(f"cannot link {original}: {first_line(error)}\nleave --link out") from error
+            raise UserError(
+                f"cannot link {original}: {first_line(error)}\nleave --link out"
+            ) from error
     return "linked" if link else "copied", content_hashes(files)

@@ -66,13 +66,18 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
     if info["error_msgs"]:
         raise errors.UserError(f"cannot load {what}: {str(info['error_msgs'][0]).splitlines()[0]}")
     # Embeddings that the config ties, and the files do not
-    if model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys():
+    if (
+        model.get_expanded_tied_weights_keys(all_submodels=True).keys()
+        - model.all_tied_weights_keys.keys()
+    ):
         warnings.warn(
             f"{what}: its config ties input and output embeddings, but its files hold different ones, which are used; "
             "checkpoints and exports will say so",
             stacklevel=4,
         )
-        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = (
+            False
+        )
     # Unexpected tensors, and values
     _check_unexpected(model, sorted(info["unexpected_keys"]), what)
     check_values(model, what)
@@ -85,10 +90,18 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
     biases, or without the section of their gates, must not pass for a smaller model.
     """
     # Refuse unexpected tensors in lists of layers
-    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    lists = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+    ]
     prefix = f"{model.base_model_prefix}."
     stacks = tuple({stack.removeprefix(prefix) for stack in lists})
-    layer_names = [name for name in names if name.removeprefix(prefix).startswith(stacks) and not _MASKS.search(name)]
+    layer_names = [
+        name
+        for name in names
+        if name.removeprefix(prefix).startswith(stacks) and not _MASKS.search(name)
+    ]
     if layer_names:
         raise errors.UserError(
             f"{what}: {len(layer_names)} tensors do not exist in the layers that its config describes: "
@@ -162,12 +175,18 @@ def dispatch(model: PreTrainedModel) -> PreTrainedModel:
     # Plan a device for each layer
     size = sum(parameter.nbytes for parameter in model.parameters())
     gpus = range(torch.cuda.device_count())
-    max_memory: dict[int | str, int] = {gpu: int(_ROOM * memory.available_bytes(f"cuda:{gpu}")) for gpu in gpus}
+    max_memory: dict[int | str, int] = {
+        gpu: int(_ROOM * memory.available_bytes(f"cuda:{gpu}")) for gpu in gpus
+    }
     layers = list(model._no_split_modules or ())
-    max_memory = get_balanced_memory(model, max_memory={**max_memory, "cpu": size}, no_split_module_classes=layers)
+    max_memory = get_balanced_memory(
+        model, max_memory={**max_memory, "cpu": size}, no_split_module_classes=layers
+    )
     device_map = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=layers)
     # Move the weights
-    dispatched: PreTrainedModel = dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement)
+    dispatched: PreTrainedModel = dispatch_model(
+        model, device_map, skip_keys=model._skip_keys_device_placement
+    )
     offloaded = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
     if offloaded:
         warnings.warn(

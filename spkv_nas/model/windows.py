@@ -16,7 +16,9 @@ from spkv_nas.model.snapshot import unchanged_on_failure
 
 
 @unchanged_on_failure
-def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None, sinks: int | None = None) -> None:
+def apply_layout(
+    model: PreTrainedModel, layout: Layout, window: int | None = None, sinks: int | None = None
+) -> None:
     """Apply ``layout`` to ``model`` in place: local heads see sink tokens and a window, global heads all keys.
 
     Gates are removed, because a hybrid has none. Layers with a native sliding window get no wider window; beside layers
@@ -84,7 +86,9 @@ def attach_learned_sinks(model: PreTrainedModel) -> None:
     num_heads = model.config.get_text_config().num_attention_heads
     for layer in attention.attention_layers(model).values():
         state = attention.layer_state(layer)
-        is_local = [local_layers.takes_sinks(state, window) for window in state.head_windows(gated=False)]
+        is_local = [
+            local_layers.takes_sinks(state, window) for window in state.head_windows(gated=False)
+        ]
         if any(is_local):
             device = placement.layer_device(layer)  # layers may be on different devices
             layer.learned_sinks = LearnedSinks(is_local, num_heads // state.num_kv_heads, device)
@@ -106,7 +110,9 @@ def layout_applied(
     """
     current, applied = config_section.checkpoint_layout(model), _with_reach(layout, window, sinks)
     with attach.restored(model):
-        if current is None or current.content_hash != applied.content_hash:  # else with its learned sinks
+        if (
+            current is None or current.content_hash != applied.content_hash
+        ):  # else with its learned sinks
             attach.detach(model)
             apply_layout(model, applied)
         yield model
@@ -117,7 +123,9 @@ def _with_reach(layout: Layout, window: int | None, sinks: int | None) -> Layout
     if window is not None:
         layout.check_one_window("leave the window out")
     return replace(
-        layout, window=layout.window if window is None else window, sinks=layout.sinks if sinks is None else sinks
+        layout,
+        window=layout.window if window is None else window,
+        sinks=layout.sinks if sinks is None else sinks,
     )
 
 
@@ -125,7 +133,10 @@ def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
     """Return the window of every KV head, by layer. Raises ``UserError`` if the layout does not fit the model."""
     attach.check_rows("the layout", layout.heads_per_layer, model)
     return [
-        tuple(local_layers.layout_window(state, window or 0, is_global=window is None) for window in row)
+        tuple(
+            local_layers.layout_window(state, window or 0, is_global=window is None)
+            for window in row
+        )
         for state, row in zip(attention.layer_states(model), layout.head_windows, strict=True)
     ]
 
@@ -149,11 +160,18 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[attention.LayerState
     ):
         try:
             for state in states:
-                state.set_windows((state.checkpoint_window,) * state.num_kv_heads)  # windows override gates
+                state.set_windows(
+                    (state.checkpoint_window,) * state.num_kv_heads
+                )  # windows override gates
             yield states
         finally:
             for state, (windows, sinks, learned_sinks) in zip(states, before, strict=True):
-                state.windows, state.sinks, state.learned_sinks, state.observer = windows, sinks, learned_sinks, None
+                state.windows, state.sinks, state.learned_sinks, state.observer = (
+                    windows,
+                    sinks,
+                    learned_sinks,
+                    None,
+                )
             if not was_hooked:
                 attach.detach(model)
 
@@ -163,7 +181,10 @@ def every_head_local(model: PreTrainedModel, window: int, sinks: int = 0) -> Ite
     """Make every head local inside the block, which shows what the model can do without long-range attention."""
     with full_attention(model) as states:
         for state in states:
-            state.set_windows((local_layers.layout_window(state, window, is_global=False),) * state.num_kv_heads, sinks)
+            state.set_windows(
+                (local_layers.layout_window(state, window, is_global=False),) * state.num_kv_heads,
+                sinks,
+            )
         yield
 
 

@@ -48,9 +48,13 @@ def _check_class(model: PreTrainedModel) -> None:
     """Raise ``UserError`` unless a model generates text from its own tokens, and is loaded as what it is."""
     kind, name = native_class(model.config), type(model).__name__
     known = AutoModelForCausalLM._model_mapping.get(kind, None)
-    is_foreign = not type(model).__module__.startswith("transformers.")  # a class that only its owner can load
+    is_foreign = not type(model).__module__.startswith(
+        "transformers."
+    )  # a class that only its owner can load
     is_loaded = is_foreign or (known is not None and isinstance(model, known))
-    sees_ahead = any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules())
+    sees_ahead = any(
+        getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()
+    )
     if not model.can_generate() or model.config.is_encoder_decoder or sees_ahead or not is_loaded:
         raise UserError(
             f"{name} is no causal language model (AutoModelForCausalLM), so what is saved of it with gates or a layout "
@@ -61,7 +65,9 @@ def _check_class(model: PreTrainedModel) -> None:
 def check_no_adapter(model: nn.Module) -> None:
     """Raise ``UserError`` for a model with adapters of PEFT, whose files would hold the adapters alone."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # loaded if a model has adapters
-    if tuners is not None and any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules()):
+    if tuners is not None and any(
+        isinstance(module, tuners.BaseTunerLayer) for module in model.modules()
+    ):
         raise UserError(
             "the model has adapters of PEFT, which a checkpoint cannot hold: merge them first (model = "
             "model.merge_and_unload()), or save them alone with their own save_pretrained"

@@ -28,8 +28,13 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import gates
 
 NUM_POSITION_BUCKETS = 16
-_FIRST_BUCKET = 128  # maximum tokens in the first position bucket; in longer blocks, widths grow geometrically
-BIN_LIMIT, BIN_WIDTH = 12.0, 0.05  # logits: u from 6e-6 to 1 - 6e-6; tau is resolved to 0.0125 at worst
+_FIRST_BUCKET = (
+    128  # maximum tokens in the first position bucket; in longer blocks, widths grow geometrically
+)
+BIN_LIMIT, BIN_WIDTH = (
+    12.0,
+    0.05,
+)  # logits: u from 6e-6 to 1 - 6e-6; tau is resolved to 0.0125 at worst
 DOCUMENT_CELLS = 20_000_000  # maximum cells of the histogram by document, whose bins merge 2, 4, ... fine bins to fit
 
 
@@ -48,7 +53,9 @@ class Counts:
     document_kept: torch.Tensor  # [groups, L, H] tokens kept, by group of documents
     document_bins: torch.Tensor  # int32 [groups, L, H, coarse bins]
     document_tokens: NDArray[np.int64]  # [groups]
-    seen: NDArray[np.int64]  # [documents] 1 for a document that was completed, 0 for one without text
+    seen: NDArray[
+        np.int64
+    ]  # [documents] 1 for a document that was completed, 0 for one without text
     wrong: torch.Tensor  # int64 [L, H] batches with a NaN utility
 
 
@@ -102,7 +109,9 @@ def position_buckets(length: int) -> NDArray[np.int64]:
     number = min(NUM_POSITION_BUCKETS, length)
     if length <= number * _FIRST_BUCKET:
         return np.arange(length, dtype=np.int64) * number // length
-    roots = np.roots([*[1.0] * (number - 1), 1.0 - length / _FIRST_BUCKET])  # solve 1 + r + ... = length / first
+    roots = np.roots(
+        [*[1.0] * (number - 1), 1.0 - length / _FIRST_BUCKET]
+    )  # solve 1 + r + ... = length / first
     ratio = roots[(abs(roots.imag) < 1e-9) & (roots.real > 1.0)].real.item()
     ends = np.round(_FIRST_BUCKET * np.cumsum(ratio ** np.arange(number - 1)))
     return np.searchsorted(ends, np.arange(length), side="right").astype(np.int64)
@@ -114,7 +123,9 @@ class GateCounter:
     Logits are buffered until ``end``, so that a forward pass that fails counts nothing.
     """
 
-    def __init__(self, blocks: TokenBlocks, heads_per_layer: Sequence[int], tau: float, device: torch.device) -> None:
+    def __init__(
+        self, blocks: TokenBlocks, heads_per_layer: Sequence[int], tau: float, device: torch.device
+    ) -> None:
         """Allocate zero counts on ``device`` for ``blocks`` and a model with these KV heads by layer."""
         self._blocks, self._tau = blocks, tau
         self.is_head = head_cells(heads_per_layer)  # bool [L, Hkv]
@@ -132,7 +143,9 @@ class GateCounter:
         self._logits: dict[int, torch.Tensor] = {}  # logits of the current pass, by layer
         self._first_block, self._last_block = _extents(blocks)  # of each document
         self._start: int | None = None  # first block of this rank
-        self._open: dict[int, _Part] = {}  # documents with tokens in later passes, or on other ranks, by index
+        self._open: dict[
+            int, _Part
+        ] = {}  # documents with tokens in later passes, or on other ranks, by index
 
     def begin(self) -> None:
         """Start a forward pass and discard the logits of a failed one."""
@@ -157,7 +170,9 @@ class GateCounter:
         # Buckets of their positions in the documents
         position = self._blocks.boundaries.positions(tokens).ravel()[text]
         self._bucket = self.bucket_of[torch.from_numpy(position).to(device)]
-        self.counts.position_tokens += np.bincount(self._bucket.cpu(), minlength=len(self.counts.position_tokens))
+        self.counts.position_tokens += np.bincount(
+            self._bucket.cpu(), minlength=len(self.counts.position_tokens)
+        )
         # Offsets of each token's domain and document in the flattened histograms
         domain = torch.from_numpy(self.domain_of[documents]).to(device)
         self._bin_base = domain * (self._layers * self._heads * self.bins.num_fine)
@@ -170,7 +185,9 @@ class GateCounter:
     def _count(self, layer: int, logits: torch.Tensor) -> None:
         """Count the logits [B, H, T] of one layer."""
         self.counts.wrong[layer] += logits.isnan().any(2).any(0)
-        logits = logits.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)  # NaN has no bin; ``finish`` refuses it
+        logits = logits.nan_to_num(
+            nan=0.0, posinf=math.inf, neginf=-math.inf
+        )  # NaN has no bin; ``finish`` refuses it
         logits = logits.transpose(0, 1).flatten(1)[:, self._text]  # [H, n]
         # Count kept tokens by document and by position
         kept = gates.keeps(logits, self._tau).float()
@@ -200,18 +217,28 @@ class GateCounter:
             part = _Part(self._kept[:, :, column].double(), int(self._tokens[column]))
             self._open[document] = part.with_(self._open.get(document))
         for document in list(self._open):
-            if self._first_block[document] >= self._start and self._last_block[document] < start + number:
+            if (
+                self._first_block[document] >= self._start
+                and self._last_block[document] < start + number
+            ):
                 self._close(document, self._open.pop(document))
 
     def finish(self) -> Counts:
         """Return the counts; call on all ranks. Raises ``UserError``: a NaN utility, which would look like 0."""
         # Sum over ranks and reject NaN utilities
-        shared = {document: part._replace(kept=part.kept.cpu()) for document, part in self._open.items()}
-        counts = {field.name: sum_over_processes(getattr(self.counts, field.name)) for field in fields(self.counts)}
+        shared = {
+            document: part._replace(kept=part.kept.cpu()) for document, part in self._open.items()
+        }
+        counts = {
+            field.name: sum_over_processes(getattr(self.counts, field.name))
+            for field in fields(self.counts)
+        }
         self.counts = Counts(**counts)
         wrong = self.counts.wrong.nonzero().tolist()
         if wrong:
-            raise UserError(not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0])))
+            raise UserError(
+                not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0]))
+            )
         # Merge the documents that several ranks have tokens of
         merged: dict[int, _Part] = {}
         for of_rank in gathered(shared):
@@ -242,11 +269,15 @@ def _extents(blocks: TokenBlocks) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     return first, last
 
 
-def _no_counts(sizes: tuple[int, int, int], grid: Grid, num_buckets: int, bins: Bins, device: torch.device) -> Counts:
+def _no_counts(
+    sizes: tuple[int, int, int], grid: Grid, num_buckets: int, bins: Bins, device: torch.device
+) -> Counts:
     """Return zero counts for ``sizes`` = (domains, documents, document groups)."""
     num_domains, num_documents, groups = sizes
     shape = (num_domains, *grid)
-    kept, kept_squared, kept_times_tokens = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3))
+    kept, kept_squared, kept_times_tokens = (
+        torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3)
+    )
     return Counts(
         kept=kept,
         kept_squared=kept_squared,

@@ -60,14 +60,23 @@ def critical_budget(
     Raises ``UserError``: the budgets, the margin or the risk are invalid, the scores do not fit the model, or no
     document is left.
     """
-    text: dict[str, Any] = {"scores": scores, "tokenizer": tokenizer, "max_tokens": max_tokens, "seed": seed}
+    text: dict[str, Any] = {
+        "scores": scores,
+        "tokenizer": tokenizer,
+        "max_tokens": max_tokens,
+        "seed": seed,
+    }
     # One layout for each number of heads
     if not budgets.startswith(budget.MEMORY):
         numbers = budget.parse_budgets(budgets, scores.num_candidates)
         layouts = [propose.densest_layout(scores, number, window=window) for number in numbers]
         trial = trial_in_memory(model, blocks, margin, **text)
-        return find_critical_budget(trial, _contenders(layouts), criteria.parse_risk(risk), Reporter.of(progress))
-    return _by_memory(model, scores, blocks, budgets, window, margin, criteria.parse_risk(risk), text, progress)
+        return find_critical_budget(
+            trial, _contenders(layouts), criteria.parse_risk(risk), Reporter.of(progress)
+        )
+    return _by_memory(
+        model, scores, blocks, budgets, window, margin, criteria.parse_risk(risk), text, progress
+    )
 
 
 def _by_memory(
@@ -92,12 +101,16 @@ def _by_memory(
     candidates = _contenders(by_memory.values())
     nll = scores.metadata.get("nll")
     reporter = Reporter.of(progress)
-    return find_critical_budget(trial, candidates, risk, reporter, list(by_memory), nll, chooser=chooser)
+    return find_critical_budget(
+        trial, candidates, risk, reporter, list(by_memory), nll, chooser=chooser
+    )
 
 
 def _contenders(layouts: Iterable[Layout]) -> list[contenders.Contender]:
     """Return layouts as candidates of a trial, named by their positions."""
-    return [contenders.Contender(str(number), layout=layout) for number, layout in enumerate(layouts)]
+    return [
+        contenders.Contender(str(number), layout=layout) for number, layout in enumerate(layouts)
+    ]
 
 
 def auto(
@@ -131,9 +144,16 @@ def auto(
 
     Raises ``UserError``: the margin or a memory budget is invalid, or the text has too few documents.
     """
-    blocks = texts if isinstance(texts, TokenBlocks) else separators.text_blocks(model, texts, tokenizer)
+    blocks = (
+        texts if isinstance(texts, TokenBlocks) else separators.text_blocks(model, texts, tokenizer)
+    )
     part = measure.half_of(blocks, measure.cost_blocks(blocks.block_size))
     scores = measure.measure_signal("window-costs", model, part, progress=progress)
     budgets = budget.MEMORY if memory is None else f"{budget.MEMORY}={memory}"
-    comparing: dict[str, Any] = {"margin": margin, "risk": risk, "tokenizer": tokenizer, "max_tokens": max_tokens}
+    comparing: dict[str, Any] = {
+        "margin": margin,
+        "risk": risk,
+        "tokenizer": tokenizer,
+        "max_tokens": max_tokens,
+    }
     return critical_budget(model, scores, blocks, budgets, **comparing, progress=progress)

@@ -46,7 +46,9 @@ def probe(
     """
     config = config_section.gate_config(model)
     if config is None:
-        raise errors.UserError("this model has no gates, so it has no density: train an SP-KV reference model first")
+        raise errors.UserError(
+            "this model has no gates, so it has no density: train an SP-KV reference model first"
+        )
     tau = config.tau if tau is None else tau
     # Count kept tokens while the model runs with hard gates
     states = attention.layer_states(model)
@@ -67,13 +69,20 @@ def probe(
     if config.target_density is None:
         return table
     # Add the density reached at the gates' own threshold, to compare with the target density
-    with_gates = np.array([state.gate_window is not None for state in states])  # sliding-window layers have no gates
+    with_gates = np.array(
+        [state.gate_window is not None for state in states]
+    )  # sliding-window layers have no gates
     reached = float(table.at_tau(config.tau).density[table.is_head & with_gates[:, None]].mean())
     return replace(table, metadata={**table.metadata, "reached_density": round(reached, 4)})
 
 
 def _table(
-    counter: GateCounter, blocks: TokenBlocks, config: GateConfig, tau: float, name: str, metadata: dict[str, Any]
+    counter: GateCounter,
+    blocks: TokenBlocks,
+    config: GateConfig,
+    tau: float,
+    name: str,
+    metadata: dict[str, Any],
 ) -> HeadScores:
     """Build the density table of finished counts, with the domains that have text."""
     present = [i for i, number in enumerate(counter.counts.tokens) if number]
@@ -109,18 +118,27 @@ def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) ->
         + density**2 * counts.tokens_squared.reshape(-1, 1, 1)
     )
     error = statistics.clustered_error(squares, num_documents.reshape(-1, 1, 1), tokens)
-    means = [HeadMeans(density[i], domains[i], int(counts.tokens[i]), int(num_documents[i]), error[i]) for i in present]
+    means = [
+        HeadMeans(density[i], domains[i], int(counts.tokens[i]), int(num_documents[i]), error[i])
+        for i in present
+    ]
     return score_rows(means, counter.is_head.sum(1).tolist())
 
 
-def _histogram(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> LogitHistogram:
+def _histogram(
+    counter: GateCounter, domains: tuple[str, ...], present: list[int]
+) -> LogitHistogram:
     """Build the histogram of utility logits for the domains ``present``."""
     counts = counter.counts
     bins = counts.bins.reshape(*counts.kept.shape, counter.bins.num_fine).cpu().numpy()
-    return LogitHistogram(counter.bins.edges(counter.bins.num_fine), bins[present], tuple(domains[i] for i in present))
+    return LogitHistogram(
+        counter.bins.edges(counter.bins.num_fine), bins[present], tuple(domains[i] for i in present)
+    )
 
 
-def _documents(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> DocumentCounts:
+def _documents(
+    counter: GateCounter, domains: tuple[str, ...], present: list[int]
+) -> DocumentCounts:
     """Build the counts per document (or group of documents), which bootstrap resampling uses."""
     counts = counter.counts
     # Find the domain of each group of documents

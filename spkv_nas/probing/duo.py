@@ -39,32 +39,55 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.tokenizer import PLAIN, Boundaries
 from spkv_nas.model import attention, modes, windows
 from spkv_nas.model.placement import input_device
-from spkv_nas.probing.frozen import Mixture, check_finite, frozen, learned_table, ramp, rank_tokens, run_micro_batches
+from spkv_nas.probing.frozen import (
+    Mixture,
+    check_finite,
+    frozen,
+    learned_table,
+    ramp,
+    rank_tokens,
+    run_micro_batches,
+)
 
 
 class AlphaMixture(Mixture):
     """Mixture whose global attention is that of a recorded pass of the unchanged model."""
 
-    def __init__(self, state: attention.LayerState, window: int, sinks: int, device: torch.device) -> None:
+    def __init__(
+        self, state: attention.LayerState, window: int, sinks: int, device: torch.device
+    ) -> None:
         """Start with alpha at 1, or 0 in layers local by design; local heads see ``window`` keys and ``sinks``."""
         # alpha [Hkv], the share of global attention
         self.share = torch.full(
-            (state.num_kv_heads,), float(not state.is_always_local), device=device, requires_grad=True
+            (state.num_kv_heads,),
+            float(not state.is_always_local),
+            device=device,
+            requires_grad=True,
         )
         super().__init__(state, self.share, [window], sinks)
-        self.records = False  # True during the forward pass of the unchanged model, whose outputs are stored
+        self.records = (
+            False  # True during the forward pass of the unchanged model, whose outputs are stored
+        )
         # outputs of the layer, then of those that read its keys
         self._recorded: deque[Tensor] = deque(maxlen=1 + state.num_readers)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        sink_logits: Tensor | None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Record global attention or mix it with local attention; shapes as in ``Mixture``."""
         if self.records:
             self._recorded.append(self.attend(-1, q, k, v, scale, sink_logits, starts))
             return self._recorded[-1]
         self.shares = torch.stack([1.0 - self.share, self.share], -1)
-        return self.mix([self.attend(0, q, k, v, scale, sink_logits, starts), self._recorded.popleft()])
+        return self.mix(
+            [self.attend(0, q, k, v, scale, sink_logits, starts), self._recorded.popleft()]
+        )
 
 
 def duo(
@@ -100,10 +123,14 @@ def duo(
         optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
         micro_batch, loss = memory.AdaptiveBatchSize(batch_size), 0.0
-        for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
+        for step, block_indices in enumerate(
+            shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1
+        ):
             # Gradients on this rank's blocks
             tokens = rank_tokens(blocks, block_indices, input_device(model))
-            loss = _add_gradients(model, mixtures, tokens, blocks.boundaries, regularisation, micro_batch)
+            loss = _add_gradients(
+                model, mixtures, tokens, blocks.boundaries, regularisation, micro_batch
+            )
             # Update and clamp alpha
             optimizer.step()
             scheduler.step()
@@ -115,11 +142,21 @@ def duo(
                 progress(step, steps)
 
     # Build the table
-    values = pad_sequence([mixture.share.detach() for mixture in mixtures], batch_first=True).double().cpu().numpy()
+    values = (
+        pad_sequence([mixture.share.detach() for mixture in mixtures], batch_first=True)
+        .double()
+        .cpu()
+        .numpy()
+    )
     options = {"sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
     table_metadata = {**(metadata or {}), **options, "distillation_loss": float(f"{loss:.4g}")}
-    facts: dict[str, Any] = {"heads_per_layer": attention.heads_per_layer(states), "metadata": table_metadata}
-    return learned_table("duo", kinds.ALPHA_UNIT, values, blocks, window, tokens_seen, name=name, **facts)
+    facts: dict[str, Any] = {
+        "heads_per_layer": attention.heads_per_layer(states),
+        "metadata": table_metadata,
+    }
+    return learned_table(
+        "duo", kinds.ALPHA_UNIT, values, blocks, window, tokens_seen, name=name, **facts
+    )
 
 
 def _add_gradients(
@@ -144,7 +181,9 @@ def _add_gradients(
         return sums
 
     # Gradients of the squared error, summed over ranks
-    error, full = distributed.sum_over_processes(run_micro_batches(gradients, step_tokens, micro_batch)).tolist()
+    error, full = distributed.sum_over_processes(
+        run_micro_batches(gradients, step_tokens, micro_batch)
+    ).tolist()
     distributed.sum_gradients(alphas)
     # Divide by the full model's square, and add the gradient of the regularisation
     for alpha in alphas:
@@ -155,7 +194,10 @@ def _add_gradients(
 
 
 def sums_of_squares(
-    model: PreTrainedModel, mixtures: list[AlphaMixture], tokens: Tensor, boundaries: Boundaries = PLAIN
+    model: PreTrainedModel,
+    mixtures: list[AlphaMixture],
+    tokens: Tensor,
+    boundaries: Boundaries = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Compute the summed squared error of the mixture's last hidden states, and the summed square of the full model's.
 

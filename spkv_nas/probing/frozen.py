@@ -38,7 +38,11 @@ def frozen(model: torch.nn.Module, learning: Collection[torch.nn.Parameter] = ()
     Raises ``UserError``: gradients would have to pass through weights that are on no device.
     """
     weights.check_placed(model)
-    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in learning]
+    others = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter not in learning
+    ]
     for parameter in others:
         parameter.requires_grad_(False)
     try:
@@ -67,12 +71,20 @@ def frozen_within_memory(
     with frozen(model, learning):
         pass_size, recomputes = passes(model, length, num_blocks, gates, attentions=attentions)
         num_tokens = steps * num_blocks * length // distributed.num_processes()
-        with modes.recomputed(model) if recomputes else nullcontext(), modes.compiled_if_faster(model, num_tokens):
+        with (
+            modes.recomputed(model) if recomputes else nullcontext(),
+            modes.compiled_if_faster(model, num_tokens),
+        ):
             yield AdaptiveBatchSize(pass_size)
 
 
 def passes(
-    model: PreTrainedModel, length: int, step_blocks: int, gates: GateConfig | None = None, *, attentions: int = 1
+    model: PreTrainedModel,
+    length: int,
+    step_blocks: int,
+    gates: GateConfig | None = None,
+    *,
+    attentions: int = 1,
 ) -> tuple[int, bool]:
     """Choose the blocks per pass and whether to recompute activations, so that a pass fits the free memory.
 
@@ -95,14 +107,18 @@ def rank_tokens(blocks: TokenBlocks, indices: arrays.Int, device: torch.device) 
     They are marked, as those of ``batches.block_tokens``.
     """
     share = distributed.own_share(len(indices))
-    return torch.from_numpy(blocks.marked(indices[share.start : share.stop]).astype(np.int64)).to(device)
+    return torch.from_numpy(blocks.marked(indices[share.start : share.stop]).astype(np.int64)).to(
+        device
+    )
 
 
 def run_micro_batches(
     run: Callable[[Iterator[Tensor]], Result], tokens: Tensor, micro_batch: AdaptiveBatchSize
 ) -> Result:
     """Call ``run`` with micro-batches of ``tokens`` [B, T], also none, from zero with smaller ones if out of memory."""
-    return micro_batch.run(lambda size: run(filter(len, torch.split(tokens, size))), max(1, len(tokens)))
+    return micro_batch.run(
+        lambda size: run(filter(len, torch.split(tokens, size))), max(1, len(tokens))
+    )
 
 
 def ramp(step: int, steps: int) -> float:
@@ -114,7 +130,9 @@ def ramp(step: int, steps: int) -> float:
 def check_finite(what: str, loss: float, step: int, gradient: Tensor | None = None) -> None:
     """Raise ``UserError`` if a step's loss, or its gradient, is not finite; ``what`` names the loss."""
     if not math.isfinite(loss) or (gradient is not None and not gradient.isfinite().all()):
-        raise errors.UserError(f"{what} is {loss} at step {step}\n{errors.OVERFLOW} (--dtype float32)")
+        raise errors.UserError(
+            f"{what} is {loss} at step {step}\n{errors.OVERFLOW} (--dtype float32)"
+        )
 
 
 def learned_table(
@@ -136,7 +154,9 @@ def learned_table(
     means, num_tokens = HeadMeans(values, "all", tokens_seen, 0), blocks.tokens.size
     num_passes = defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens
     facts: Any = {"name": name, "metadata": metadata, "heads_per_layer": heads_per_layer}
-    return signal_table(signal, [means], window, unit=unit, passes=num_passes, tokens=num_tokens, **facts)
+    return signal_table(
+        signal, [means], window, unit=unit, passes=num_passes, tokens=num_tokens, **facts
+    )
 
 
 class Mixture:
@@ -145,11 +165,15 @@ class Mixture:
     sees_readers = True  # replaces attention also in layers that read the keys of this one
     knows_documents = True  # takes ``starts``
 
-    def __init__(self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int) -> None:
+    def __init__(
+        self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int
+    ) -> None:
         """Mix what local heads of a layout see in a layer with each of ``windows`` and ``sinks``, and a global head."""
         self._state = state
         reaches = [local_layers.layout_window(state, window, is_global=False) for window in windows]
-        self._kinds = [(reach, sinks if local_layers.takes_sinks(state, reach) else 0) for reach in reaches]
+        self._kinds = [
+            (reach, sinks if local_layers.takes_sinks(state, reach) else 0) for reach in reaches
+        ]
         self._kinds.append((state.checkpoint_window, 0))
         self.shares = shares  # float [Hkv, K] or [B, Hkv, K], share of each kind by KV head, of global attention last
 
@@ -159,7 +183,13 @@ class Mixture:
         return cls(state, torch.stack([1.0 - share, share], -1), [window], sinks)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        sink_logits: Tensor | None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention output [B, Hq, T, D], in the wider dtype of the shares and the queries.
 
@@ -167,13 +197,20 @@ class Mixture:
         ``starts`` the position at which each token's document starts, int [B, T].
         """
         q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for all kinds
-        return self.mix(self.attend(kind, q, k, v, scale, sink_logits, starts) for kind in range(len(self._kinds)))
+        return self.mix(
+            self.attend(kind, q, k, v, scale, sink_logits, starts)
+            for kind in range(len(self._kinds))
+        )
 
-    def attend(self, kind: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *options: Tensor | None) -> Tensor:
+    def attend(
+        self, kind: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *options: Tensor | None
+    ) -> Tensor:
         """Compute one kind of attention; -1 is global. Shapes and ``options`` as in ``__call__``."""
         window, sinks = self._kinds[kind]
         shown: dict[str, Any] = dict(zip(("sink_logits", "starts"), options, strict=True))
-        return attention(q, k, v, window=window, sinks=sinks, scale=scale, softcap=self._state.softcap, **shown)
+        return attention(
+            q, k, v, window=window, sinks=sinks, scale=scale, softcap=self._state.softcap, **shown
+        )
 
     def mix(self, outputs: Iterable[Tensor]) -> Tensor:
         """Mix the attention outputs of all kinds, each [B, Hq, T, D], by the shares of each query head's KV head."""
@@ -197,7 +234,13 @@ class Differences:
     knows_documents = True  # takes ``starts``
 
     def __init__(
-        self, state: LayerState, shares: Tensor, windows: Sequence[int], sinks: int, *, is_halfway: bool
+        self,
+        state: LayerState,
+        shares: Tensor,
+        windows: Sequence[int],
+        sinks: int,
+        *,
+        is_halfway: bool,
     ) -> None:
         """Attend globally, or halfway between that and the last of ``windows``.
 
@@ -208,7 +251,13 @@ class Differences:
         self._is_halfway = is_halfway
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        sink_logits: Tensor | None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention output [B, Hq, T, D]; arguments as in ``Mixture``."""
         q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for all kinds
@@ -218,7 +267,9 @@ class Differences:
             output = (unchanged + self._kinds.attend(last, q, k, v, scale, sink_logits, starts)) / 2
         for kind in range(last + 1):
             with torch.no_grad():
-                difference = self._kinds.attend(kind, q, k, v, scale, sink_logits, starts) - unchanged
+                difference = (
+                    self._kinds.attend(kind, q, k, v, scale, sink_logits, starts) - unchanged
+                )
             share = self._shares[..., kind].to(output.device)
             by_query = share.repeat_interleave(output.shape[1] // share.shape[-1], -1)
             output = output + by_query[..., None, None] * difference

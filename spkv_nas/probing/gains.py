@@ -57,10 +57,25 @@ def gains(
     finite, or the options do not fit the model or each other.
     """
     measured = _measure(model, blocks, window, opens=opens, **options)
-    table_metadata = {**(metadata or {}), "granularity": measured.granularity, "nll_before": measured.nll_before}
-    facts: Any = {"passes": measured.passes, "tokens": blocks.tokens.size, "kind": kinds.GAIN, "unit": kinds.NATS}
-    facts |= {"name": name or signal, "metadata": table_metadata, "heads_per_layer": measured.heads_per_layer}
-    return signal_table(signal, domain_means(blocks, measured.sums, measured.num_tokens), window, **facts)
+    table_metadata = {
+        **(metadata or {}),
+        "granularity": measured.granularity,
+        "nll_before": measured.nll_before,
+    }
+    facts: Any = {
+        "passes": measured.passes,
+        "tokens": blocks.tokens.size,
+        "kind": kinds.GAIN,
+        "unit": kinds.NATS,
+    }
+    facts |= {
+        "name": name or signal,
+        "metadata": table_metadata,
+        "heads_per_layer": measured.heads_per_layer,
+    }
+    return signal_table(
+        signal, domain_means(blocks, measured.sums, measured.num_tokens), window, **facts
+    )
 
 
 def add_one_head_gains(
@@ -76,9 +91,16 @@ def add_one_head_gains(
     check_window(blocks, window, options.get("sinks", 0))
     measured = _measure(model, blocks, window, opens=True, **options)
     documents = int((measured.num_tokens > 0).sum())
-    cost = {"passes": round(measured.passes, 2), "tokens": blocks.tokens.size, "documents": documents}
+    cost = {
+        "passes": round(measured.passes, 2),
+        "tokens": blocks.tokens.size,
+        "documents": documents,
+    }
     is_head = grid.head_cells(measured.heads_per_layer)
-    gains = (np.where(is_head, each, np.nan) for each in jackknife_ratio(measured.sums, measured.num_tokens))
+    gains = (
+        np.where(is_head, each, np.nan)
+        for each in jackknife_ratio(measured.sums, measured.num_tokens)
+    )
     return head_tables.Gains(*gains), cost
 
 
@@ -125,29 +147,49 @@ def _measure(
         num_layers, num_heads = len(native), max(map(len, native))
         detailed = num_layers if max_heads is None else min(max_heads // num_heads, num_layers)
         if detailed == 0:
-            raise UserError(f"--max-heads {max_heads} is too small: give at least {num_heads}, the heads of a layer")
+            raise UserError(
+                f"--max-heads {max_heads} is too small: give at least {num_heads}, the heads of a layer"
+            )
         local = tuple(
-            (local_layers.layout_window(state, window, is_global=False),) * state.num_kv_heads for state in states
+            (local_layers.layout_window(state, window, is_global=False),) * state.num_kv_heads
+            for state in states
         )
-        score = partial(zero_shot.score_windows, model, states, blocks=blocks, batch_size=batch_size, sinks=sinks)
-        rounds = _Rounds(score, local, native, opens, num_own_blocks(blocks.num_blocks, batch_size), progress)
+        score = partial(
+            zero_shot.score_windows,
+            model,
+            states,
+            blocks=blocks,
+            batch_size=batch_size,
+            sinks=sinks,
+        )
+        rounds = _Rounds(
+            score, local, native, opens, num_own_blocks(blocks.num_blocks, batch_size), progress
+        )
         sums = np.zeros((num_layers, num_heads, len(blocks.documents)))
         by_layer = granularity == kinds.LAYER or detailed < num_layers
         # Measure whole layers
         if by_layer:
             layers: list[Unit] = [(layer, range(len(row))) for layer, row in enumerate(native)]
-            for (layer, heads), gain in rounds.gains(layers, 0 if granularity == kinds.LAYER else detailed * num_heads):
+            for (layer, heads), gain in rounds.gains(
+                layers, 0 if granularity == kinds.LAYER else detailed * num_heads
+            ):
                 sums[layer, heads] = gain / len(heads)
         # Measure single heads in the layers with the largest gains
         if granularity == kinds.HEAD:
             top_layers = sorted(np.argsort(-sums.sum((1, 2)), kind="stable")[:detailed].tolist())
-            units = [(layer, range(head, head + 1)) for layer in top_layers for head in range(len(native[layer]))]
+            units = [
+                (layer, range(head, head + 1))
+                for layer in top_layers
+                for head in range(len(native[layer]))
+            ]
             for (layer, heads), gain in rounds.gains(units):
                 sums[layer, heads] = gain
     base = rounds.scores[rounds.before]
     measured_as = granularity if by_layer is (granularity == kinds.LAYER) else MIXED
     counts = tuple(map(len, native))
-    return _Measurement(sums, counts, base.num_tokens, round(base.mean, 6), round(rounds.passes, 2), measured_as)
+    return _Measurement(
+        sums, counts, base.num_tokens, round(base.mean, 6), round(rounds.passes, 2), measured_as
+    )
 
 
 def _check_heads(granularity: str, max_heads: int | None) -> None:
@@ -155,7 +197,9 @@ def _check_heads(granularity: str, max_heads: int | None) -> None:
     if granularity not in kinds.GRANULARITIES:
         raise UserError(f"--granularity must be head or layer; found '{granularity}'")
     if max_heads is not None and granularity == kinds.LAYER:
-        raise UserError("--max-heads limits the single heads to measure; --granularity layer measures none: give one")
+        raise UserError(
+            "--max-heads limits the single heads to measure; --granularity layer measures none: give one"
+        )
 
 
 @dataclass
@@ -169,7 +213,9 @@ class _Rounds:
     opens: bool  # True to make units global in the all-local model, False to make them local in the all-global one
     num_blocks: int  # blocks per pass on this rank
     progress: Progress | None  # called with (blocks done, total) of this rank
-    scores: dict[zero_shot.Windows, paired.DocumentNLL] = field(default_factory=dict)  # NLLs measured so far
+    scores: dict[zero_shot.Windows, paired.DocumentNLL] = field(
+        default_factory=dict
+    )  # NLLs measured so far
     passes: float = 0.0  # forward passes used so far
     _done: int = 0
     _total: int = 0
@@ -179,7 +225,9 @@ class _Rounds:
         """Return the windows of the unchanged model."""
         return self.local if self.opens else self.whole
 
-    def gains(self, units: Sequence[Unit], later: int = 0) -> Iterator[tuple[Unit, NDArray[np.float64]]]:
+    def gains(
+        self, units: Sequence[Unit], later: int = 0
+    ) -> Iterator[tuple[Unit, NDArray[np.float64]]]:
         """Yield units with gains by document in nats; at most ``later`` windows follow in later rounds."""
         # Score the windows that are new
         after = self.whole if self.opens else self.local
@@ -204,5 +252,7 @@ class _Rounds:
 def _changed(before: zero_shot.Windows, after: zero_shot.Windows, unit: Unit) -> zero_shot.Windows:
     """Return ``before`` with the windows of the heads in ``unit`` taken from ``after``."""
     layer, heads = unit
-    row = tuple(after[layer][head] if head in heads else window for head, window in enumerate(before[layer]))
+    row = tuple(
+        after[layer][head] if head in heads else window for head, window in enumerate(before[layer])
+    )
     return (*before[:layer], row, *before[layer + 1 :])

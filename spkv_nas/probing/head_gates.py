@@ -83,28 +83,43 @@ def head_gates(
     size = frozen.blocks_per_step(blocks, step_tokens)
     with (
         windows.full_attention(model) as states,
-        frozen.frozen_within_memory(model, blocks.block_size, size, attentions=2, steps=steps) as micro_batch,
+        frozen.frozen_within_memory(
+            model, blocks.block_size, size, attentions=2, steps=steps
+        ) as micro_batch,
     ):
         # One projected gradient step per batch
         learning, divergence = _Learning(states, budget, steps), math.nan
-        for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
+        for step, block_indices in enumerate(
+            shuffled_batches(blocks.num_blocks, size, steps, seed), 1
+        ):
             gates = learning.of_all_layers(learning.gates).to(input_device(model)).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
                 of_heads = gate[: state.num_kv_heads].to(model.dtype)
                 state.observer = frozen.Mixture.of_global(state, of_heads, window, sinks)
-            divergence, gradient = _slope(model, states, gates, blocks, np.sort(block_indices), micro_batch)
+            divergence, gradient = _slope(
+                model, states, gates, blocks, np.sort(block_indices), micro_batch
+            )
             frozen.check_finite("head gates: the loss", divergence, step, gradient)
             learning.step(step, gradient[learning.has_gate])
             if progress is not None:
                 progress(step, steps)
     # Build the table; its divergence is in nats per token, in the last step
     table_metadata = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
-    table_metadata |= {"divergence": float(f"{divergence:.4g}"), **local_layers.native_windows(states)}
+    table_metadata |= {
+        "divergence": float(f"{divergence:.4g}"),
+        **local_layers.native_windows(states),
+    }
     table_metadata |= {"sinks": sinks, **sink_facts} if sinks else {}
-    facts: dict[str, Any] = {"name": name, "metadata": table_metadata, "tokens_seen": steps * size * blocks.block_size}
+    facts: dict[str, Any] = {
+        "name": name,
+        "metadata": table_metadata,
+        "tokens_seen": steps * size * blocks.block_size,
+    }
     facts["heads_per_layer"] = attention.heads_per_layer(states)
     mean_gates = learning.of_all_layers(learning.total / steps)
-    return frozen.learned_table("head-gates", kinds.GATE_UNIT, mean_gates.numpy(), blocks, window, **facts)
+    return frozen.learned_table(
+        "head-gates", kinds.GATE_UNIT, mean_gates.numpy(), blocks, window, **facts
+    )
 
 
 def _slope(
@@ -127,7 +142,9 @@ def _slope(
         sums = torch.zeros(1 + gates.numel(), device=input_device(model))
         for tokens in parts:
             share = boundaries.num_measured(tokens.cpu().numpy())[0] / num_targets
-            divergence = mean_divergence(model, reference=partial(unobserved, states), **boundaries.inputs(tokens))
+            divergence = mean_divergence(
+                model, reference=partial(unobserved, states), **boundaries.inputs(tokens)
+            )
             loss = divergence * share
             (gradient,) = torch.autograd.grad(loss, gates)
             sums += torch.cat([loss.detach()[None], gradient.flatten()]).float()
@@ -153,7 +170,9 @@ def unobserved(states: Sequence[attention.LayerState]) -> Iterator[None]:
 class _Learning:
     """Projected gradient descent on the gates, one ``step`` at a time."""
 
-    def __init__(self, states: Sequence[attention.LayerState], budget: int | str | None, steps: int) -> None:
+    def __init__(
+        self, states: Sequence[attention.LayerState], budget: int | str | None, steps: int
+    ) -> None:
         """Start with equal gates that sum to ``budget``."""
         self._steps = steps
         # bool [all layers, KV heads], true for the H heads with a gate, whose layers are not local by design
@@ -180,8 +199,12 @@ class _Learning:
         self._square += (1.0 - _SCALE_MOMENTUM) * (float(gradient.square().mean()) - self._square)
         scale = math.sqrt(self._square / (1.0 - _SCALE_MOMENTUM**number))
         # Step and projection onto the budget
-        direction = self._direction / (1.0 - _MOMENTUM**number) / max(scale, np.finfo(np.float64).tiny)
-        self.gates = project(self.gates - _RATE * frozen.ramp(number - 1, self._steps) * direction, self.budget)
+        direction = (
+            self._direction / (1.0 - _MOMENTUM**number) / max(scale, np.finfo(np.float64).tiny)
+        )
+        self.gates = project(
+            self.gates - _RATE * frozen.ramp(number - 1, self._steps) * direction, self.budget
+        )
         self.total += self.gates
 
 

@@ -18,7 +18,10 @@ from spkv_nas.artifacts import grid, head_scores, head_tables, kinds
 from spkv_nas.base import arrays, distributed, errors, statistics
 from spkv_nas.data.blocks import TokenBlocks
 
-_CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # attention weights per chunk: about the CPU cache size; minimum query rows
+_CHUNK_BYTES, _CHUNK_ROWS = (
+    4 << 20,
+    16,
+)  # attention weights per chunk: about the CPU cache size; minimum query rows
 
 
 def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
@@ -60,7 +63,9 @@ def attention_weights(
     """
     # Group the query heads by KV head, and bound the size of a chunk
     batch, num_heads, length, size = q.shape
-    groups = q.to(torch.promote_types(q.dtype, torch.float32)).view(batch, k.shape[1], -1, length, size)
+    groups = q.to(torch.promote_types(q.dtype, torch.float32)).view(
+        batch, k.shape[1], -1, length, size
+    )
     keys = k.to(groups.dtype).transpose(2, 3)
     step = max(_CHUNK_ROWS, _CHUNK_BYTES // (4 * batch * num_heads * length))
     for first in range(start, length, step):
@@ -81,7 +86,9 @@ def attention_weights(
             yield query, scores.softmax(-1)
             continue
         # Let the sink logit take part in the softmax
-        column = sink_logits.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand_as(scores[..., :1])
+        column = (
+            sink_logits.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand_as(scores[..., :1])
+        )
         yield query, torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
@@ -99,14 +106,26 @@ class HeadMeans:
 class HeadSums:
     """Accumulator of per-token, per-head values, summed by document."""
 
-    def __init__(self, blocks: TokenBlocks, num_layers: int, num_heads: int, device: torch.device) -> None:
+    def __init__(
+        self, blocks: TokenBlocks, num_layers: int, num_heads: int, device: torch.device
+    ) -> None:
         """Allocate zero sums on ``device`` for the documents of ``blocks``."""
         self._blocks = blocks
         # float64 [L, H, documents], sum of the values
-        self.sums = torch.zeros(num_layers, num_heads, len(blocks.documents), dtype=torch.float64, device=device)
-        self.counts = np.zeros(len(blocks.documents), dtype=np.int64)  # int64 [documents], number of tokens summed
+        self.sums = torch.zeros(
+            num_layers, num_heads, len(blocks.documents), dtype=torch.float64, device=device
+        )
+        self.counts = np.zeros(
+            len(blocks.documents), dtype=np.int64
+        )  # int64 [documents], number of tokens summed
 
-    def add(self, start: int, layers: Sequence[Tensor], positions: slice, counted: arrays.Mask | None = None) -> None:
+    def add(
+        self,
+        start: int,
+        layers: Sequence[Tensor],
+        positions: slice,
+        counted: arrays.Mask | None = None,
+    ) -> None:
         """Add the values of each layer, [B, H, tokens], at ``positions`` of the B blocks from ``start`` on.
 
         Filling does not count, nor do the tokens that ``counted``, bool [B, tokens], leaves out.
@@ -116,18 +135,25 @@ class HeadSums:
         chosen = np.flatnonzero(is_text if counted is None else is_text & counted)
         owner = self._blocks.document[part, positions].ravel()[chosen]
         self.counts += np.bincount(owner, minlength=len(self.counts))
-        owner_index, columns = (torch.from_numpy(x.astype(np.int64)).to(self.sums.device) for x in (owner, chosen))
+        owner_index, columns = (
+            torch.from_numpy(x.astype(np.int64)).to(self.sums.device) for x in (owner, chosen)
+        )
         for layer, values in enumerate(layers):
             rows = values.transpose(0, 1).flatten(1).to(self.sums.device, torch.float64)[:, columns]
             self.sums[layer, : len(rows)].index_add_(1, owner_index, rows)
 
     def add_up(self) -> None:
         """Sum over all ranks after the last ``add``; must be called on all ranks."""
-        self.sums, self.counts = distributed.sum_over_processes(self.sums), distributed.sum_over_processes(self.counts)
+        self.sums, self.counts = (
+            distributed.sum_over_processes(self.sums),
+            distributed.sum_over_processes(self.counts),
+        )
 
     def means(self, sums: arrays.Float | None = None) -> list[HeadMeans]:
         """Return ``domain_means`` of the accumulated sums, or of ``sums`` [L, Hkv, documents] over the same tokens."""
-        return domain_means(self._blocks, self.sums.cpu().numpy() if sums is None else sums, self.counts)
+        return domain_means(
+            self._blocks, self.sums.cpu().numpy() if sums is None else sums, self.counts
+        )
 
 
 def domain_means(blocks: TokenBlocks, sums: arrays.Float, counts: arrays.Int) -> list[HeadMeans]:
@@ -142,7 +168,9 @@ def domain_means(blocks: TokenBlocks, sums: arrays.Float, counts: arrays.Int) ->
         selected = (domain_of == domain) & (counts > 0)
         if selected.any():
             mean, error = statistics.jackknife_ratio(sums[..., selected], counts[selected])
-            means.append(HeadMeans(mean, domain, int(counts[selected].sum()), int(selected.sum()), error))
+            means.append(
+                HeadMeans(mean, domain, int(counts[selected].sum()), int(selected.sum()), error)
+            )
     return means
 
 
@@ -150,11 +178,23 @@ def score_rows(means: Sequence[HeadMeans], heads_per_layer: Sequence[int] = ()) 
     """Return a table's rows, one per layer, KV head and domain; of all cells without ``heads_per_layer``."""
     parts = []
     for part in means:
-        layer, head = np.nonzero(grid.head_cells(heads_per_layer) if heads_per_layer else np.ones_like(part.values))
+        layer, head = np.nonzero(
+            grid.head_cells(heads_per_layer) if heads_per_layer else np.ones_like(part.values)
+        )
         error = np.nan if part.standard_error is None else part.standard_error[layer, head]
-        columns = (layer, head, part.values[layer, head], part.domain, part.num_tokens, part.num_documents, error)
+        columns = (
+            layer,
+            head,
+            part.values[layer, head],
+            part.domain,
+            part.num_tokens,
+            part.num_documents,
+            error,
+        )
         parts.append(pd.DataFrame(dict(zip(head_tables.COLUMNS, columns, strict=True))))
-    return pd.concat(parts, ignore_index=True).sort_values(["layer", "kv_head"], kind="stable", ignore_index=True)
+    return pd.concat(parts, ignore_index=True).sort_values(
+        ["layer", "kv_head"], kind="stable", ignore_index=True
+    )
 
 
 def signal_table(
@@ -182,7 +222,9 @@ def signal_table(
         wrong = np.argwhere(~np.isfinite(part.values))
         if len(wrong):
             raise errors.UserError(
-                errors.not_finite(f"the score '{signal}'", len(wrong), part.values.size, tuple(wrong[0]))
+                errors.not_finite(
+                    f"the score '{signal}'", len(wrong), part.values.size, tuple(wrong[0])
+                )
             )
     rows = score_rows(means, heads_per_layer)
     rows["score"] = rows["score"].clip(low, high)

@@ -105,11 +105,19 @@ def probe(
     """
     entry = SIGNALS[signal]
     if window is not None and entry.needs_gates:
-        raise UserError(f"signal {entry.name} uses the window of the model's gates: leave window out")
+        raise UserError(
+            f"signal {entry.name} uses the window of the model's gates: leave window out"
+        )
     name = name or ("probe" if entry.name == DENSITY.name else entry.name)
-    blocks = blocks if isinstance(blocks, TokenBlocks) else separators.text_blocks(model, blocks, tokenizer)
+    blocks = (
+        blocks
+        if isinstance(blocks, TokenBlocks)
+        else separators.text_blocks(model, blocks, tokenizer)
+    )
     options |= {"window": window, "sinks": sinks, "tau": tau, "memory": memory}
-    return measure_signal(entry, model, blocks, name=name, metadata=metadata, progress=progress, **options)
+    return measure_signal(
+        entry, model, blocks, name=name, metadata=metadata, progress=progress, **options
+    )
 
 
 def measure_signal(
@@ -134,21 +142,29 @@ def measure_signal(
     # Check options and model
     entry, run = _configured(SIGNALS[signal], options)
     if memory is not None and options.get("budget") is not None:
-        raise UserError("give a limit of memory or a budget, not both: the memory says how many heads are global")
+        raise UserError(
+            "give a limit of memory or a budget, not both: the memory says how many heads are global"
+        )
     micro_batch.check_blocks(model, blocks)
     # Choose window and sink tokens
     first_window = _window(entry, model, blocks) if window is None or entry.needs_gates else window
     if first_window < 1:
-        raise UserError(f"the window is {window}; it must be at least 1, because it includes the query's own key")
+        raise UserError(
+            f"the window is {window}; it must be at least 1, because it includes the query's own key"
+        )
     number, facts = choose_sinks(model, blocks, first_window) if sinks is None else (sinks, {})
     if entry.takes_sinks and (number or sinks is not None):
         run["sinks"] = number
 
-    def measured(signal: Signal, text: TokenBlocks, reach: int, progress: Progress | None) -> HeadScores:
+    def measured(
+        signal: Signal, text: TokenBlocks, reach: int, progress: Progress | None
+    ) -> HeadScores:
         if signal.reads_blocks:
             check_window(text, reach, number if signal.takes_sinks else 0)
         with checked_calls(model, f"signal {signal.name}"):
-            return signal.measure(model, text, reach, name=name, metadata=metadata, progress=progress, **run)
+            return signal.measure(
+                model, text, reach, name=name, metadata=metadata, progress=progress, **run
+            )
 
     # Measure, within a limit of memory with the window that loses least
     if memory is None and entry.name == WINDOW_COSTS.name:
@@ -156,19 +172,35 @@ def measure_signal(
     elif memory is None:
         table = measured(entry, blocks, first_window, progress)
     else:
-        reach: dict[str, Any] = {"window": first_window if entry.needs_gates else window, "sinks": number}
+        reach: dict[str, Any] = {
+            "window": first_window if entry.needs_gates else window,
+            "sinks": number,
+        }
         table = measure_within(memory, model, blocks, entry, measured, **reach, progress=progress)
-    return _with_facts(table, entry, model, blocks, {**({"sinks": number} if number else {}), **facts})
+    return _with_facts(
+        table, entry, model, blocks, {**({"sinks": number} if number else {}), **facts}
+    )
 
 
 def _with_facts(
-    table: HeadScores, entry: Signal, model: PreTrainedModel, blocks: TokenBlocks, sink_facts: Mapping[str, Any]
+    table: HeadScores,
+    entry: Signal,
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    sink_facts: Mapping[str, Any],
 ) -> HeadScores:
     """Return a table with what its layouts and the size of their KV cache depend on, and its documents."""
     with windows.full_attention(model) as states:
         sizes = [state.head_dim for state in states]
-        facts = {"head_dim": cache_facts(states, attention.heads_per_layer(states), sizes)["head_dim"]}
-        table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **native_windows(states)}
+        facts = {
+            "head_dim": cache_facts(states, attention.heads_per_layer(states), sizes)["head_dim"]
+        }
+        table_facts = {
+            "kind": entry.kind,
+            "unit": entry.unit,
+            **sink_facts,
+            **native_windows(states),
+        }
     # Add what the size of the KV cache depends on, and the context if the config says it
     facts |= {"head_dims": sizes} if len({*sizes}) > 1 else {}
     facts["dtype"] = device.dtype_name(model.dtype)
@@ -200,7 +232,9 @@ def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:
         return windows.default_window(model, blocks.block_size)
     config = config_section.gate_config(model)
     if config is None:
-        raise UserError(f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model first")
+        raise UserError(
+            f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model first"
+        )
     return config.window
 
 
@@ -230,7 +264,9 @@ def measure_within(
     Raises ``UserError``: the memory leaves no global head, or no document can be held out.
     """
     if getattr(signal, "granularity", None) == kinds.LAYER:
-        raise UserError("a limit of memory counts single heads: leave out --granularity layer, or the limit")
+        raise UserError(
+            "a limit of memory counts single heads: leave out --granularity layer, or the limit"
+        )
     context = blocks.block_size
     cost, num_heads = _cache_cost(model, context, window or NARROWEST, sinks)
     limit, full = memory_bytes(memory, cost, num_heads), cost.full(num_heads)
@@ -242,7 +278,11 @@ def measure_within(
     first = typical_windows(candidates, cost, limit, num_heads)[0]
     if "budget" in signal.options():
         signal = signal.with_options({"budget": str(first.num_global)})
-    record: dict[str, Any] = {"memory": round(limit / full, 6), "context": context, "budget": first.num_global}
+    record: dict[str, Any] = {
+        "memory": round(limit / full, 6),
+        "context": context,
+        "budget": first.num_global,
+    }
     if len(candidates) == 1:
         table = measure(signal, blocks, first.window, progress)
     else:
@@ -256,11 +296,15 @@ def measure_within(
         table = measure(signal, ranking, first.window, in_sequence(progress, sizes)[0])
         if table.window_costs is not None:
             texts = ranking, held_out
-            table, sizes = _checked(table, model, texts, cost, [limit / full], measure, sizes, progress)
+            table, sizes = _checked(
+                table, model, texts, cost, [limit / full], measure, sizes, progress
+            )
         entrants = _entrants(table, cost, limit, candidates)
         contest = _contest(model, held_out, entrants, in_sequence(progress, sizes)[-1])
         # The window of the table is that of the best layout with one window
-        best = next(entrant.layout for entrant in contest.ranked if entrant.name.startswith(ONE_WINDOW))
+        best = next(
+            entrant.layout for entrant in contest.ranked if entrant.name.startswith(ONE_WINDOW)
+        )
         table = replace(at_window(table, best.window), probe_hash=None)  # this is the probe
         record |= {"budget": best.num_global, "ranked_at": first.window, **contest.record()}
     return replace(table, metadata={**table.metadata, **record})
@@ -280,9 +324,13 @@ def _measure_costs(
     A text that leaves no such document is measured without a check, with a warning. Must be called on all ranks.
     """
     try:
-        ranking, held_out = hold_out(blocks, prediction_check.usual_blocks(blocks.block_size) * blocks.block_size)
+        ranking, held_out = hold_out(
+            blocks, prediction_check.usual_blocks(blocks.block_size) * blocks.block_size
+        )
     except UserError:
-        SILENT.caution("the costs of windows are not checked: the text leaves no document that ranked no head")
+        SILENT.caution(
+            "the costs of windows are not checked: the text leaves no document that ranked no head"
+        )
         return measure(signal, blocks, window, progress)
     sizes = [_passes(signal, model, ranking), prediction_check.passes(blocks.block_size)]
     table = measure(signal, ranking, window, in_sequence(progress, sizes)[0])
@@ -292,7 +340,9 @@ def _measure_costs(
 
 def _passes(signal: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> float:
     """Return the passes over a block that a signal takes on a text."""
-    work = signal.work(model_shape.config_shape(model.config).grid, blocks.tokens.size, blocks.block_size)
+    work = signal.work(
+        model_shape.config_shape(model.config).grid, blocks.tokens.size, blocks.block_size
+    )
     return work.passes * work.effort * work.tokens / blocks.block_size
 
 
@@ -303,7 +353,9 @@ def passes_after(signal: Signal, blocks: TokenBlocks, *, has_memory: bool) -> fl
     checking = prediction_check.passes(blocks.block_size)
     if not has_memory:
         return checking
-    held_out = min(most_tokens(blocks.block_size) // blocks.block_size, blocks.num_blocks // 4, USUAL_BLOCKS)
+    held_out = min(
+        most_tokens(blocks.block_size) // blocks.block_size, blocks.num_blocks // 4, USUAL_BLOCKS
+    )
     return checking + passes_of_contest(USUAL_RIVALS, held_out)
 
 
@@ -342,11 +394,15 @@ def _checked(
         except UserError:
             continue
         step = in_sequence(progress, sizes)[1]
-        check = prediction_check.check_predictions(model, table, held_out, cost, share, progress=step)
+        check = prediction_check.check_predictions(
+            model, table, held_out, cost, share, progress=step
+        )
         if check is not None:
             break
     if check is None:
-        SILENT.caution("the costs of windows are not checked: the model has too few different layouts of one memory")
+        SILENT.caution(
+            "the costs of windows are not checked: the model has too few different layouts of one memory"
+        )
         return table, sizes
     table = replace(table, metadata={**table.metadata, CHECK: check.as_mapping()})
     if not check.has_failed:
@@ -362,21 +418,29 @@ def _checked(
     return replace(table, metadata={**table.metadata, HEAD_GATES: gates}), sizes
 
 
-def _cache_cost(model: PreTrainedModel, context: int, window: int, sinks: int) -> tuple[CacheCost, int]:
+def _cache_cost(
+    model: PreTrainedModel, context: int, window: int, sinks: int
+) -> tuple[CacheCost, int]:
     """Return the size of the KV cache of a model's layouts for one sequence, and the number of its KV heads."""
     with windows.full_attention(model) as states:
         heads, sizes = attention.heads_per_layer(states), [state.head_dim for state in states]
         facts = cache_facts(config_layers([state.native_window for state in states]), heads, sizes)
-    return CacheCost(context, 1, window, dtype=device.dtype_name(model.dtype), sinks=sinks, **facts), sum(heads)
+    return CacheCost(
+        context, 1, window, dtype=device.dtype_name(model.dtype), sinks=sinks, **facts
+    ), sum(heads)
 
 
-def _contest(model: PreTrainedModel, blocks: TokenBlocks, entrants: Sequence[Entrant], progress: Progress) -> Contest:
+def _contest(
+    model: PreTrainedModel, blocks: TokenBlocks, entrants: Sequence[Entrant], progress: Progress
+) -> Contest:
     """Compare layouts with as many blocks in a pass as fit in memory."""
     size = micro_batch.fitting_batch(model, blocks)
     return run_contest(model, blocks, entrants, batch_size=size, progress=progress)
 
 
-def _entrants(table: HeadScores, cost: CacheCost, limit: int, candidates: Sequence[TriedWindow]) -> list[Entrant]:
+def _entrants(
+    table: HeadScores, cost: CacheCost, limit: int, candidates: Sequence[TriedWindow]
+) -> list[Entrant]:
     """Return the layouts to compare within ``limit`` bytes.
 
     With costs of windows they are ``rival_layouts``; without, the highest-scoring heads at each of ``candidates``.
@@ -385,7 +449,9 @@ def _entrants(table: HeadScores, cost: CacheCost, limit: int, candidates: Sequen
         layouts = rival_layouts(table, cost, limit)
     else:
         layouts = {f"{ONE_WINDOW}{row.window}": one_window_layout(table, row) for row in candidates}
-    return [Entrant(name, layout, predicted_loss(table, layout)) for name, layout in layouts.items()]
+    return [
+        Entrant(name, layout, predicted_loss(table, layout)) for name, layout in layouts.items()
+    ]
 
 
 def cost_blocks(block_size: int) -> int:

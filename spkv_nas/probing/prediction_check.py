@@ -62,7 +62,9 @@ def check_predictions(
     text = blocks.nested([min(usual_blocks(blocks.block_size), blocks.num_blocks)])[0]
     requested: list[Layout | None] = [None, *layouts]
     size = micro_batch.fitting_batch(model, text)
-    full, *scores = zero_shot(model, requested, text, batch_size=size, reporter=Reporter.of(progress))
+    full, *scores = zero_shot(
+        model, requested, text, batch_size=size, reporter=Reporter.of(progress)
+    )
     predicted = np.array([100.0 * predicted_loss(table, layout) / full.mean for layout in layouts])
     measured = np.array([paired.paired_difference(score, full).percent for score in scores])
     ranks = spearman(predicted, measured)
@@ -71,7 +73,9 @@ def check_predictions(
         blocks=text.num_blocks,
         predicted=tuple(predicted.tolist()),
         measured=tuple(measured.tolist()),
-        correlation=0.0 if ranks is None else ranks[0],  # None: all are equal, so that nothing is predicted
+        correlation=0.0
+        if ranks is None
+        else ranks[0],  # None: all are equal, so that nothing is predicted
         slope=float((predicted * measured).sum() / max((predicted**2).sum(), np.finfo(float).tiny)),
         reliability=_reliability(np.stack([score.total for score in scores]), full),
     )

@@ -93,23 +93,31 @@ def learn_gates(
     """
     # Check the arguments
     if config.target_density is None and not config.price:
-        raise UserError("gates on a frozen model need a target density, or a price above 0 (the sparsity penalty)")
+        raise UserError(
+            "gates on a frozen model need a target density, or a price above 0 (the sparsity penalty)"
+        )
     check_blocks(model, blocks)
     weights.check_placed(model)
 
     # Attach gates and restore the last checkpoint
     size = frozen.blocks_per_step(blocks, step_tokens)
     attach.attach_gates(model, config, seed=seed)
-    rate = learning_rate or predictor_learning_rate(model_shape.model_size(model).without_embeddings)
+    rate = learning_rate or predictor_learning_rate(
+        model_shape.model_size(model).without_embeddings
+    )
     learning = _Learning(model, config, blocks.boundaries, rate, steps)
     predictors = gates.predictor_parameters(model)
     with (
         modes.evaluation_mode(model),
-        frozen.frozen_within_memory(model, blocks.block_size, size, predictors, config) as micro_batch,
+        frozen.frozen_within_memory(
+            model, blocks.block_size, size, predictors, config
+        ) as micro_batch,
     ):
         first = learning.restore(state)
         # Train on this rank's share of each batch
-        for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed + 1)):
+        for step, block_indices in enumerate(
+            shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
+        ):
             if step < first:
                 continue
             tokens = frozen.rank_tokens(blocks, np.sort(block_indices), input_device(model))
@@ -119,33 +127,57 @@ def learn_gates(
             if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
                 distributed.on_main(partial(learning.save, state, step + 1))
     modes.set_price(model, 0.0)
-    return GateTraining(steps, steps * size * blocks.block_size, learning.density, learning.last_price, first)
+    return GateTraining(
+        steps, steps * size * blocks.block_size, learning.density, learning.last_price, first
+    )
 
 
 class _Learning:
     """Training loop state of the predictors, advanced one ``step`` at a time."""
 
     def __init__(
-        self, model: PreTrainedModel, config: GateConfig, boundaries: Boundaries, learning_rate: float, steps: int
+        self,
+        model: PreTrainedModel,
+        config: GateConfig,
+        boundaries: Boundaries,
+        learning_rate: float,
+        steps: int,
     ) -> None:
         """Create the optimizer, the learning-rate schedule and the price controller."""
         self._model, self._config, self._boundaries = model, config, boundaries
         predictors = gates.predictor_parameters(model)
-        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter in predictors}
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter in predictors
+        }
         # Apply weight decay to matrices and kernels, not to biases
         groups = [
-            {"params": [p for p in self._parameters.values() if p.ndim >= 2], "weight_decay": _WEIGHT_DECAY},
+            {
+                "params": [p for p in self._parameters.values() if p.ndim >= 2],
+                "weight_decay": _WEIGHT_DECAY,
+            },
             {"params": [p for p in self._parameters.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, fused=True)
         # Let the learning rate fall along a cosine, to ``_FINAL`` times its first value
         cosines = (math.cos(math.pi * step / steps) for step in range(steps))
-        self._rates = [learning_rate * (_FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + cosine)) for cosine in cosines]
+        self._rates = [
+            learning_rate * (_FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + cosine)) for cosine in cosines
+        ]
         self._price = None if config.target_density is None else Price(config.target_density)
         self._tracker = density_tracker.DensityTracker(model)
-        self.density = self.last_price = math.nan  # mean density over heads, and price of a key, in the last step
+        self.density = self.last_price = (
+            math.nan
+        )  # mean density over heads, and price of a key, in the last step
 
-    def step(self, number: int, tokens: Tensor, sizes: tuple[int, int], micro_batch: memory.AdaptiveBatchSize) -> None:
+    def step(
+        self,
+        number: int,
+        tokens: Tensor,
+        sizes: tuple[int, int],
+        micro_batch: memory.AdaptiveBatchSize,
+    ) -> None:
         """Apply update ``number`` from 0 on all ranks, with this rank's ``tokens`` int64 [B, T].
 
         ``sizes`` are the tokens to predict and those of text (``Boundaries.num_measured``) of all ranks.
@@ -156,7 +188,9 @@ class _Learning:
         # Gradients, summed over ranks
         gradients = partial(self._add_gradients, sizes=sizes)
         total, benefits = frozen.run_micro_batches(gradients, tokens, micro_batch)
-        frozen.check_finite("the training loss of the gates", float(distributed.sum_over_processes(total)), number)
+        frozen.check_finite(
+            "the training loss of the gates", float(distributed.sum_over_processes(total)), number
+        )
         distributed.sum_gradients(self._parameters.values())
         # Adjust the price toward the target density
         measured = self._tracker.stop()
@@ -171,7 +205,9 @@ class _Learning:
             group["lr"] = self._rates[number]
         self._optimizer.step()
 
-    def _add_gradients(self, parts: Iterator[Tensor], sizes: tuple[int, int]) -> tuple[Tensor, arrays.Float | None]:
+    def _add_gradients(
+        self, parts: Iterator[Tensor], sizes: tuple[int, int]
+    ) -> tuple[Tensor, arrays.Float | None]:
         """Compute a step's gradients from zero by ``parts`` int64 [b, T]; ``sizes`` are those of the step.
 
         Return this rank's share of the step's mean loss, and benefits of keys until the first price is set.
@@ -186,7 +222,9 @@ class _Learning:
             for tokens in parts:
                 # Weight loss and price by the shares of this micro-batch
                 own_sizes = self._boundaries.num_measured(tokens.cpu().numpy())
-                loss_share, price_share = (part / whole for part, whole in zip(own_sizes, sizes, strict=True))
+                loss_share, price_share = (
+                    part / whole for part, whole in zip(own_sizes, sizes, strict=True)
+                )
                 modes.set_price(self._model, self.last_price * price_share)
                 loss = mean_nll(self._model, **self._boundaries.inputs(tokens)) * loss_share
                 total += loss.detach()
@@ -205,7 +243,9 @@ class _Learning:
             "density": self.density,
             "last_price": self.last_price,
             "price": None if self._price is None else self._price.state(),
-            "parameters": {name: parameter.detach() for name, parameter in self._parameters.items()},
+            "parameters": {
+                name: parameter.detach() for name, parameter in self._parameters.items()
+            },
             "optimizer": self._optimizer.state_dict(),
         }
         folder.parent.mkdir(parents=True, exist_ok=True)

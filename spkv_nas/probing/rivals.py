@@ -14,7 +14,14 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import micro_batch
-from spkv_nas.evaluation.contest import FINALISTS, USUAL_BLOCKS, Contest, Entrant, passes_of_contest, run_contest
+from spkv_nas.evaluation.contest import (
+    FINALISTS,
+    USUAL_BLOCKS,
+    Contest,
+    Entrant,
+    passes_of_contest,
+    run_contest,
+)
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.windows import USUAL_RIVALS, predicted_loss, rival_layouts
 
@@ -61,9 +68,14 @@ class Rivals:
         finalists = self._finalists()
         if finalists & {_kind(name) for name in layouts}:
             layouts = {name: layout for name, layout in layouts.items() if _kind(name) in finalists}
-        entrants = [Entrant(name, layout, predicted_loss(self.table, layout)) for name, layout in layouts.items()]
+        entrants = [
+            Entrant(name, layout, predicted_loss(self.table, layout))
+            for name, layout in layouts.items()
+        ]
         size = micro_batch.fitting_batch(self.model, self.text)
-        return run_contest(self.model, self.text, entrants, batch_size=size, cache=self.cache, progress=progress)
+        return run_contest(
+            self.model, self.text, entrants, batch_size=size, cache=self.cache, progress=progress
+        )
 
     def record(self) -> dict[str, list[dict[str, Any]]]:
         """Return the entries for a record: the layouts that were compared for each budget, best first."""
@@ -85,7 +97,11 @@ def passes_of_choices(number: float, num_blocks: int, *, is_first: bool = True) 
     """Return about how many passes over a block ``Rivals`` takes for ``number`` budgets, the first with all kinds."""
     num_blocks = min(num_blocks, USUAL_BLOCKS)
     of_finalists = passes_of_contest(FINALISTS, num_blocks)
-    of_first = passes_of_contest(USUAL_RIVALS, num_blocks) - of_finalists if is_first and number > 0 else 0.0
+    of_first = (
+        passes_of_contest(USUAL_RIVALS, num_blocks) - of_finalists
+        if is_first and number > 0
+        else 0.0
+    )
     return number * of_finalists + of_first
 
 

@@ -51,11 +51,17 @@ SINKS = flag.Flag(
 )
 _TAU = flag.Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")
 _ABLATION_TOKENS = flag.Flag(
-    "Tokens for the add-one-head ablation that validates the ranking; 0 skips it.", low=0, high=limits.MAX_WHOLE
+    "Tokens for the add-one-head ablation that validates the ranking; 0 skips it.",
+    low=0,
+    high=limits.MAX_WHOLE,
 )
-_GRANULARITY = flag.Flag("Choose single heads, or only whole layers.", metavar="head|layer", values=kinds.GRANULARITIES)
+_GRANULARITY = flag.Flag(
+    "Choose single heads, or only whole layers.", metavar="head|layer", values=kinds.GRANULARITIES
+)
 _MAX_HEADS = flag.Flag(
-    "Maximum number of heads to measure individually, in the layers that gain most.", low=1, high=limits.MAX_SIZE
+    "Maximum number of heads to measure individually, in the layers that gain most.",
+    low=1,
+    high=limits.MAX_SIZE,
 )
 
 
@@ -88,7 +94,9 @@ class Signal(registry.Entry, ABC):
     takes_sinks: ClassVar[bool] = False
     # whether ``measure`` takes ``cache``, a folder of layout scores shared with searches
     caches_scores: ClassVar[bool] = False
-    cached_layers: ClassVar[float] = 0.0  # share of the layers whose hidden states stay in memory between passes
+    cached_layers: ClassVar[float] = (
+        0.0  # share of the layers whose hidden states stay in memory between passes
+    )
     is_bounded: ClassVar[bool] = False  # whether ``work`` is an upper bound
 
     @abstractmethod
@@ -129,7 +137,11 @@ class Signal(registry.Entry, ABC):
         """Return the memory and FLOPs of measuring on ``tokens`` tokens; arguments as in ``work``."""
         work = self.work(stages.size.heads.grid, tokens, stages.block_size)
         return stages.measure(
-            self.stage_name, work.tokens, work.passes, scored=self.computes_logits, shares=self.cached_layers
+            self.stage_name,
+            work.tokens,
+            work.passes,
+            scored=self.computes_logits,
+            shares=self.cached_layers,
         )
 
     @property
@@ -143,7 +155,9 @@ def parse_sinks(text: str | None) -> int | None:
     if text in (None, "auto"):
         return None
     if not str(text).isdecimal() or int(str(text)) > limits.MAX_WINDOW:
-        raise errors.UserError(f"--sinks must be auto or a number of tokens up to {limits.MAX_WINDOW}; found '{text}'")
+        raise errors.UserError(
+            f"--sinks must be auto or a number of tokens up to {limits.MAX_WINDOW}; found '{text}'"
+        )
     return int(str(text))
 
 
@@ -241,11 +255,17 @@ class Duo(Signal):
 
     def work(self, grid: Grid, tokens: int, block_size: int) -> Work:
         """Return the passes over the blocks of a step."""
-        return Work(self.steps, min(tokens, defaults.DUO_STEP_BLOCKS * block_size), defaults.FROZEN_STEP_PASSES)
+        return Work(
+            self.steps,
+            min(tokens, defaults.DUO_STEP_BLOCKS * block_size),
+            defaults.FROZEN_STEP_PASSES,
+        )
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of training alphas on a frozen model."""
-        return stages.learn_gates(self.stage_name, self.steps, defaults.DUO_STEP_BLOCKS * stages.block_size, mixes=2)
+        return stages.learn_gates(
+            self.stage_name, self.steps, defaults.DUO_STEP_BLOCKS * stages.block_size, mixes=2
+        )
 
 
 @dataclass(frozen=True)
@@ -280,7 +300,10 @@ class HeadGates(Signal):
 class WindowCosts(Signal):
     """Cost of every window of local heads, from which layouts of one or several windows are made for any budget."""
 
-    name, help = "window-costs", "what each window costs each head, for layouts within a memory budget"
+    name, help = (
+        "window-costs",
+        "what each window costs each head, for layouts within a memory budget",
+    )
     kind, unit = kinds.GAIN, kinds.NATS
     takes_sinks = True
 
@@ -297,17 +320,26 @@ class WindowCosts(Signal):
         from spkv_nas.probing.window_costs import measured_windows, passes, usual_blocks
 
         num_blocks = max(1, min(tokens // block_size, usual_blocks(block_size)))
-        return Work(1.0, num_blocks * block_size, passes(len(measured_windows(block_size)), num_blocks))
+        return Work(
+            1.0, num_blocks * block_size, passes(len(measured_windows(block_size)), num_blocks)
+        )
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of gradients of a frozen model with respect to its heads."""
-        from spkv_nas.probing.window_costs import MOST_BLOCKS, measured_windows, passes, usual_blocks
+        from spkv_nas.probing.window_costs import (
+            MOST_BLOCKS,
+            measured_windows,
+            passes,
+            usual_blocks,
+        )
 
         num_kinds = len(measured_windows(stages.block_size)) + 1
         num_blocks = usual_blocks(stages.block_size)
         # Fewer blocks have more draws each
         effort = passes(num_kinds - 1, num_blocks) / passes(num_kinds - 1, MOST_BLOCKS)
-        return stages.learn_gates(self.stage_name, round(num_blocks * effort), stages.block_size, mixes=num_kinds)
+        return stages.learn_gates(
+            self.stage_name, round(num_blocks * effort), stages.block_size, mixes=num_kinds
+        )
 
 
 DENSITY = Density()

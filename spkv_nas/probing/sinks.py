@@ -98,22 +98,32 @@ class SinkReport:
         if by_position.sum() < _MIN_EXCESS and excess.sum(-1).max() <= defaults.STRONG_SINK:
             return 0
         held = np.cumsum(by_position) / by_position.sum()
-        return next((n for n in NUM_SINKS if n >= len(held) or held[n - 1] >= _MIN_HELD), NUM_SINKS[-1])
+        return next(
+            (n for n in NUM_SINKS if n >= len(held) or held[n - 1] >= _MIN_HELD), NUM_SINKS[-1]
+        )
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for ``probe.yaml``."""
         largest, sinks = self.largest, max(1, self.number)
-        activation = None if largest is None else {**asdict(largest), "ratio": float(f"{largest.ratio:.4g}")}
+        activation = (
+            None if largest is None else {**asdict(largest), "ratio": float(f"{largest.ratio:.4g}")}
+        )
         return {
             "sink_mass": round(self.first_mass, 4),
-            **({"sink_tokens_mass": round(float(self.mass[..., :sinks].sum(-1).mean()), 4)} if sinks > 1 else {}),
+            **(
+                {"sink_tokens_mass": round(float(self.mass[..., :sinks].sum(-1).mean()), 4)}
+                if sinks > 1
+                else {}
+            ),
             "sink_heads": self.num_strong,
             "measured_heads": self.kv_mass.size,
             "massive_activation": activation,
         }
 
 
-def choose_sinks(model: PreTrainedModel, blocks: TokenBlocks, window: int | None = None) -> tuple[int, dict[str, Any]]:
+def choose_sinks(
+    model: PreTrainedModel, blocks: TokenBlocks, window: int | None = None
+) -> tuple[int, dict[str, Any]]:
     """Choose the number of sink tokens of local heads when none is specified; the sibling of ``default_window``.
 
     A model with a layout keeps its layout's number, and one whose gates keep first tokens theirs. On any other model it
@@ -136,7 +146,11 @@ def choose_sinks(model: PreTrainedModel, blocks: TokenBlocks, window: int | None
 
 @torch.inference_mode()
 def measure_sinks(
-    model: PreTrainedModel, blocks: TokenBlocks, window: int | None = None, *, tokens: int = defaults.SINK_TOKENS
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    window: int | None = None,
+    *,
+    tokens: int = defaults.SINK_TOKENS,
 ) -> SinkReport:
     """Measure the attention on the first tokens of blocks, with every head open; the model is restored afterwards.
 
@@ -150,15 +164,23 @@ def measure_sinks(
     window = windows.default_window(model, blocks.block_size) if window is None else window
     positions = blocks.boundaries.positions(blocks.marked())
     longest = int(positions.max()) + 1  # tokens of a document
-    start = max(1, min(window + _POSITIONS, longest - 1))  # position in the document of the first query that counts
-    num_positions = min(_POSITIONS, max(1, start + 1 - window))  # of keys outside the window of the first query
+    start = max(
+        1, min(window + _POSITIONS, longest - 1)
+    )  # position in the document of the first query that counts
+    num_positions = min(
+        _POSITIONS, max(1, start + 1 - window)
+    )  # of keys outside the window of the first query
     with windows.full_attention(model) as states, _watch_activations(model) as activations:
         candidates = local_layers.candidate_layers(states)
         # Queries beyond a native window do not see the first token
         stop = max(start, min(longest, *(states[layer].checkpoint_window for layer in candidates)))
-        sums = {layer: torch.zeros(0) for layer in candidates}  # [Hq, positions], summed over queries and blocks
+        sums = {
+            layer: torch.zeros(0) for layer in candidates
+        }  # [Hq, positions], summed over queries and blocks
         for layer in candidates:
-            states[layer].observer = _observer(sums, layer, states[layer], slice(start, stop), num_positions)
+            states[layer].observer = _observer(
+                sums, layer, states[layer], slice(start, stop), num_positions
+            )
         for block in range(blocks.num_blocks):  # one by one, to bound memory
             inputs = blocks.boundaries.inputs(block_tokens(blocks, block, 1, input_device(model)))
             model.get_decoder()(**inputs, use_cache=False)
@@ -167,13 +189,19 @@ def measure_sinks(
     queries = positions[(positions >= start) & (positions < stop)]
     mass = np.stack([part.cpu().double().numpy() for part in sums.values()]) / max(1, len(queries))
     if not np.isfinite(mass).all():
-        raise errors.UserError(f"the model's attention is not finite\n{errors.OVERFLOW} (--dtype float32)")
+        raise errors.UserError(
+            f"the model's attention is not finite\n{errors.OVERFLOW} (--dtype float32)"
+        )
     average = float((1.0 / (queries + 1)).mean()) if len(queries) else 0.0
     return SinkReport(mass, num_kv_heads, average, tuple(activations.values()))
 
 
 def _observer(
-    sums: dict[int, Tensor], layer: int, state: attention.LayerState, queries: slice, num_positions: int
+    sums: dict[int, Tensor],
+    layer: int,
+    state: attention.LayerState,
+    queries: slice,
+    num_positions: int,
 ) -> Callable[..., None]:
     """Return an attention observer that adds one layer's weights on the first keys of documents to ``sums``.
 
@@ -181,20 +209,33 @@ def _observer(
     """
 
     def observe(
-        q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+        q: Tensor,
+        k: Tensor,
+        _v: Tensor,
+        scale: float,
+        sink_logits: Tensor | None,
+        starts: Tensor | None = None,
     ) -> None:
         total = torch.zeros(q.shape[1], num_positions, device=q.device)
         stop = queries.stop if starts is None else q.shape[2]
-        first = torch.zeros(len(q), stop, dtype=torch.long, device=q.device) if starts is None else starts
+        first = (
+            torch.zeros(len(q), stop, dtype=torch.long, device=q.device)
+            if starts is None
+            else starts
+        )
         options: Any = {"sink_logits": sink_logits, "softcap": state.softcap, "starts": starts}
-        weighted = attention_weights(q[:, :, :stop], k[:, :, :stop], scale, window=stop, start=queries.start, **options)
+        weighted = attention_weights(
+            q[:, :, :stop], k[:, :, :stop], scale, window=stop, start=queries.start, **options
+        )
         for query, weights in weighted:
             # Weights on the first keys of each query's document [B, Hkv, G, c, positions]
             position = query - first[:, query]
             index = first[:, query, None] + torch.arange(num_positions, device=q.device)
             index = index.clamp_max(weights.shape[-1] - 1)[:, None, None]
             on_first = weights.gather(-1, index.expand(*weights.shape[:-1], -1))
-            counted = ((position >= queries.start) & (position < queries.stop))[:, None, None, :, None]
+            counted = ((position >= queries.start) & (position < queries.stop))[
+                :, None, None, :, None
+            ]
             total += (on_first * counted).sum((0, -2)).flatten(0, 1)  # [Hq, positions]
         sums[layer] = sums[layer] + total if len(sums[layer]) else total
 
@@ -214,7 +255,9 @@ def _watch_activations(model: nn.Module) -> Iterator[dict[int, MassiveActivation
                 return
             # Compare the largest magnitude with the median of a sample
             magnitude = output.abs()  # [B, T, C]
-            position, channel = divmod(int(magnitude.argmax()) % magnitude[0].numel(), magnitude.shape[-1])
+            position, channel = divmod(
+                int(magnitude.argmax()) % magnitude[0].numel(), magnitude.shape[-1]
+            )
             every = 1 + magnitude.numel() // _MEDIAN_VALUES
             median = magnitude.flatten(0, 1)[::every].float().median()
             ratio = float(magnitude.max() / median.clamp_min(torch.finfo(torch.float32).tiny))
@@ -225,7 +268,10 @@ def _watch_activations(model: nn.Module) -> Iterator[dict[int, MassiveActivation
 
     # Hook the decoder layer around each attention layer
     names = [name.rpartition(".")[0] for name in attention.attention_layers(model)]
-    hooks = [model.get_submodule(name).register_forward_hook(watch(layer)) for layer, name in enumerate(names)]
+    hooks = [
+        model.get_submodule(name).register_forward_hook(watch(layer))
+        for layer, name in enumerate(names)
+    ]
     try:
         yield largest_by_layer
     finally:

@@ -104,18 +104,35 @@ def window_costs(
         layers = local_layers.candidate_layers(states)
         of_layers = _costs(model, states, layers, blocks, order, measured, sinks, seed, progress)
         native = local_layers.native_windows(states)
-    unchanged = nll.document_nll(model, blocks.nested([min(NLL_BLOCKS, blocks.num_blocks)])[0], batch_size=1).mean
+    unchanged = nll.document_nll(
+        model, blocks.nested([min(NLL_BLOCKS, blocks.num_blocks)])[0], batch_size=1
+    ).mean
     # By block: [N, L, Hkv, W]
     costs = np.zeros((len(order), len(states), *of_layers.shape[2:]))
     costs[:, layers] = of_layers
     means, by_window = _means(blocks, order, costs, measured, window)
-    costs_of_heads = np.where(head_cells(heads_per_layer(states))[..., None], by_window.values, np.nan)
-    facts = {**(metadata or {}), "nll": round(unchanged, 4), "blocks": len(order), "seed": seed, **native}
+    costs_of_heads = np.where(
+        head_cells(heads_per_layer(states))[..., None], by_window.values, np.nan
+    )
+    facts = {
+        **(metadata or {}),
+        "nll": round(unchanged, 4),
+        "blocks": len(order),
+        "seed": seed,
+        **native,
+    }
     facts |= {"sinks": sinks} if sinks else {}
-    record: dict[str, Any] = {"name": name, "metadata": facts, "kind": kinds.GAIN, "unit": kinds.NATS}
+    record: dict[str, Any] = {
+        "name": name,
+        "metadata": facts,
+        "kind": kinds.GAIN,
+        "unit": kinds.NATS,
+    }
     record["heads_per_layer"] = heads_per_layer(states)
     num_passes = passes(len(measured), len(order)) * len(order) / blocks.num_blocks
-    table = heads.signal_table("window-costs", means, window, passes=num_passes, tokens=blocks.tokens.size, **record)
+    table = heads.signal_table(
+        "window-costs", means, window, passes=num_passes, tokens=blocks.tokens.size, **record
+    )
     return replace(table, window_costs=replace(by_window, values=costs_of_heads))
 
 
@@ -134,7 +151,9 @@ def _means(
     for domain in domains:
         indices = order[domain_of == domain]
         some = np.moveaxis(costs[domain_of == domain], 0, -1)  # [L, Hkv, W, blocks]
-        sizes = np.array([blocks.boundaries.num_measured(blocks.marked(index)[None]) for index in indices])
+        sizes = np.array(
+            [blocks.boundaries.num_measured(blocks.marked(index)[None]) for index in indices]
+        )
         mean, error = statistics.jackknife_ratio(some, sizes[:, 0] / (blocks.block_size - 1))
         score, tokens = windows.index(window), int(sizes[:, 1].sum())
         means.append(heads.HeadMeans(mean[..., score], domain, tokens, 0, error[..., score]))
@@ -164,16 +183,22 @@ def _costs(
     def costs(part: range) -> list[Float]:
         """Compute those of some blocks in one pass of each kind."""
         indices = order[part.start : part.stop]
-        inputs = blocks.boundaries.inputs(block_tokens(blocks.part(indices), 0, len(part), input_device(model)))
+        inputs = blocks.boundaries.inputs(
+            block_tokens(blocks.part(indices), 0, len(part), input_device(model))
+        )
         # What a window costs the head alone, and its product with the widest one
         alone = np.zeros((grid[0], len(part), *grid[1:]))
         with_widest = np.zeros_like(alone)
         shares = _observed(model, states, layers, windows, sinks, len(part), is_halfway=False)
-        numbers = [np.random.default_rng([seed, index]).random((draws, block_targets)) for index in indices]
+        numbers = [
+            np.random.default_rng([seed, index]).random((draws, block_targets)) for index in indices
+        ]
         uniforms = torch.from_numpy(np.stack(numbers, 1))
         for draw, total in enumerate(loss.sampled_nlls(model, uniforms=uniforms, **inputs), 1):
             (gradient,) = torch.autograd.grad(total, shares, retain_graph=draw < draws)
-            frozen.check_finite("window costs: the loss", float(total.detach()), part.start + 1, gradient)
+            frozen.check_finite(
+                "window costs: the loss", float(total.detach()), part.start + 1, gradient
+            )
             slope = gradient.double().cpu().numpy()
             alone += slope**2 / (2.0 * draws * block_targets)
             with_widest += slope * slope[..., -1:] / (2.0 * draws * block_targets)
@@ -181,10 +206,14 @@ def _costs(
         # What it costs beside other heads at the widest window
         shares = _observed(model, states, layers, windows, sinks, len(part), is_halfway=True)
         num_targets = blocks.boundaries.num_measured(blocks.marked(indices))[0]
-        divergence = loss.mean_divergence(model, reference=partial(head_gates.unobserved, states), **inputs)
+        divergence = loss.mean_divergence(
+            model, reference=partial(head_gates.unobserved, states), **inputs
+        )
         divergence = divergence * (num_targets / block_targets)
         (gradient,) = torch.autograd.grad(divergence, shares)
-        frozen.check_finite("window costs: the loss", float(divergence.detach()), part.start + 1, gradient)
+        frozen.check_finite(
+            "window costs: the loss", float(divergence.detach()), part.start + 1, gradient
+        )
         beside_others = gradient.double().cpu().numpy() - with_widest
         return list((alone + beside_others).swapaxes(0, 1))
 
@@ -193,8 +222,12 @@ def _costs(
     by_block = np.zeros((len(order), *grid))
     on_cpu = input_device(model).type == "cpu"  # where larger passes are no faster
     per_pass = max(1, defaults.LEARNING_TOKENS // blocks.block_size if on_cpu else len(rank_share))
-    with frozen.frozen_within_memory(model, blocks.block_size, per_pass, attentions=grid[2] + 1) as micro_batch:
-        for index, block_costs in zip(rank_share, micro_batch.run_all(costs, rank_share, progress), strict=True):
+    with frozen.frozen_within_memory(
+        model, blocks.block_size, per_pass, attentions=grid[2] + 1
+    ) as micro_batch:
+        for index, block_costs in zip(
+            rank_share, micro_batch.run_all(costs, rank_share, progress), strict=True
+        ):
             by_block[index] = block_costs
     return distributed.sum_over_processes(by_block)
 
@@ -214,7 +247,9 @@ def _observed(
     shares = torch.zeros(grid, device=input_device(model)).requires_grad_()
     for layer, share in zip(layers, shares, strict=True):
         of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
-        states[layer].observer = frozen.Differences(states[layer], of_heads, windows, sinks, is_halfway=is_halfway)
+        states[layer].observer = frozen.Differences(
+            states[layer], of_heads, windows, sinks, is_halfway=is_halfway
+        )
     return shares
 
 

@@ -49,7 +49,9 @@ class Answer:
     certainty: Certainty | None
     # further layouts that differ from the best in many heads; None where they were not requested
     solutions: Solutions | None = None
-    recommended: str | None = None  # name of the layout that lost least of those that the probe compared; None: none
+    recommended: str | None = (
+        None  # name of the layout that lost least of those that the probe compared; None: none
+    )
 
 
 @dataclass(frozen=True)
@@ -99,26 +101,42 @@ def propose_for(
     if requirements.is_solved:
         limit = requirements.fitted(table, limit, window)
         solved = {(layout := requirements.solve(table, limit, window)).strategy: layout}
-    heads = next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
+    heads = (
+        next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
+    )
     tried = requirements.compared(table, limit, window)
     # Choose heads by every strategy and by other signals
     layouts = propose(table, heads, window=window, seed=seed, num_random=num_random)
     window = layouts[strategies.DENSEST.name].window
-    layouts |= {each.signal: densest_layout(each, heads, name=each.signal, window=window) for each in others} | solved
+    layouts |= {
+        each.signal: densest_layout(each, heads, name=each.signal, window=window) for each in others
+    } | solved
     layouts |= requirements.window_per_head(table, limit, window) | _of_probe(table, tried)
     # Bootstrap confidence intervals over the probe's documents
     resampled = bootstrap(table)
     certainty = None
     if resampled is not None:
-        certain = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
+        certain = {
+            name: requirements.probability(resampled, limit, progress=progress) for name in solved
+        }
         certainty = Certainty.of(resampled, layouts, heads, certain)
-    rows = _with_measured(coverage_table(table, layouts, heads, resampled, requirements.constraints), tried)
+    rows = _with_measured(
+        coverage_table(table, layouts, heads, resampled, requirements.constraints), tried
+    )
     if isinstance(cost, EngineCost) or table.window_costs is not None:
-        rows["kv_bytes"] = _kv_bytes(requirements, table, window, cost, [layouts[name] for name in rows["strategy"]])
+        rows["kv_bytes"] = _kv_bytes(
+            requirements, table, window, cost, [layouts[name] for name in rows["strategy"]]
+        )
     # Find further layouts if they are requested
     best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
-    several = find_solutions(table, requirements, limit, best, solutions, resampled=resampled) if solutions else None
-    return Answer(table, layouts, rows, certainty, several, table.metadata[RECOMMENDED] if tried else None)
+    several = (
+        find_solutions(table, requirements, limit, best, solutions, resampled=resampled)
+        if solutions
+        else None
+    )
+    return Answer(
+        table, layouts, rows, certainty, several, table.metadata[RECOMMENDED] if tried else None
+    )
 
 
 def _kv_bytes(
@@ -131,9 +149,13 @@ def _kv_bytes(
     """Return the bytes of each layout, in an engine those that it plans, missing where it does not run one."""
     if isinstance(cost, EngineCost):
         plans = [cost.layout_plan(layout) for layout in layouts]
-        return pd.array([None if plan is None else plan.memory(cost.batch) for plan in plans], dtype="Int64")
+        return pd.array(
+            [None if plan is None else plan.memory(cost.batch) for plan in plans], dtype="Int64"
+        )
     of_layouts = requirements.cost_of_layouts(table, window)
-    return pd.array([of_layouts.layout_bytes(layout, table.layers) for layout in layouts], dtype="Int64")
+    return pd.array(
+        [of_layouts.layout_bytes(layout, table.layers) for layout in layouts], dtype="Int64"
+    )
 
 
 def _of_probe(table: head_scores.HeadScores, tried: Sequence[TriedLayout]) -> dict[str, Layout]:
@@ -152,7 +174,10 @@ def _with_measured(rows: pd.DataFrame, tried: Sequence[TriedLayout]) -> pd.DataF
     if not by_name:
         return rows
     for column in ("predicted", "change", "standard_error"):
-        values = [getattr(by_name[name], column) if name in by_name else math.nan for name in rows["strategy"]]
+        values = [
+            getattr(by_name[name], column) if name in by_name else math.nan
+            for name in rows["strategy"]
+        ]
         rows[column] = np.round(values, 4)
     order = {name: index for index, name in enumerate(by_name)}
     position = rows["strategy"].map(lambda name: order.get(name, len(order)))
@@ -202,9 +227,13 @@ def coverage_table(
 
 def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
     """Warn of layouts in a ``coverage_table`` without exactly ``heads`` global heads: coverages do not compare."""
-    if "change" in rows:  # layouts of equal memory, which were compared on text, have unequal numbers of global heads
+    if (
+        "change" in rows
+    ):  # layouts of equal memory, which were compared on text, have unequal numbers of global heads
         rows = rows[rows["change"].isna()]
-    num_global = rows.set_index("strategy")["num_global"].drop(windows.WINDOW_PER_HEAD, errors="ignore")
+    num_global = rows.set_index("strategy")["num_global"].drop(
+        windows.WINDOW_PER_HEAD, errors="ignore"
+    )
     deviating = num_global[num_global != heads]
     if deviating.empty:
         return None
@@ -217,7 +246,9 @@ def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
 
 def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
     """Return mean and deviation of the random layouts in a ``coverage_table``; None if there are none."""
-    values = rows.loc[[strategies.strategy_of(name) is strategies.RANDOM for name in rows["strategy"]], "coverage"]
+    values = rows.loc[
+        [strategies.strategy_of(name) is strategies.RANDOM for name in rows["strategy"]], "coverage"
+    ]
     if values.empty:
         return None
     return RandomSpread(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0)
@@ -239,7 +270,9 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
     budget = answer.layouts[strategies.DENSEST.name].num_global
     with locks.locked(folder, "writes layouts", reporter.announce):
         # List the files that may be replaced or removed
-        draws = [f"{strategy.name}-*.yaml" for strategy in strategies.STRATEGIES if strategy.is_random]
+        draws = [
+            f"{strategy.name}-*.yaml" for strategy in strategies.STRATEGIES if strategy.is_random
+        ]
         random = [file.name for pattern in draws for file in folder.glob(pattern)]
         kinds = CONSTRAINED, ROBUST, windows.WINDOW_PER_HEAD, defaults.RECOMMENDED, RECOMMENDED
         optional = [f"{name}.yaml" for name in kinds]
@@ -274,7 +307,9 @@ def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
                 f"({len(layout.global_layers)} of {layout.num_layers} layers)"
             )
         elif layout.num_global != heads:
-            notes.append(f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}")
+            notes.append(
+                f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}"
+            )
         return "; ".join(notes)
     # Explain a solution of the integer program
     notes = []
@@ -324,7 +359,12 @@ def curve_for(
     budgets = parse_budgets(budget, table.num_candidates)
     table = resolve_tau(table, tau, budgets[0])
     return budget_curve(
-        table, requirements or Requirements(), budgets, resampled=bootstrap(table), window=window, progress=progress
+        table,
+        requirements or Requirements(),
+        budgets,
+        resampled=bootstrap(table),
+        window=window,
+        progress=progress,
     )
 
 
@@ -349,7 +389,9 @@ def budget_curve(
             layout = requirements.solve(table, Limit(budget), window)
         else:
             layout = densest_layout(table, budget, window=window)
-        low, high = (np.nan, np.nan) if resampled is None else resampled.coverage(layout.global_mask)
+        low, high = (
+            (np.nan, np.nan) if resampled is None else resampled.coverage(layout.global_mask)
+        )
         rows.append(
             {
                 "budget": budget,
@@ -359,11 +401,15 @@ def budget_curve(
                 "coverage_low": low,
                 "coverage_high": high,
                 "random": layout.num_global / table.num_heads,
-                "kv_bytes": np.nan if cost is None else cost.total(layout.num_global, table.num_heads),
+                "kv_bytes": np.nan
+                if cost is None
+                else cost.total(layout.num_global, table.num_heads),
             }
         )
         if requirements.serving is not None:
-            rows[-1]["max_heads_same_memory"] = requirements.max_heads_same_memory(table, layout.num_global, window)
+            rows[-1]["max_heads_same_memory"] = requirements.max_heads_same_memory(
+                table, layout.num_global, window
+            )
         name = f"{layout.strategy}-{budget}"
         layouts[name] = replace(layout, strategy=name)
         if progress is not None:
@@ -373,7 +419,9 @@ def budget_curve(
     return BudgetCurve(table, curve, layouts, find_knee(table, requirements, curve))
 
 
-def find_knee(table: head_scores.HeadScores, requirements: Requirements, rows: pd.DataFrame) -> Knee:
+def find_knee(
+    table: head_scores.HeadScores, requirements: Requirements, rows: pd.DataFrame
+) -> Knee:
     """Locate the knee of ``BudgetCurve.rows``.
 
     For the densest heads this is ``coverage.knee``, inside the range or not. For solved layouts it is the budget of
@@ -383,9 +431,14 @@ def find_knee(table: head_scores.HeadScores, requirements: Requirements, rows: p
         return Knee(knee(table), "beyond it each further head adds less than average")
     best = rows.iloc[int((rows["coverage"] - rows["random"]).to_numpy().argmax())]
     caveat = (
-        "; this is an end of the range, so the true knee may lie outside it" if best.name in (0, len(rows) - 1) else ""
+        "; this is an end of the range, so the true knee may lie outside it"
+        if best.name in (0, len(rows) - 1)
+        else ""
     )
-    return Knee(int(best["budget"]), f"at this budget coverage exceeds that of random heads by the most{caveat}")
+    return Knee(
+        int(best["budget"]),
+        f"at this budget coverage exceeds that of random heads by the most{caveat}",
+    )
 
 
 def coverage_by_budget(table: head_scores.HeadScores) -> pd.DataFrame | None:

@@ -25,7 +25,9 @@ def parse_budget(budget: int | str | None, num_heads: int) -> int:
     try:
         number = round(float(text[:-1]) / 100 * num_heads) if text.endswith("%") else int(text)
     except (ValueError, OverflowError) as error:
-        raise UserError(f"budget '{budget}' is not a number of KV heads; give for example 18 or 25%") from error
+        raise UserError(
+            f"budget '{budget}' is not a number of KV heads; give for example 18 or 25%"
+        ) from error
     if not 1 <= number <= num_heads:
         budget_text, number_text = text[:40], str(number)[:40]
         raise UserError(
@@ -67,7 +69,9 @@ def _parse_part(text: str, num_heads: int) -> list[int]:
     except ValueError:
         stride = 0
     if stride < 1:
-        raise UserError(f"budget '{text}': the step after the colon must be a whole number of at least 1")
+        raise UserError(
+            f"budget '{text}': the step after the colon must be a whole number of at least 1"
+        )
     return [*range(first, last, stride), last]
 
 
@@ -86,14 +90,20 @@ def parse_memories(text: str, full_bytes: float = math.inf) -> list[float]:
     """
     name, _, shares = text.partition("=")
     if name != MEMORY:
-        raise UserError(f"budget '{text}': give numbers of heads, or {MEMORY}, {MEMORY}=5%..50% or {MEMORY}=10%,20%")
+        raise UserError(
+            f"budget '{text}': give numbers of heads, or {MEMORY}, {MEMORY}=5%..50% or {MEMORY}=10%,20%"
+        )
     if not shares:
         return [float(percent) for percent in MEMORIES]
-    ends = [round(100.0 * _share(part, full_bytes), 6) for part in shares.replace("..", ",").split(",")]
+    ends = [
+        round(100.0 * _share(part, full_bytes), 6) for part in shares.replace("..", ",").split(",")
+    ]
     if ".." not in shares:
         return sorted({*ends})
     if len(ends) != 2 or ends[0] > ends[1]:
-        raise UserError(f"budget '{text}': give a range from the smaller share to the larger one, such as 5%..50%")
+        raise UserError(
+            f"budget '{text}': give a range from the smaller share to the larger one, such as 5%..50%"
+        )
     return sorted({*ends, *(float(percent) for percent in MEMORIES if ends[0] < percent < ends[1])})
 
 
@@ -109,4 +119,6 @@ def _share(text: str, full_bytes: float) -> float:
             f"--memory {text[:40]} holds the whole KV cache of full attention, {format_bytes(int(full_bytes))}: "
             "no head needs to be local; give less, a longer --context or a larger --batch"
         )
-    return math.floor(1e4 * memory / full_bytes) / 1e4  # two digits of a percentage, which are no more than the bytes
+    return (
+        math.floor(1e4 * memory / full_bytes) / 1e4
+    )  # two digits of a percentage, which are no more than the bytes

@@ -16,7 +16,11 @@ from spkv_nas.base.tables import Column, read_table
 from spkv_nas.proposal import coverage, integer_program
 
 CONSTRAINED, ROBUST = "constrained", "robust"  # strategy names of the layouts from ``solve``
-_WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight", "number", above=0, high=1e30))
+_WEIGHTS = (
+    Column("layer", "whole"),
+    Column("kv_head", "whole"),
+    Column("weight", "number", above=0, high=1e30),
+)
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,12 @@ class Constraints:
     global_layers: tuple[int, ...] = ()  # layers in which every head is global
     local_layers: tuple[int, ...] = ()  # layers in which every head is local
     granularity: str = "head"  # "head", or "layer" for whole layers only
-    uniform: bool = False  # same number of global heads in every layer that mixes global and local heads
-    max_windows: int | None = None  # most windows of local heads, for layouts with a window per head; None: three
+    uniform: bool = (
+        False  # same number of global heads in every layer that mixes global and local heads
+    )
+    max_windows: int | None = (
+        None  # most windows of local heads, for layouts with a window per head; None: three
+    )
     # windows of local heads to choose from, for such layouts; empty: those that were measured
     windows: tuple[int, ...] = ()
 
@@ -77,7 +85,10 @@ class Constraints:
                     f"--constraint '{text}': expected min-per-layer=N, max-per-layer=N, global-layers=0,20, "
                     "local-layers=3-5, uniform, max-windows=2 or windows=128,512"
                 )
-        return cls(granularity=granularity, **{name.replace("-", "_"): value for name, value in settings.items()})
+        return cls(
+            granularity=granularity,
+            **{name.replace("-", "_"): value for name, value in settings.items()},
+        )
 
     @property
     def named(self) -> dict[str, object]:
@@ -133,7 +144,9 @@ class Constraints:
                     f"give layers from 0 to {num_layers - 1}"
                 )
         if (self.min_per_layer or 0) > num_kv_heads:
-            raise UserError(f"min-per-layer={self.min_per_layer} is more than the {num_kv_heads} KV heads of a layer")
+            raise UserError(
+                f"min-per-layer={self.min_per_layer} is more than the {num_kv_heads} KV heads of a layer"
+            )
 
 
 def parse_layers(text: str, option: str) -> tuple[int, ...]:
@@ -146,7 +159,9 @@ def parse_layers(text: str, option: str) -> tuple[int, ...]:
         except ValueError:
             first, last = 0, -1
         if not 0 <= first <= last < 10**6:
-            raise UserError(f"{option} '{text}' is not a list of layers; give for example 0,20 or 3-5")
+            raise UserError(
+                f"{option} '{text}' is not a list of layers; give for example 0,20 or 3-5"
+            )
         layers |= set(range(first, last + 1))
     return tuple(sorted(layers))
 
@@ -161,7 +176,9 @@ def read_head_costs(path: Path, table: HeadScores) -> Float:
     rows = read_table(path, "head costs", _WEIGHTS)
     layer, head, weight = (rows[column.name].to_numpy() for column in _WEIGHTS)
     last = (int(layer.max()), int(head.max()))
-    is_known = (layer < table.num_layers).all() and (head < np.array(table.heads_per_layer)[layer]).all()
+    is_known = (layer < table.num_layers).all() and (
+        head < np.array(table.heads_per_layer)[layer]
+    ).all()
     if len(rows) != table.num_heads or not is_known:
         raise UserError(
             f"head costs {path}: the file has {len(rows)} rows, up to layer {last[0]} and KV head {last[1]}\n"
@@ -173,7 +190,9 @@ def read_head_costs(path: Path, table: HeadScores) -> Float:
     is_absent = np.isnan(weights) & table.is_head
     if is_absent.any():
         lacking = np.argwhere(is_absent)[0][0]
-        raise UserError(f"head costs {path}: one head is listed twice, and a head of layer {lacking} is missing")
+        raise UserError(
+            f"head costs {path}: one head is listed twice, and a head of layer {lacking} is missing"
+        )
     return weights
 
 
@@ -206,8 +225,14 @@ def solve(
     if layout is None:
         raise UserError(_conflict(integer_program.Problem(*arguments), constraints, budget))
     least = integer_program.Problem(*arguments, at_least=1).least()
-    reason = "the constraints make every head local" if least is None else f"at least {least:g} is needed"
-    raise UserError(f"no KV head can be global with budget {budget:g} and these constraints: {reason}")
+    reason = (
+        "the constraints make every head local"
+        if least is None
+        else f"at least {least:g} is needed"
+    )
+    raise UserError(
+        f"no KV head can be global with budget {budget:g} and these constraints: {reason}"
+    )
 
 
 def best_layout(
@@ -230,11 +255,16 @@ def best_layout(
     constraints = _checked(table, constraints, weights)
     masks = [layout.global_mask for layout in excluded]
     restrictions: dict[str, Any] = {"excluded": masks, "at_least": at_least, "apart": apart}
-    problem = integer_program.Problem(table.heads_per_layer, constraints.named, budget, weights, **restrictions)
+    problem = integer_program.Problem(
+        table.heads_per_layer, constraints.named, budget, weights, **restrictions
+    )
     best = problem.optimum(_objective(table, robust=robust))
     if best is None:
         return None
-    sizes: dict[str, Any] = {"window": window or table.window or DEFAULT_WINDOW, "sinks": table.sinks}
+    sizes: dict[str, Any] = {
+        "window": window or table.window or DEFAULT_WINDOW,
+        "sinks": table.sinks,
+    }
     strategy, heads = ROBUST if robust else CONSTRAINED, table.heads_per_layer
     layout = Layout.from_mask(best.mask, strategy=strategy, heads_per_layer=heads, **sizes)
     # Record constraints, costs and gap
@@ -248,23 +278,35 @@ def best_layout(
     return replace(layout, provenance=origin)
 
 
-def _checked(table: HeadScores, constraints: Constraints | None, weights: Float | None) -> Constraints:
+def _checked(
+    table: HeadScores, constraints: Constraints | None, weights: Float | None
+) -> Constraints:
     """Return the constraints on a table's layouts. Raises ``UserError`` if they or the weights do not fit its grid."""
     constraints = constraints or Constraints()
     constraints.check(table.grid)
     constraints = constraints.on(table)
-    if weights is not None and (weights.shape != table.grid or not (weights[table.is_head] > 0).all()):
-        raise UserError(f"weights must be above 0 and have shape {list(table.grid)}; found shape {list(weights.shape)}")
+    if weights is not None and (
+        weights.shape != table.grid or not (weights[table.is_head] > 0).all()
+    ):
+        raise UserError(
+            f"weights must be above 0 and have shape {list(table.grid)}; found shape {list(weights.shape)}"
+        )
     return constraints
 
 
 def _objective(table: HeadScores, *, robust: bool) -> Float:
     """Return the densities [P, L, Hkv] whose lowest coverage is maximised. Raises ``UserError`` if one has none."""
-    density = np.stack([table.domain_density(domain) for domain in table.domains]) if robust else table.density[None]
+    density = (
+        np.stack([table.domain_density(domain) for domain in table.domains])
+        if robust
+        else table.density[None]
+    )
     for domain, kept in zip(table.domains, density, strict=False):
         if not kept.any():
             of = f"domain '{domain}'" if robust else f"density table '{table.name}'"
-            raise UserError(f"every head density of {of} is 0 at tau = {table.tau:g}: choose a smaller tau")
+            raise UserError(
+                f"every head density of {of} is 0 at tau = {table.tau:g}: choose a smaller tau"
+            )
     return density
 
 
@@ -275,7 +317,9 @@ def _conflict(problem: integer_program.Problem, constraints: Constraints, budget
     descriptions |= {name: _option(name, value) for name, value in constraints.named.items()}
     message = f"no layout meets {' and '.join(descriptions[name] for name in culprits)}"
     least = problem.least() if "budget" in culprits else None
-    return message + (f": the constraints need a budget of at least {least:g}" if least is not None else "")
+    return message + (
+        f": the constraints need a budget of at least {least:g}" if least is not None else ""
+    )
 
 
 def _option(name: str, value: object) -> str:

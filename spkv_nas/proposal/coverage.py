@@ -54,7 +54,10 @@ def densest_candidates(table: head_scores.HeadScores) -> NDArray[np.intp]:
 def densest_coverage(table: head_scores.HeadScores) -> list[float]:
     """Return the coverage of the 1, 2, ... densest heads. Raises ``UserError`` if every density is 0."""
     order = densest_candidates(table)
-    return [_covered(table, heads_mask(order[:number], *table.grid)) for number in range(1, len(order) + 1)]
+    return [
+        _covered(table, heads_mask(order[:number], *table.grid))
+        for number in range(1, len(order) + 1)
+    ]
 
 
 def domain_coverage(table: head_scores.HeadScores, layout: Layout) -> dict[str, float]:
@@ -63,7 +66,11 @@ def domain_coverage(table: head_scores.HeadScores, layout: Layout) -> dict[str, 
     for domain in table.domains:
         density = table.domain_density(domain)
         total = float(density.sum())
-        covered[domain] = float(density[layout.global_mask].sum()) / total if total and not layout.windows else math.nan
+        covered[domain] = (
+            float(density[layout.global_mask].sum()) / total
+            if total and not layout.windows
+            else math.nan
+        )
     return covered
 
 
@@ -72,7 +79,11 @@ def coverage_curve(table: head_scores.HeadScores) -> pd.DataFrame:
     descending = np.sort(table.density[table.is_head])[::-1]
     budget = np.arange(1, descending.size + 1)
     return pd.DataFrame(
-        {"budget": budget, "densest": descending.cumsum() / _total(table), "random": budget / descending.size}
+        {
+            "budget": budget,
+            "densest": descending.cumsum() / _total(table),
+            "random": budget / descending.size,
+        }
     )
 
 
@@ -97,7 +108,9 @@ def _total(table: head_scores.HeadScores) -> float:
     return total
 
 
-def provenance(table: head_scores.HeadScores, layout: Layout, budget: float, seed: int | None = None) -> dict[str, Any]:
+def provenance(
+    table: head_scores.HeadScores, layout: Layout, budget: float, seed: int | None = None
+) -> dict[str, Any]:
     """Return the provenance to record in a layout file: probe, budget, coverage, threshold, seed, version."""
     covered = coverage(table, layout)
     origin = {
@@ -117,7 +130,9 @@ def provenance(table: head_scores.HeadScores, layout: Layout, budget: float, see
     separator = table.metadata.get("separator")
     if isinstance(separator, Mapping):
         chosen = {} if "nll" in separator else {"separator": separator.get("best")}
-        origin |= chosen | ({"documents": separator["documents"]} if "documents" in separator else {})
+        origin |= chosen | (
+            {"documents": separator["documents"]} if "documents" in separator else {}
+        )
     return origin
 
 
@@ -193,7 +208,11 @@ def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
     in all heads of each document.
     """
     documents = table.documents
-    if documents is None or not (np.bincount(documents.domain) > 1).any() or not documents.kept.any():
+    if (
+        documents is None
+        or not (np.bincount(documents.domain) > 1).any()
+        or not documents.kept.any()
+    ):
         return None
     if _is_constant(documents, table.is_head):
         return None
@@ -206,10 +225,14 @@ def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
         multiplicities = generator.multinomial(
             len(tokens), np.full(len(tokens), 1 / len(tokens)), NUM_RESAMPLES
         ).astype(float)
-        density = multiplicities @ kept.reshape(len(tokens), -1) / (multiplicities @ tokens)[:, None]
+        density = (
+            multiplicities @ kept.reshape(len(tokens), -1) / (multiplicities @ tokens)[:, None]
+        )
         densities.append(density.reshape(NUM_RESAMPLES, *kept.shape[1:]))
     domain_density = np.stack(densities, axis=1)
-    return Bootstrap(table, domain_density[domain_density.any((1, 2, 3))])  # coverage needs a nonzero density
+    return Bootstrap(
+        table, domain_density[domain_density.any((1, 2, 3))]
+    )  # coverage needs a nonzero density
 
 
 def _is_constant(documents: histogram.DocumentCounts, is_head: Mask) -> bool:
@@ -234,7 +257,10 @@ def _knee(density: Float) -> int:
 
 def beyond_doubt(probability: Float) -> tuple[int, int, int]:
     """Count the heads (chosen, excluded, undecided): the first two in at least 95 % of the resamples."""
-    chosen, excluded = int((probability >= LEVEL).sum()), int((probability <= 1 - LEVEL + 1e-9).sum())
+    chosen, excluded = (
+        int((probability >= LEVEL).sum()),
+        int((probability <= 1 - LEVEL + 1e-9).sum()),
+    )
     return chosen, excluded, int(np.isfinite(probability).sum()) - chosen - excluded
 
 
@@ -255,7 +281,9 @@ def caution(table: head_scores.HeadScores) -> str | None:
     if _is_constant(documents, table.is_head):
         return f"no confidence interval available: in every document of '{table.name}' all heads have the same score"
     # Explain what the intervals leave out
-    single_document_domains = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
+    single_document_domains = [
+        name for name, count in zip(documents.domains, counts, strict=True) if count == 1
+    ]
     if documents.num_documents < statistics.FEW_DOCUMENTS:
         return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"
     if not single_document_domains:
@@ -279,13 +307,21 @@ class Certainty:
 
     @classmethod
     def of(
-        cls, resampled: Bootstrap, layouts: Mapping[str, Layout], budget: int, solved: Mapping[str, Float] | None = None
+        cls,
+        resampled: Bootstrap,
+        layouts: Mapping[str, Layout],
+        budget: int,
+        solved: Mapping[str, Float] | None = None,
     ) -> "Certainty":
         """Summarise a bootstrap for the ``budget`` densest heads, ``layouts``, and probabilities of ``solved`` ones."""
         return cls(
             budget,
             {"densest": resampled.probability(budget), **(solved or {})},
-            {name: resampled.coverage(each.global_mask) for name, each in layouts.items() if not each.windows},
+            {
+                name: resampled.coverage(each.global_mask)
+                for name, each in layouts.items()
+                if not each.windows
+            },
             resampled.curve(),
             knee(resampled.table),
             resampled.knee_interval(),
@@ -294,8 +330,12 @@ class Certainty:
     def heads(self, table: head_scores.HeadScores) -> pd.DataFrame:
         """Return one row per head: layer, kv_head, density, and its selection probability by strategy."""
         layer, head = np.nonzero(table.is_head)
-        columns = {name: probability[table.is_head] for name, probability in self.probability.items()}
-        return pd.DataFrame({"layer": layer, "kv_head": head, "density": table.density[layer, head], **columns})
+        columns = {
+            name: probability[table.is_head] for name, probability in self.probability.items()
+        }
+        return pd.DataFrame(
+            {"layer": layer, "kv_head": head, "density": table.density[layer, head], **columns}
+        )
 
     @property
     def reach(self) -> float:
@@ -319,4 +359,7 @@ class Certainty:
             )
         low, high = self.knee_interval
         interval = f"{100 * LEVEL:.0f} % interval {low} to {high}"
-        return [*sentences, f"knee: {self.knee} heads ({interval}); beyond it each further head adds less than average"]
+        return [
+            *sentences,
+            f"knee: {self.knee} heads ({interval}); beyond it each further head adds less than average",
+        ]

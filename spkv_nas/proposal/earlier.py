@@ -19,7 +19,9 @@ KEPT = "earlier"  # folder of kept layouts, in the folder of those that replaced
 DECIDED_BY = "critical_budget"  # key of a layout's provenance: ``inputs`` of the result that chose it among budgets
 
 
-def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporter: progress.Reporter) -> bool:
+def keep_other_budget(
+    folder: Path, files: Collection[str], budget: int, reporter: progress.Reporter
+) -> bool:
     """Copy an earlier proposal of another budget to ``<folder>/<its budget>-heads/``; return whether there was one.
 
     The caller holds the folder's lock. ``files`` are those that the new proposal writes or removes.
@@ -35,11 +37,15 @@ def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporte
         return False
     # Copy its files to a folder of their own
     kept_folder = folder / f"{earlier_budget}-heads"
-    with replace.replacing(kept_folder, stale=[file.name for file in kept_folder.glob("*") if file.is_file()]) as new:
+    with replace.replacing(
+        kept_folder, stale=[file.name for file in kept_folder.glob("*") if file.is_file()]
+    ) as new:
         for name in files:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, new / name)
-    reporter.announce(f"kept the earlier layouts for {earlier_budget} global heads in {kept_folder}")
+    reporter.announce(
+        f"kept the earlier layouts for {earlier_budget} global heads in {kept_folder}"
+    )
     return True
 
 
@@ -57,7 +63,9 @@ def keep_layouts(
         layout = _read(folder / name) if name.endswith(".yaml") else None
         if layout is None or _identity(layout) == _identity(layouts.get(Path(name).stem)):
             continue
-        copies.append(folder / KEPT / kept_name(name, str(layout.provenance.get(DECIDED_BY, layout.hash))))
+        copies.append(
+            folder / KEPT / kept_name(name, str(layout.provenance.get(DECIDED_BY, layout.hash)))
+        )
         copies[-1].parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, copies[-1])
     if copies:
@@ -79,7 +87,11 @@ def write_layout(file: Path, layout: Layout, reporter: progress.Reporter) -> Non
 
 
 def write_layouts(
-    folder: Path, kind: str, layouts: Mapping[str, Layout], rows: pd.DataFrame, reporter: progress.Reporter
+    folder: Path,
+    kind: str,
+    layouts: Mapping[str, Layout],
+    rows: pd.DataFrame,
+    reporter: progress.Reporter,
 ) -> None:
     """Write ``<kind>.csv`` and ``<kind>/<name>.yaml`` per layout over all of that folder, locked, with a warning.
 
@@ -100,7 +112,9 @@ def _read(file: Path) -> Layout | None:
     if not file.is_file():
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # edited by hand: irrelevant, it is about to be replaced
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # edited by hand: irrelevant, it is about to be replaced
         try:
             return Layout.read(file)
         except errors.UserError:

@@ -48,7 +48,12 @@ from spkv_nas.proposal.strategies import densest
 DUO_ATTENTION, PRULONG = "duo-attention", "prulong"
 TSV_NAME, CONFIG_NAME = "full_attention_heads.tsv", "config.json"  # files in a DuoAttention folder
 _SHAPE_KEYS = ("num_hidden_layers", "num_key_value_heads")
-_SIZE_KEYS = {"sink_size": 0, "recent_size": 1, "local_window_size": 1, **dict.fromkeys(_SHAPE_KEYS, 1)}
+_SIZE_KEYS = {
+    "sink_size": 0,
+    "recent_size": 1,
+    "local_window_size": 1,
+    **dict.fromkeys(_SHAPE_KEYS, 1),
+}
 _CREATED_BY = f"spkv-nas {version.__version__}"
 _OVERSHOOT = 0.01  # clip values this far outside [0, 1]: one training step at DuoAttention's default learning rate
 
@@ -78,10 +83,16 @@ class ForeignScores:
     def table(self, name: str) -> head_scores.HeadScores:
         """Return the scores as a head-score table for ``propose``; ``metadata`` records their origin and file."""
         record = {"signal": self.origin, "source": self.source, "sinks": self.sink_size or 0}
-        return head_scores.HeadScores.from_array(self.values, name=name, kind=kinds.SHARE, window=self.window, **record)
+        return head_scores.HeadScores.from_array(
+            self.values, name=name, kind=kinds.SHARE, window=self.window, **record
+        )
 
     def choose(
-        self, *, budget: int | str | None = None, sparsity: float | None = None, threshold: float | None = None
+        self,
+        *,
+        budget: int | str | None = None,
+        sparsity: float | None = None,
+        threshold: float | None = None,
     ) -> arrays.Mask:
         """Return a bool mask [L, Hkv], true for global heads; without options, the mask that the scores already are.
 
@@ -120,7 +131,9 @@ def num_local(sparsity: float, num_heads: int) -> int:
     """Return how many of ``num_heads`` distinct scores lie below their quantile at ``sparsity`` in [0, 1]."""
     if sparsity in (0.0, 1.0):
         return int(sparsity * num_heads)
-    return math.ceil(sparsity * (num_heads - 1) - 1e-9)  # a head exactly on the quantile stays global
+    return math.ceil(
+        sparsity * (num_heads - 1) - 1e-9
+    )  # a head exactly on the quantile stays global
 
 
 def read_scores(path: Path) -> ForeignScores:
@@ -132,7 +145,9 @@ def read_scores(path: Path) -> ForeignScores:
     """
     if path.suffix == ".csv":
         table = head_scores.HeadScores.read(path)
-        return ForeignScores(table.values.clip(0.0), "density", str(path), table.window, table.sinks)
+        return ForeignScores(
+            table.values.clip(0.0), "density", str(path), table.window, table.sinks
+        )
     # Read the values
     file = path / TSV_NAME if files.is_folder(path) else path
     if file.suffix != ".tsv":
@@ -142,16 +157,30 @@ def read_scores(path: Path) -> ForeignScores:
     values = _read_values(file)
     config = _read_config(file.parent / CONFIG_NAME)
     # Compare their grid with the model's, if the config gives it
-    layers, heads = config.get(_SHAPE_KEYS[0], len(values)), config.get(_SHAPE_KEYS[1], len(values[0]))
-    what, remedy = f"the file of head scores {file}", "the file needs one value per KV head, not per query head"
+    layers, heads = (
+        config.get(_SHAPE_KEYS[0], len(values)),
+        config.get(_SHAPE_KEYS[1], len(values[0])),
+    )
+    what, remedy = (
+        f"the file of head scores {file}",
+        "the file needs one value per KV head, not per query head",
+    )
     grid.check_grid(
-        what, (len(values[0]),) * len(values), f"{CONFIG_NAME} in the same folder", (heads,) * layers, remedy
+        what,
+        (len(values[0]),) * len(values),
+        f"{CONFIG_NAME} in the same folder",
+        (heads,) * layers,
+        remedy,
     )
     # Identify the project and its sizes
     is_duo_attention = "recent_size" in config or file.name.startswith("full_attention_heads")
     window = config.get("recent_size", config.get("local_window_size"))
     return ForeignScores(
-        values, DUO_ATTENTION if is_duo_attention else PRULONG, str(path), window, config.get("sink_size")
+        values,
+        DUO_ATTENTION if is_duo_attention else PRULONG,
+        str(path),
+        window,
+        config.get("sink_size"),
     )
 
 
@@ -166,9 +195,15 @@ def _read_values(file: Path) -> arrays.Float:
     where = f"head scores {file}"
     text = files.read_text(file, "head scores")
     # Split the lines into cells, leaving out comments
-    lines = [(i, line.split("\t")) for i, line in enumerate(text.split("\n"), 1) if line.strip() and line[0] != "#"]
+    lines = [
+        (i, line.split("\t"))
+        for i, line in enumerate(text.split("\n"), 1)
+        if line.strip() and line[0] != "#"
+    ]
     if not lines:
-        raise errors.UserError(f"{where}: the file is empty; expected one line per layer with one value per KV head")
+        raise errors.UserError(
+            f"{where}: the file is empty; expected one line per layer with one value per KV head"
+        )
     # Check that all lines have equally many values
     for line, cells in lines:
         if len(cells) != len(lines[0][1]):
@@ -176,7 +211,10 @@ def _read_values(file: Path) -> arrays.Float:
                 f"{where}, line {line}: expected {len(lines[0][1])} values, as in the first line; found {len(cells)}"
             )
     return np.array(
-        [[_number(cell, f"{where}, line {i}, column {j}") for j, cell in enumerate(cells, 1)] for i, cells in lines]
+        [
+            [_number(cell, f"{where}, line {i}, column {j}") for j, cell in enumerate(cells, 1)]
+            for i, cells in lines
+        ]
     )
 
 
@@ -188,7 +226,9 @@ def _number(cell: str, where: str) -> float:
         value = math.nan
     if not -_OVERSHOOT <= value <= 1.0 + _OVERSHOOT:
         shown = cell if len(cell) <= 20 else cell[:20] + "..."
-        raise errors.UserError(f"{where}: expected tab-separated numbers in [0, 1]; found {shown!r}")
+        raise errors.UserError(
+            f"{where}: expected tab-separated numbers in [0, 1]; found {shown!r}"
+        )
     return min(max(value, 0.0), 1.0)
 
 
@@ -229,7 +269,9 @@ def convert(
     options = {"budget": budget, "sparsity": sparsity, "threshold": threshold}
     chosen = {name: value for name, value in options.items() if value is not None}
     if window is not None and window < 1:
-        raise errors.UserError(f"--window is {window}; it must be at least 1, because it includes the query's own key")
+        raise errors.UserError(
+            f"--window is {window}; it must be at least 1, because it includes the query's own key"
+        )
     # Read the source
     layout = Layout.read(source) if hub.is_on_hub(source) or _is_layout(source) else None
     if layout is None:
@@ -248,10 +290,18 @@ def convert(
     to_duo_attention = target_files[0].name == TSV_NAME
     if layout is None and (chosen or not to_duo_attention):
         layout, tie_notes = _chosen_layout(scores, chosen)
-        scores, notes = replace(scores, values=layout.global_mask.astype(np.float64)), notes + tie_notes
+        scores, notes = (
+            replace(scores, values=layout.global_mask.astype(np.float64)),
+            notes + tie_notes,
+        )
     # Write the target
-    if not _is_layout(target) and len({*(scores.heads_per_layer if layout is None else layout.heads_per_layer)}) > 1:
-        raise errors.UserError("the formats of DuoAttention and PruLong have as many KV heads in every layer")
+    if (
+        not _is_layout(target)
+        and len({*(scores.heads_per_layer if layout is None else layout.heads_per_layer)}) > 1
+    ):
+        raise errors.UserError(
+            "the formats of DuoAttention and PruLong have as many KV heads in every layer"
+        )
     if to_duo_attention:
         return [*notes, _write_duo_attention(target_files, scores)]
     assert layout is not None
@@ -268,11 +318,17 @@ def _resized(layout: Layout, target: Path, window: int | None, sinks: int | None
     Raises ``UserError`` for a layout of several windows, with a window for all heads or another target than a layout.
     """
     if window is not None or not _is_layout(target):
-        layout.check_one_window("--window, and the formats of DuoAttention and PruLong, have one for all heads")
-    return replace(layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks)
+        layout.check_one_window(
+            "--window, and the formats of DuoAttention and PruLong, have one for all heads"
+        )
+    return replace(
+        layout, window=window or layout.window, sinks=layout.sinks if sinks is None else sinks
+    )
 
 
-def _with_sizes(scores: ForeignScores, window: int | None, sinks: int | None) -> tuple[ForeignScores, list[str]]:
+def _with_sizes(
+    scores: ForeignScores, window: int | None, sinks: int | None
+) -> tuple[ForeignScores, list[str]]:
     """Fill in missing window and sinks of the scores; return them with a note on assumed values."""
     window = window or scores.window
     sinks = scores.sink_size if sinks is None else sinks
@@ -281,7 +337,11 @@ def _with_sizes(scores: ForeignScores, window: int | None, sinks: int | None) ->
         assumptions.append(f"a window of {DEFAULT_WINDOW} (change it with --window W)")
     if sinks is None:
         assumptions.append("no sink tokens (change it with --sinks N)")
-    notes = [f"{scores.source} does not record all sizes: assumed {' and '.join(assumptions)}"] if assumptions else []
+    notes = (
+        [f"{scores.source} does not record all sizes: assumed {' and '.join(assumptions)}"]
+        if assumptions
+        else []
+    )
     return replace(scores, window=window or DEFAULT_WINDOW, sink_size=sinks or 0), notes
 
 
@@ -289,9 +349,19 @@ def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layou
     """Return the layout of the chosen heads, with a note if the cut falls among equal scores."""
     assert scores.window is not None
     mask = scores.choose(**chosen)
-    provenance = {"source": scores.source, **chosen, "budget": int(mask.sum()), "created_by": _CREATED_BY}
-    sizes: dict[str, Any] = {"sinks": scores.sink_size or 0, "heads_per_layer": scores.heads_per_layer}
-    layout = Layout.from_mask(mask, window=scores.window, strategy=scores.origin, provenance=provenance, **sizes)
+    provenance = {
+        "source": scores.source,
+        **chosen,
+        "budget": int(mask.sum()),
+        "created_by": _CREATED_BY,
+    }
+    sizes: dict[str, Any] = {
+        "sinks": scores.sink_size or 0,
+        "heads_per_layer": scores.heads_per_layer,
+    }
+    layout = Layout.from_mask(
+        mask, window=scores.window, strategy=scores.origin, provenance=provenance, **sizes
+    )
     # Mention ties at the cut
     others = scores.values[~mask & np.isfinite(scores.values)]
     if not others.size or not mask.any() or scores.values[mask].min() > others.max():
@@ -331,7 +401,11 @@ def _write_duo_attention(target_files: Sequence[Path], scores: ForeignScores) ->
     with (replacing if folder.is_dir() else new_folder)(folder) as new:  # both files or neither
         files.write_json(new / CONFIG_NAME, config)
         files.write_atomic(new / TSV_NAME, _lines(scores.values, "{:.18e}"))
-    content = f"{int(scores.values.sum())} of {scores.values.size} KV heads global" if scores.is_mask else "scores"
+    content = (
+        f"{int(scores.values.sum())} of {scores.values.size} KV heads global"
+        if scores.is_mask
+        else "scores"
+    )
     sinks = f"{scores.sink_size} sink token{'' if scores.sink_size == 1 else 's'}"
     return f"{target_files[0]}: {content}, {sinks}, window {scores.window}"
 

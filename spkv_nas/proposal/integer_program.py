@@ -66,9 +66,17 @@ class Problem:
         apart: int = 1,
     ) -> None:
         """Store the problem; programs are built when it is solved."""
-        self._layers, self._constraints, self._budget = tuple(heads_per_layer), dict(constraints), budget
+        self._layers, self._constraints, self._budget = (
+            tuple(heads_per_layer),
+            dict(constraints),
+            budget,
+        )
         self._is_head = head_cells(heads_per_layer)
-        self._excluded, self._at_least, self._apart = [mask[self._is_head] for mask in excluded], at_least, apart
+        self._excluded, self._at_least, self._apart = (
+            [mask[self._is_head] for mask in excluded],
+            at_least,
+            apart,
+        )
         self._counts = weights is None
         self._weights = np.ones(sum(heads_per_layer)) if weights is None else weights[self._is_head]
 
@@ -101,7 +109,9 @@ class Problem:
                 continue
             upper_bound = max(upper_bound, candidate.value * (1 + candidate.gap))
             if best is None or candidate.value >= best.value - _TIE:
-                candidate = programs[index].tie_broken(gain, candidate) if breaks_ties else candidate
+                candidate = (
+                    programs[index].tie_broken(gain, candidate) if breaks_ties else candidate
+                )
                 best = candidate if best is None else max(best, candidate, key=_Optimum.rank)
         if best is None:
             return None
@@ -114,7 +124,9 @@ class Problem:
 
         None if there is none.
         """
-        programs = self._programs(self._constraints if constraints is None else constraints, budget=False)
+        programs = self._programs(
+            self._constraints if constraints is None else constraints, budget=False
+        )
         gain = -self._weights.reshape(1, -1)
         layouts = [program.best(gain) for program in programs]
         return min((-layout.value for layout in layouts if layout is not None), default=None)
@@ -143,10 +155,15 @@ class Problem:
     def _programs(self, constraints: Mapping[str, Any], *, budget: bool = True) -> "list[_Program]":
         """Build the program, or with ``uniform`` one per number of global heads in a mixed layer."""
         heads = max(self._layers)
-        has_mixed_layers = constraints.get("uniform") and constraints.get("granularity") != "layer" and heads > 1
+        has_mixed_layers = (
+            constraints.get("uniform") and constraints.get("granularity") != "layer" and heads > 1
+        )
         limit = self._budget if budget else np.inf
         mixed_counts = range(1, heads) if has_mixed_layers else [None]
-        programs = [_Program(self._layers, constraints, limit, self._weights, mixed) for mixed in mixed_counts]
+        programs = [
+            _Program(self._layers, constraints, limit, self._weights, mixed)
+            for mixed in mixed_counts
+        ]
         for program in programs:
             program.restrict(self._excluded, self._at_least, self._apart)
         return programs
@@ -173,7 +190,12 @@ class _Program:
     """
 
     def __init__(
-        self, heads: Sequence[int], constraints: Mapping[str, Any], budget: float, weights: Float, mixed: int | None
+        self,
+        heads: Sequence[int],
+        constraints: Mapping[str, Any],
+        budget: float,
+        weights: Float,
+        mixed: int | None,
     ) -> None:
         """Build variable bounds and constraint rows for layers of ``heads``; ``mixed`` have so many global ones."""
         # Set bounds: 0 or 1 per head, fixed for layers that are all global or all local
@@ -205,7 +227,9 @@ class _Program:
         """
         if excluded:
             masks = np.stack(excluded)
-            self._rows.append((self._wide(np.where(masks, 1.0, -1.0)), -np.inf, masks.sum(1) - float(apart)))
+            self._rows.append(
+                (self._wide(np.where(masks, 1.0, -1.0)), -np.inf, masks.sum(1) - float(apart))
+            )
             self._excludes = True
         if at_least:
             self._rows.append((self._wide(np.ones((1, self._num_heads))), at_least, np.inf))
@@ -231,8 +255,16 @@ class _Program:
             without_presolve = self._run(cost, rows, presolves=(False,))
         except UserError:  # out of time: the relaxation bounds the gap
             bound = self._run(cost, rows, relax=True)
-            return best if bound is None or best.value <= 0 else replace(best, gap=bound.value / best.value - 1)
-        return best if without_presolve is None else max(best, without_presolve, key=lambda solution: solution.value)
+            return (
+                best
+                if bound is None or best.value <= 0
+                else replace(best, gap=bound.value / best.value - 1)
+            )
+        return (
+            best
+            if without_presolve is None
+            else max(best, without_presolve, key=lambda solution: solution.value)
+        )
 
     def tie_broken(self, gain: Float, best: _Optimum) -> _Optimum:
         """Return, among layouts as good as ``best`` for gains [1, heads], the one with more and earlier heads."""
@@ -262,7 +294,9 @@ class _Program:
         # Interpret a missing solution: time limit or infeasible
         if result.x is None:
             if result.status == 1:
-                raise UserError(f"found no layout that meets the constraints within {TIME_LIMIT:g} s: loosen them")
+                raise UserError(
+                    f"found no layout that meets the constraints within {TIME_LIMIT:g} s: loosen them"
+                )
             return None
         proven = result.status == 0 and gap == 0.0
         remaining_gap = 0.0 if proven else float(result.mip_gap or 0)
@@ -291,7 +325,11 @@ class _Program:
             # global heads of a layer = heads * all_global + mixed * is_mixed
             (self._wide(np.hstack([of_layer.T, -self._heads * layer, -mixed * layer])), 0.0, 0.0),
             # a layer is all global, mixed, or neither
-            (self._wide(np.hstack([np.zeros((len(layer), self._num_heads)), layer, layer])), 0.0, 1.0),
+            (
+                self._wide(np.hstack([np.zeros((len(layer), self._num_heads)), layer, layer])),
+                0.0,
+                1.0,
+            ),
             # all_global implies every head
             (self._wide(np.hstack([head, -of_layer])), 0.0, np.inf),
             # a head implies all_global or is_mixed
@@ -304,9 +342,13 @@ class _Program:
             return []
         order = np.lexsort((-gain[0], self._layer_of))  # by layer, and in a layer by gain
         rank = np.empty(self._num_heads)
-        rank[order] = np.arange(self._num_heads) - np.repeat(self._heads.cumsum() - self._heads, self._heads)
+        rank[order] = np.arange(self._num_heads) - np.repeat(
+            self._heads.cumsum() - self._heads, self._heads
+        )
         mixed = self._of_layer * (rank[:, None] < self._mixed)
-        return [(self._wide(np.hstack([np.eye(self._num_heads), -self._of_layer, -mixed])), 0.0, 0.0)]
+        return [
+            (self._wide(np.hstack([np.eye(self._num_heads), -self._of_layer, -mixed])), 0.0, 0.0)
+        ]
 
     def _wide(self, left: NDArray[np.floating[Any]]) -> Any:
         """Return ``left`` as a sparse array, padded with zero columns to the number of variables."""
@@ -336,17 +378,26 @@ def minimise(
     them, to ``slack``. The relative ``gap`` at which to stop is 0 by default.
     """
     constraints = [scipy.optimize.LinearConstraint(*row) for row in rows]
-    for presolve in presolves:  # presolve can return infeasible points as optimal (scipy issue 24141)
+    for (
+        presolve
+    ) in presolves:  # presolve can return infeasible points as optimal (scipy issue 24141)
         options = {"mip_rel_gap": gap, "time_limit": TIME_LIMIT, "presolve": presolve}
         with _silenced():
             result = scipy.optimize.milp(
-                cost, constraints=constraints, bounds=bounds, integrality=integrality, options=options
+                cost,
+                constraints=constraints,
+                bounds=bounds,
+                integrality=integrality,
+                options=options,
             )
         if result.x is None:
             return result
         # Round, and check the rows ourselves
         point = result.x = np.where(integrality > 0, np.rint(result.x), result.x)
-        if all(((low - slack <= a @ point) & (a @ point <= high + slack)).all() for a, low, high in rows[:num_checked]):
+        if all(
+            ((low - slack <= a @ point) & (a @ point <= high + slack)).all()
+            for a, low, high in rows[:num_checked]
+        ):
             return result
     raise AssertionError("HiGHS returned a point that is not feasible")
 

@@ -14,7 +14,9 @@ from spkv_nas.proposal.budget import MATCH_BUDGET, parse_budget
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.strategies import DENSEST, NUM_RANDOM, STRATEGIES, Strategy, densest_first
 
-_MATCH_TOLERANCE = 0.01  # of "match-budget": absolute difference of mean density and the budget's share of heads
+_MATCH_TOLERANCE = (
+    0.01  # of "match-budget": absolute difference of mean density and the budget's share of heads
+)
 _MAX_BUDGET_RATIO = 1.75  # warn if the budget differs by more than this factor from the one the table was learned for
 _MIN_TIE_RATIO = 1.5  # warn of ties if mean density is at least this multiple of the budget's share (reports/LOG.md)
 
@@ -57,7 +59,9 @@ def propose(
     requirements = Requirements(kv_bytes=None if memory is None else str(memory), context=context)
     table = requirements.at_best_window(table, window)
     if memory is None:
-        limit = Limit(parse_budget(table.learned_budget if budget is None else budget, table.num_candidates))
+        limit = Limit(
+            parse_budget(table.learned_budget if budget is None else budget, table.num_candidates)
+        )
     else:
         limit = requirements.limit(table, budget, window)
     heads = limit.heads(table)
@@ -71,7 +75,13 @@ def propose(
 
 
 def layout_by(
-    strategy: Strategy, table: HeadScores, heads: int, *, name: str = "", window: int | None = None, seed: int = 0
+    strategy: Strategy,
+    table: HeadScores,
+    heads: int,
+    *,
+    name: str = "",
+    window: int | None = None,
+    seed: int = 0,
 ) -> Layout:
     """Choose the global heads by one strategy, and record their provenance; sink tokens are the table's.
 
@@ -83,7 +93,11 @@ def layout_by(
     # Let the strategy choose among the heads that can be global
     candidates = _candidates(table)
     chosen = strategy.choose(candidates, heads, seed=seed)
-    if chosen.dtype != np.bool_ or chosen.shape != candidates.grid or (chosen & ~candidates.is_head).any():
+    if (
+        chosen.dtype != np.bool_
+        or chosen.shape != candidates.grid
+        or (chosen & ~candidates.is_head).any()
+    ):
         raise UserError(
             f"the strategy '{strategy.name}' must return a bool mask of shape {list(candidates.grid)}; "
             f"it returned {chosen.dtype} of shape {list(chosen.shape)}"
@@ -95,7 +109,10 @@ def layout_by(
         window = table.window or DEFAULT_WINDOW
     facts: dict[str, Any] = {"sinks": table.sinks, "heads_per_layer": table.heads_per_layer}
     layout = Layout.from_mask(mask, window=window, strategy=name or strategy.name, **facts)
-    return replace(layout, provenance=coverage.provenance(table, layout, heads, seed if strategy.is_random else None))
+    return replace(
+        layout,
+        provenance=coverage.provenance(table, layout, heads, seed if strategy.is_random else None),
+    )
 
 
 def _candidates(table: HeadScores) -> HeadScores:
@@ -105,12 +122,18 @@ def _candidates(table: HeadScores) -> HeadScores:
     index = {layer: number for number, layer in enumerate(table.layers)}
     rows = table.rows[table.rows["layer"].isin(index)].copy()
     rows["layer"] = rows["layer"].map(index)
-    metadata = {key: value for key, value in table.metadata.items() if key not in ("native_windows", "head_dims")}
+    metadata = {
+        key: value
+        for key, value in table.metadata.items()
+        if key not in ("native_windows", "head_dims")
+    }
     only_whole: Any = {"positions": None, "histogram": None, "documents": None, "gains": None}
     return replace(table, rows=rows.reset_index(drop=True), metadata=metadata, **only_whole)
 
 
-def densest_layout(table: HeadScores, heads: int, *, name: str = "", window: int | None = None) -> Layout:
+def densest_layout(
+    table: HeadScores, heads: int, *, name: str = "", window: int | None = None
+) -> Layout:
     """Return the layout of the heads of highest score; see ``layout_by``."""
     return layout_by(DENSEST, table, heads, name=name, window=window)
 
@@ -134,15 +157,23 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
     if tau is None:
         return table
     if not table.is_density:
-        raise UserError(f"--tau applies to densities only, but '{table.name}' holds scores of signal {table.signal}")
+        raise UserError(
+            f"--tau applies to densities only, but '{table.name}' holds scores of signal {table.signal}"
+        )
     # Match the mean density to the budget
     if tau == MATCH_BUDGET:
         share = parse_budget(budget, table.num_candidates) / table.num_heads
-        return table if table.histogram is None else table.at_tau(rounded_tau(table.tau_for_density(share)))
+        return (
+            table
+            if table.histogram is None
+            else table.at_tau(rounded_tau(table.tau_for_density(share)))
+        )
     try:
         number = float(tau)
     except ValueError as error:
-        raise UserError(f"tau must be a number in [0, 1] or '{MATCH_BUDGET}'; found '{tau}'") from error
+        raise UserError(
+            f"tau must be a number in [0, 1] or '{MATCH_BUDGET}'; found '{tau}'"
+        ) from error
     return table.at_tau(number)
 
 
@@ -151,7 +182,11 @@ def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
     share = parse_budget(budget, table.num_candidates) / table.num_heads
     if abs(table.mean - share) <= _MATCH_TOLERANCE:
         return None
-    reason = "no threshold gives" if table.histogram is not None else "the only recorded threshold does not give"
+    reason = (
+        "no threshold gives"
+        if table.histogram is not None
+        else "the only recorded threshold does not give"
+    )
     return (
         f"'{table.name}': {reason} a mean density equal to the budget's share of heads, {share:.2f}; using tau "
         f"{table.tau:g}, where the mean density is {table.mean:.2f}"

@@ -19,7 +19,9 @@ _DRAWN = 10  # times as many layouts are drawn as are returned
 _FULL = 0.95  # share of the memory that a layout takes at least
 
 
-def random_layouts(table: HeadScores, cost: CacheCost, memory: int, number: int, seed: int = 0) -> list[Layout]:
+def random_layouts(
+    table: HeadScores, cost: CacheCost, memory: int, number: int, seed: int = 0
+) -> list[Layout]:
     """Draw layouts that fill ``memory`` bytes, with one window or a random one for every head.
 
     Those that are returned are in the order of their predicted losses, at evenly spread ranks of all that were drawn.
@@ -34,7 +36,11 @@ def random_layouts(table: HeadScores, cost: CacheCost, memory: int, number: int,
     drawn: dict[str, Layout] = {}
     for draw in range(_DRAWN * number):
         has_one = single and draw % 2
-        windows = _one_window(rng, table, single) if has_one else _several_windows(rng, table, cost, memory)
+        windows = (
+            _one_window(rng, table, single)
+            if has_one
+            else _several_windows(rng, table, cost, memory)
+        )
         if not windows or np.isinf(windows[0]):  # no layout fits, or full attention does
             continue
         layout = _assigned(rng, table, need, windows, f"random-{draw}")
@@ -46,18 +52,25 @@ def random_layouts(table: HeadScores, cost: CacheCost, memory: int, number: int,
     return [ordered[rank] for rank in ranks.round().astype(int)]
 
 
-def _one_window(rng: np.random.Generator, table: HeadScores, single: Sequence[TriedWindow]) -> list[float]:
+def _one_window(
+    rng: np.random.Generator, table: HeadScores, single: Sequence[TriedWindow]
+) -> list[float]:
     """Draw one of several windows; return that of every head, ascending, infinity for global ones."""
     row = single[int(rng.integers(len(single)))]
     return [float(row.window)] * (table.num_candidates - row.num_global) + [np.inf] * row.num_global
 
 
-def _several_windows(rng: np.random.Generator, table: HeadScores, cost: CacheCost, memory: int) -> list[float]:
+def _several_windows(
+    rng: np.random.Generator, table: HeadScores, cost: CacheCost, memory: int
+) -> list[float]:
     """Draw a window for every head; return them as ``_one_window`` does, none if not even the narrowest fit."""
     costs = table.window_costs
     assert costs is not None
     kinds = [*map(float, costs.windows), np.inf]
-    sizes = [*(replace(cost, window=window).local_head for window in costs.windows), cost.global_head]
+    sizes = [
+        *(replace(cost, window=window).local_head for window in costs.windows),
+        cost.global_head,
+    ]
     num_heads = table.num_candidates
     left = memory - cost.of_heads(()) - num_heads * sizes[0]
     if left < 0:
@@ -81,7 +94,9 @@ def _need(table: HeadScores) -> dict[tuple[int, int], float]:
     costs = table.window_costs
     assert costs is not None
     by_head = np.tensordot(table.domain_shares, costs.falling.mean(-1), 1)
-    heads = [(layer, head) for layer in table.layers for head in range(table.heads_per_layer[layer])]
+    heads = [
+        (layer, head) for layer in table.layers for head in range(table.heads_per_layer[layer])
+    ]
     need = np.array([by_head[cell] for cell in heads])
     need = (need - need.mean()) / max(float(need.std()), np.finfo(float).tiny)
     return dict(zip(heads, need.tolist(), strict=True))

@@ -18,7 +18,10 @@ from spkv_nas.proposal import coverage, integer_program, windows
 from spkv_nas.proposal.budget import MATCH_BUDGET, is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, best_layout, read_head_costs, solve
 
-_RESAMPLE_GAP, _ROUGH_GAP = 1e-4, 1e-3  # relative MIP gap per bootstrap resample; the second if robust and many heads
+_RESAMPLE_GAP, _ROUGH_GAP = (
+    1e-4,
+    1e-3,
+)  # relative MIP gap per bootstrap resample; the second if robust and many heads
 NO_CONTEXT = "--engine needs --context, the maximum number of tokens of a request"
 _SAME_SHARE = 1e-4  # difference of shares of full attention's cache that are one memory, because records round them
 _LARGE = 200  # number of heads above which the rough gap is used
@@ -30,15 +33,21 @@ class Requirements:
 
     constraints: Constraints = field(default_factory=Constraints)
     robust: bool = False  # maximise the lowest per-domain coverage instead of the overall one
-    head_costs: Path | None = None  # CSV file with the cost of every head if it is global, instead of 1
+    head_costs: Path | None = (
+        None  # CSV file with the cost of every head if it is global, instead of 1
+    )
     # memory for keys and values such as "20%" of full attention's or "2GiB", instead of a budget; requires ``context``,
     # unless the probe was measured for a memory
     kv_bytes: str | None = None
     context: int | None = None  # tokens per sequence
     batch: int = 1  # number of sequences in the cache
     head_dim: int | None = None  # of the cache; by default the probe's
-    kv_dtype: str | None = None  # of the cache; by default the engine's, if it is a setting there, else the probe's
-    serving: Serving | None = None  # engine whose allocator counts the memory, at a ``context``; None: keys and values
+    kv_dtype: str | None = (
+        None  # of the cache; by default the engine's, if it is a setting there, else the probe's
+    )
+    serving: Serving | None = (
+        None  # engine whose allocator counts the memory, at a ``context``; None: keys and values
+    )
 
     def __post_init__(self) -> None:
         """Check that an engine has a context."""
@@ -59,7 +68,9 @@ class Requirements:
         if not is_several(budget):
             return False
         if tau == MATCH_BUDGET:
-            raise UserError(f"--tau {MATCH_BUDGET} needs a single budget; with several, give the threshold as a number")
+            raise UserError(
+                f"--tau {MATCH_BUDGET} needs a single budget; with several, give the threshold as a number"
+            )
         if self.head_costs is not None or self.kv_bytes is not None:
             option = "--head-costs" if self.head_costs is not None else "--memory"
             raise UserError(f"{option} needs a single budget: give one, or leave out {option}")
@@ -130,34 +141,52 @@ class Requirements:
         # Convert the memory limit to a number of heads
         if self.kv_bytes is not None:
             if budget is not None or self.head_costs is not None:
-                raise UserError(f"give --memory or {'--budget' if budget is not None else '--head-costs'}, not both")
+                raise UserError(
+                    f"give --memory or {'--budget' if budget is not None else '--head-costs'}, not both"
+                )
             cost = self.cache_cost(table, window)
             if cost is None:
-                raise UserError("--memory needs --context, the number of tokens per sequence in the KV cache")
+                raise UserError(
+                    "--memory needs --context, the number of tokens per sequence in the KV cache"
+                )
             memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
             return Limit(cost.largest_budget(memory, table.num_heads))
         # Parse a budget in heads, or in the unit of the head costs
         if self.head_costs is None:
-            return Limit(parse_budget(table.memory_budget if budget is None else budget, table.num_candidates))
+            return Limit(
+                parse_budget(
+                    table.memory_budget if budget is None else budget, table.num_candidates
+                )
+            )
         weights = read_head_costs(self.head_costs, table)
         return Limit(_parse_weight(budget, float(weights.sum())), weights)
 
     def solve(self, table: HeadScores, limit: "Limit", window: int | None) -> Layout:
         """Return the layout of highest coverage within the limit. Raises ``UserError`` as ``constraints.solve``."""
-        return solve(table, limit.budget, self.constraints, limit.weights, robust=self.robust, window=window)
+        return solve(
+            table, limit.budget, self.constraints, limit.weights, robust=self.robust, window=window
+        )
 
     def at_best_window(self, table: HeadScores, window: int | None) -> HeadScores:
         """Return a table with costs of windows at ``window``, or at the one that loses least in a limit of memory."""
         if table.window_costs is None:
             return table
-        if window is None and self.kv_bytes is not None and (cost := self.cache_cost(table, None)) is not None:
+        if (
+            window is None
+            and self.kv_bytes is not None
+            and (cost := self.cache_cost(table, None)) is not None
+        ):
             if self._is_of_probe(table, memory_bytes(self.kv_bytes, cost, table.num_heads), cost):
                 return table  # the probe measured its window for this memory
-            tried = windows.windows_by_costs(table, cost, memory_bytes(self.kv_bytes, cost, table.num_heads))
+            tried = windows.windows_by_costs(
+                table, cost, memory_bytes(self.kv_bytes, cost, table.num_heads)
+            )
             window = min(tried, key=lambda row: row.cost).window
         return table if window is None else windows.at_window(table, window)
 
-    def window_per_head(self, table: HeadScores, limit: "Limit", window: int | None) -> dict[str, Layout]:
+    def window_per_head(
+        self, table: HeadScores, limit: "Limit", window: int | None
+    ) -> dict[str, Layout]:
         """Return the layout with a window per head in the memory that the limit takes, or that is given or recorded.
 
         It is by name; none if the table has no costs of windows, or the limit counts head costs. Raises ``UserError``
@@ -168,7 +197,9 @@ class Requirements:
         cost = self.cost_of_layouts(table, window)
         memory = cost.total(limit.heads(table), table.num_heads)
         if self.kv_bytes is not None or limit.budget == table.memory_budget:
-            memory = memory_bytes(self.kv_bytes or str(table.metadata["memory"]), cost, table.num_heads)
+            memory = memory_bytes(
+                self.kv_bytes or str(table.metadata["memory"]), cost, table.num_heads
+            )
         layout = windows.window_per_head(table, cost, memory, self.constraints, robust=self.robust)
         return {layout.strategy: layout}
 
@@ -176,7 +207,11 @@ class Requirements:
         """Return whether the probe was measured for this memory, in bytes of keys and values, at this context."""
         share = table.metadata.get("memory")
         is_same_context = cost.context == table.metadata.get("context") and self.serving is None
-        return share is not None and is_same_context and abs(memory / cost.full(table.num_heads) - share) < _SAME_SHARE
+        return (
+            share is not None
+            and is_same_context
+            and abs(memory / cost.full(table.num_heads) - share) < _SAME_SHARE
+        )
 
     def compared(self, table: HeadScores, limit: "Limit", window: int | None) -> list[TriedLayout]:
         """Return the layouts that the probe compared on text, if they are of this memory; none otherwise.
@@ -188,9 +223,14 @@ class Requirements:
         if self.kv_bytes is not None:
             cost = self.cache_cost(table, window)
             assert cost is not None  # the limit was resolved with it
-            if not self._is_of_probe(table, memory_bytes(self.kv_bytes, cost, table.num_heads), cost):
+            if not self._is_of_probe(
+                table, memory_bytes(self.kv_bytes, cost, table.num_heads), cost
+            ):
                 return []
-        if self.context not in (None, table.metadata.get("context")) or window not in (None, table.window):
+        if self.context not in (None, table.metadata.get("context")) or window not in (
+            None,
+            table.window,
+        ):
             return []
         return [tried for tried in read_tried(table.metadata) if tried.layout.sinks == table.sinks]
 
@@ -212,23 +252,38 @@ class Requirements:
         return limit
 
     def solve_apart(
-        self, table: HeadScores, limit: "Limit", window: int | None, *, excluded: Sequence[Layout], apart: int
+        self,
+        table: HeadScores,
+        limit: "Limit",
+        window: int | None,
+        *,
+        excluded: Sequence[Layout],
+        apart: int,
     ) -> Layout | None:
         """Return the best layout that differs from each of ``excluded`` in at least ``apart`` heads; None without one.
 
         It fits in the memory of an engine, as in ``fitted``.
         """
         cost = self.cache_cost(table, window)
-        problem: dict[str, Any] = {"robust": self.robust, "excluded": excluded, "apart": apart, "at_least": 1}
+        problem: dict[str, Any] = {
+            "robust": self.robust,
+            "excluded": excluded,
+            "apart": apart,
+            "at_least": 1,
+        }
         while True:
-            layout = best_layout(table, limit.budget, self.constraints, limit.weights, window=window, **problem)
+            layout = best_layout(
+                table, limit.budget, self.constraints, limit.weights, window=window, **problem
+            )
             if layout is None or self.kv_bytes is None or not isinstance(cost, EngineCost):
                 return layout
             memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
             if cost.total(layout.num_global, table.num_heads) <= memory:
                 return layout
             # Retry with the next smaller budget that fits in memory
-            limit = Limit(cost.num_global_within(memory, table.num_heads, most=layout.num_global - 1))
+            limit = Limit(
+                cost.num_global_within(memory, table.num_heads, most=layout.num_global - 1)
+            )
             if not limit.budget:
                 return None
 
@@ -247,13 +302,16 @@ class Requirements:
             return None
         # Describe the memory with these, all and no heads global
         used, full, local = (
-            format_bytes(cost.total(n, table.num_heads)) for n in (num_global, table.num_candidates, 0)
+            format_bytes(cost.total(n, table.num_heads))
+            for n in (num_global, table.num_candidates, 0)
         )
         room = f"{self.kv_bytes} has room for {num_global} global heads: " if self.kv_bytes else ""
         what, settings, serving = "of keys and values", "", self.serving
         if serving is not None:
             what = f"in {serving.engine.title}"
-            settings = f"pages of {serving.page_size} tokens, {serving.in_flight:,} tokens in flight, "
+            settings = (
+                f"pages of {serving.page_size} tokens, {serving.in_flight:,} tokens in flight, "
+            )
         sentence = (
             f"{room}{used} {what} at {cost.context:,} tokens x {cost.batch}, {settings}head dimension {cost.head_dim}, "
             f"{cost.dtype}; {full} with all heads global, {local} with all heads local"
@@ -263,7 +321,9 @@ class Requirements:
             sentence += f"\n{larger} global heads take no more memory there than {num_global}"
         return sentence
 
-    def probability(self, resampled: coverage.Bootstrap, limit: "Limit", *, progress: Progress | None = None) -> Float:
+    def probability(
+        self, resampled: coverage.Bootstrap, limit: "Limit", *, progress: Progress | None = None
+    ) -> Float:
         """Return [L, Hkv], the share of bootstrap resamples whose solution makes a head global."""
         table = resampled.table
         problem = integer_program.Problem(
@@ -289,7 +349,9 @@ class Limit:
 
     def heads(self, table: HeadScores) -> int:
         """Return the limit in heads: divided by the mean weight and rounded, at least 1."""
-        share = self.budget / (table.num_heads if self.weights is None else float(self.weights.sum()))
+        share = self.budget / (
+            table.num_heads if self.weights is None else float(self.weights.sum())
+        )
         return max(1, round(share * table.num_heads))
 
 

@@ -25,12 +25,16 @@ class SeveralSolutions:
     """Request for several layouts. Raises ``UserError``: ``number`` is below 2 or ``apart`` below 1."""
 
     number: int  # number of layouts, the best included
-    apart: int = defaults.SOLUTIONS_APART  # minimum number of KV heads in which any two of them differ
+    apart: int = (
+        defaults.SOLUTIONS_APART
+    )  # minimum number of KV heads in which any two of them differ
 
     def __post_init__(self) -> None:
         """Check both numbers."""
         if not 2 <= self.number <= limits.MAX_REPEATS or not 1 <= self.apart <= limits.MAX_WHOLE:
-            raise UserError(f"solutions must be at least 2 and apart at least 1; found {self.number} and {self.apart}")
+            raise UserError(
+                f"solutions must be at least 2 and apart at least 1; found {self.number} and {self.apart}"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "SeveralSolutions":
@@ -83,7 +87,9 @@ def find_solutions(
     # Solve for one layout after the other
     chosen = [first]
     while len(chosen) < request.number:
-        further = requirements.solve_apart(table, limit, first.window, excluded=chosen, apart=request.apart)
+        further = requirements.solve_apart(
+            table, limit, first.window, excluded=chosen, apart=request.apart
+        )
         if further is None:
             break
         chosen.append(further)
@@ -91,14 +97,22 @@ def find_solutions(
     layouts = {}
     for number, layout in enumerate(chosen, 1):
         name = f"{first.strategy}-solution-{number}"
-        origin = {key: value for key, value in layout.provenance.items() if (key, value) != ("constraints", {})}
+        origin = {
+            key: value
+            for key, value in layout.provenance.items()
+            if (key, value) != ("constraints", {})
+        }
         origin |= {"solution": number, "apart": request.apart, "best": first.hash}
         layouts[name] = replace(layout, strategy=name, provenance=origin)
     return Solutions(request, layouts, _rows(table, layouts, resampled, robust=requirements.robust))
 
 
 def _rows(
-    table: head_scores.HeadScores, layouts: Mapping[str, Layout], resampled: Bootstrap | None, *, robust: bool
+    table: head_scores.HeadScores,
+    layouts: Mapping[str, Layout],
+    resampled: Bootstrap | None,
+    *,
+    robust: bool,
 ) -> pd.DataFrame:
     """Tabulate the layouts, see ``Solutions``."""
     # Compare every layout with the best one
@@ -109,7 +123,11 @@ def _rows(
         low = high = np.nan
         if resampled is not None:
             low, high = resampled.loss(first.global_mask, layout.global_mask, robust=robust)
-        distances = [Difference.of(layout, other).num_heads for other in layouts.values() if other is not layout]
+        distances = [
+            Difference.of(layout, other).num_heads
+            for other in layouts.values()
+            if other is not layout
+        ]
         gap = layout.provenance.get("gap")
         rows.append(
             {
@@ -122,7 +140,9 @@ def _rows(
                 "lost_high": high,
                 "differing": Difference.of(first, layout).num_heads,
                 "nearest": min(distances, default=0),
-                "note": "" if gap is None else f"within {100 * float(str(gap)):.2g} % of the optimum",
+                "note": ""
+                if gap is None
+                else f"within {100 * float(str(gap)):.2g} % of the optimum",
             }
         )
     return pd.DataFrame(rows)

@@ -44,7 +44,11 @@ class Strategy(Entry, ABC):
 
     def names(self, num_random: int = NUM_RANDOM) -> list[str]:
         """Return the names of its layouts, of which a random strategy has ``num_random``."""
-        return [f"{self.name}-{number}" for number in range(num_random)] if self.is_random else [self.name]
+        return (
+            [f"{self.name}-{number}" for number in range(num_random)]
+            if self.is_random
+            else [self.name]
+        )
 
 
 def densest(density: NDArray[np.float64], budget: int) -> Mask:
@@ -77,7 +81,9 @@ class InterleavedFirst(Strategy):
         """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
         # The budget that is the same share of layers of Hkv heads each
         equal_budget = round(budget * scores.num_layers * scores.num_kv_heads / scores.num_heads)
-        return scores.is_head & interleaved(*scores.grid, equal_budget, local_first=self.local_first)
+        return scores.is_head & interleaved(
+            *scores.grid, equal_budget, local_first=self.local_first
+        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,9 @@ def strategy_of(layout: str) -> Strategy | None:
     """Return the strategy that makes a layout of this name; None if there is none."""
     stem, _, number = layout.rpartition("-")
     draw = stem if number.isdecimal() else None  # strategy of a random layout
-    return next((entry for entry in STRATEGIES if entry.name == (draw if entry.is_random else layout)), None)
+    return next(
+        (entry for entry in STRATEGIES if entry.name == (draw if entry.is_random else layout)), None
+    )
 
 
 def interleaved(num_layers: int, num_kv_heads: int, budget: int, *, local_first: bool) -> Mask:
@@ -157,7 +165,13 @@ def interleaved(num_layers: int, num_kv_heads: int, budget: int, *, local_first:
     count, last = min(num_layers, max(1, round(budget / num_kv_heads))), num_layers - 1
     # Spread the layers from the first to the last; B takes the layer before each of these but the first
     spread = np.linspace(0, last, count).round().astype(int).tolist()
-    layers = {last} if count == 1 else {*(layer - 1 for layer in spread[1:]), last} if local_first else {*spread}
+    layers = (
+        {last}
+        if count == 1
+        else {*(layer - 1 for layer in spread[1:]), last}
+        if local_first
+        else {*spread}
+    )
     # Prefer a fixed period
     for period in range(1, num_layers) if count > 1 else ():
         periodic = {*range(period - 1 if local_first else 0, num_layers, period), last}
@@ -171,5 +185,7 @@ def interleaved(num_layers: int, num_kv_heads: int, budget: int, *, local_first:
 
 def random_heads(num_layers: int, num_kv_heads: int, budget: int, seed: int) -> Mask:
     """Return pattern C: ``budget`` heads drawn uniformly without replacement."""
-    chosen = np.random.default_rng(seed).choice(num_layers * num_kv_heads, size=budget, replace=False)
+    chosen = np.random.default_rng(seed).choice(
+        num_layers * num_kv_heads, size=budget, replace=False
+    )
     return heads_mask(chosen, num_layers, num_kv_heads)

@@ -26,7 +26,9 @@ from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import INTERLEAVED_LAST
 
 NARROWEST = 32  # narrowest window that is tried
-_STEP = 16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
+_STEP = (
+    16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
+)
 _MOST_TRIED = 12  # windows
 # Factor between the two single windows among the rivals of a window per head: neighbours lose the same, so that
 # comparing them decides nothing
@@ -35,13 +37,18 @@ USUAL_RIVALS = 4  # of a window per head: itself, two single windows, and whole 
 MOST_WINDOWS = 3  # of a layout, unless a constraint allows more: as many as vLLM serves
 WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
 ONE_WINDOW = "one-window-"  # before the window, in the names of layouts with one window
-WHOLE_LAYERS = "whole-layers-"  # before the window, in the names of layouts with whole global layers
+WHOLE_LAYERS = (
+    "whole-layers-"  # before the window, in the names of layouts with whole global layers
+)
 BY_GATES = "head-gates-"  # before the window, in the names of layouts with one window whose heads head gates chose
 _LOCAL_PART = 0.6  # of the memory for a typical window; the best took 42 to 62 % (reports/LOG.md)
 _MOST_BY_GATES = 2  # windows of layouts whose heads head gates choose
 Row = tuple[Any, Any, Any]  # low <= A v <= high: A, low, high
 _SCALE = 1e6  # factor on the costs, whose sum of sizes is 1, because HiGHS stops at an absolute gap of 1e-6
-_MOST_TRIES, _LOWERED = 12, 0.99  # solutions for a limit that is lowered, to what fits and by this factor
+_MOST_TRIES, _LOWERED = (
+    12,
+    0.99,
+)  # solutions for a limit that is lowered, to what fits and by this factor
 _SLACK = 1e-6  # tolerance of a row, of which the largest coefficient is 1
 
 
@@ -55,7 +62,9 @@ class TriedWindow:
     cost: float = np.nan  # loss in nats per token by the costs of windows; NaN without
 
 
-def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int) -> list[TriedWindow]:
+def candidate_windows(
+    cost: CacheCost, num_heads: int, limit: int, widest: int
+) -> list[TriedWindow]:
     """Return the windows worth trying within ``limit`` bytes of KV cache of ``num_heads`` heads, up to the ``widest``.
 
     ``cost`` is the size of a head's cache, whose window is not used.
@@ -64,8 +73,14 @@ def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int) 
     """
     full = cost.full(num_heads)
     # Keep the widest window of each number of global heads
-    grid = [window for window in range(_STEP, max(widest, _STEP) + 1, _STEP) if window >= min(NARROWEST, widest)]
-    widest_of = {replace(cost, window=window).num_global_within(limit, num_heads): window for window in grid}
+    grid = [
+        window
+        for window in range(_STEP, max(widest, _STEP) + 1, _STEP)
+        if window >= min(NARROWEST, widest)
+    ]
+    widest_of = {
+        replace(cost, window=window).num_global_within(limit, num_heads): window for window in grid
+    }
     pairs = sorted((window, number) for number, window in widest_of.items() if number >= 1)
     if not pairs:
         raise errors.UserError(
@@ -76,7 +91,10 @@ def candidate_windows(cost: CacheCost, num_heads: int, limit: int, widest: int) 
     if len(pairs) > _MOST_TRIED:
         octaves = np.log2([window for window, _ in pairs])
         wanted = np.linspace(octaves[0], octaves[-1], _MOST_TRIED)
-        pairs = [pairs[index] for index in sorted({int(np.abs(octaves - octave).argmin()) for octave in wanted})]
+        pairs = [
+            pairs[index]
+            for index in sorted({int(np.abs(octaves - octave).argmin()) for octave in wanted})
+        ]
     return [
         TriedWindow(window, number, replace(cost, window=window).total(number, num_heads) / full)
         for window, number in pairs
@@ -99,7 +117,9 @@ def at_window(table: HeadScores, window: int) -> HeadScores:
     if table.window_costs is None:
         return replace(table, window=window)
     rows, costs = table.rows.copy(), table.window_costs
-    rows["score"] = costs.at(window)[rows["domain"].map(costs.domains.index), rows["layer"], rows["kv_head"]]
+    rows["score"] = costs.at(window)[
+        rows["domain"].map(costs.domains.index), rows["layer"], rows["kv_head"]
+    ]
     if window != table.window:
         rows["standard_error"] = np.nan
     return replace(table, rows=rows, window=window, probe_hash=table.content_hash)
@@ -143,7 +163,9 @@ class WindowProblem:
 
     costs: WindowCosts
     sizes: arrays.Float  # [W + 1], bytes of a head with each window, and of a global head
-    constraints: dict[str, Any]  # those that are set, by name; layers local by design are in ``local_layers``
+    constraints: dict[
+        str, Any
+    ]  # those that are set, by name; layers local by design are in ``local_layers``
     native_layers: tuple[int, ...] = ()  # layers that are local by design, which take no bytes here
     max_windows: int | None = None  # most windows of one layout; None: no limit
 
@@ -189,12 +211,20 @@ class WindowProblem:
         matrices = [(scipy.sparse.csr_array(row), low, high) for row, low, high in rows]
         integrality = np.append(np.ones(num_choices + kinds), 0.0)
         is_integer = integrality > 0
-        bounds = scipy.optimize.Bounds(np.where(is_integer, 0.0, -np.inf), np.where(is_integer, 1.0, np.inf))
-        result = integer_program.minimise(objective, matrices, bounds, integrality, num_checked=-1, slack=_SLACK)
+        bounds = scipy.optimize.Bounds(
+            np.where(is_integer, 0.0, -np.inf), np.where(is_integer, 1.0, np.inf)
+        )
+        result = integer_program.minimise(
+            objective, matrices, bounds, integrality, num_checked=-1, slack=_SLACK
+        )
         if result.x is None:
             time_limit = f"{integer_program.TIME_LIMIT:g} s"
-            reason = f"was found within {time_limit}" if result.status == 1 else "meets the constraints"
-            raise errors.UserError(f"no choice of windows {reason} in this memory: give more memory, or loosen them")
+            reason = (
+                f"was found within {time_limit}" if result.status == 1 else "meets the constraints"
+            )
+            raise errors.UserError(
+                f"no choice of windows {reason} in this memory: give more memory, or loosen them"
+            )
         return np.asarray(result.x[:num_choices].reshape(self._shape).argmax(-1))
 
     def _rows(self) -> list[Row]:
@@ -214,14 +244,19 @@ class WindowProblem:
         # Whole layers: the heads of a layer take the kind of its first one
         if self.constraints.get("granularity") == "layer":
             of_first = np.kron(np.repeat(np.eye(heads)[:1], heads, 0), np.eye(kinds))
-            as_first = self._wide(sparse.kron(sparse.eye_array(num_layers), np.eye(heads * kinds) - of_first))
+            as_first = self._wide(
+                sparse.kron(sparse.eye_array(num_layers), np.eye(heads * kinds) - of_first)
+            )
             rows.append((as_first, 0.0, 0.0))
         # Windows that are used, without those of layers that are local by design
         if self.max_windows is not None:
             layer_of, head_of, kind = np.indices(self._shape).reshape(3, -1)
             counts = self._is_head[layer_of, head_of] & ~np.isin(layer_of, self.native_layers)
             chosen = np.flatnonzero((kind < kinds - 1) & counts)
-            is_chosen, is_used = sparse.eye_array(len(kind), format="csr")[chosen], np.eye(kinds)[kind[chosen]]
+            is_chosen, is_used = (
+                sparse.eye_array(len(kind), format="csr")[chosen],
+                np.eye(kinds)[kind[chosen]],
+            )
             rows.append((self._wide(sparse.hstack([is_chosen, -is_used])), -np.inf, 0.0))
             count = np.repeat([[0.0, 1.0]], [len(kind), kinds - 1], 1)
             rows.append((self._wide(count), -np.inf, float(self.max_windows)))
@@ -231,11 +266,18 @@ class WindowProblem:
         """Return rows over the choices, padded with zeros for the other variables."""
         layers, heads, kinds = self._shape
         width = layers * heads * kinds + kinds + 1
-        return scipy.sparse.hstack([left, scipy.sparse.csr_array((left.shape[0], width - left.shape[1]))], "csr")
+        return scipy.sparse.hstack(
+            [left, scipy.sparse.csr_array((left.shape[0], width - left.shape[1]))], "csr"
+        )
 
 
 def window_per_head(
-    table: HeadScores, cost: CacheCost, memory: int, constraints: Constraints | None = None, *, robust: bool = False
+    table: HeadScores,
+    cost: CacheCost,
+    memory: int,
+    constraints: Constraints | None = None,
+    *,
+    robust: bool = False,
 ) -> Layout:
     """Return the layout of least cost whose KV cache takes at most ``memory`` bytes, with a window for every head.
 
@@ -250,7 +292,9 @@ def window_per_head(
     shares = np.eye(len(problem.costs.domains)) if robust else table.domain_shares[None]
     kinds: list[int | None] = [*problem.costs.windows, None]
     # Lower the limit until the layout fits, because pages of an engine take more than their tokens
-    native_bytes = 0 if isinstance(cost, EngineCost) else cost.of_heads(())  # of layers that are local by design
+    native_bytes = (
+        0 if isinstance(cost, EngineCost) else cost.of_heads(())
+    )  # of layers that are local by design
     limit = float(memory - native_bytes)
     for _ in range(_MOST_TRIES):
         chosen = problem.solve(limit, shares)
@@ -262,13 +306,18 @@ def window_per_head(
             break
         limit *= _LOWERED * memory / used
     else:
-        raise errors.UserError(f"no window per head fits in {units.format_bytes(memory)}{cost.where}: give more memory")
+        raise errors.UserError(
+            f"no window per head fits in {units.format_bytes(memory)}{cost.where}: give more memory"
+        )
     # Record what it was made for
     index = np.broadcast_to(chosen, problem.values.shape[:-1])[..., None]
     losses = shares @ np.take_along_axis(problem.values, index, -1).sum((1, 2, 3))
     origin = coverage.provenance(table, layout, layout.num_global)
     origin |= {"memory": memory, "context": cost.context, "cost": round(float(losses.max()), 6)}
-    return replace(layout, provenance={**origin, "constraints": constraints.named} if constraints.named else origin)
+    return replace(
+        layout,
+        provenance={**origin, "constraints": constraints.named} if constraints.named else origin,
+    )
 
 
 def predicted_loss(table: HeadScores, layout: Layout) -> float:
@@ -315,7 +364,9 @@ def rival_layouts(
         return layouts
     for row in _apart(single):
         name = f"{ONE_WINDOW}{row.window}"
-        layouts[name] = _recorded(table, replace(one_window_layout(table, row), strategy=name), memory, cost)
+        layouts[name] = _recorded(
+            table, replace(one_window_layout(table, row), strategy=name), memory, cost
+        )
     whole = [_whole_layers(table, row, cost, memory) for row in single]
     fitting = [layout for layout in whole if layout is not None]
     if fitting:
@@ -332,7 +383,9 @@ def rival_layouts(
 def _apart(single: Sequence[TriedWindow]) -> list[TriedWindow]:
     """Return the first window, and the first that is wider or narrower than it by a factor of two, if there is one."""
     first = single[0]
-    others = (row for row in single if max(row.window / first.window, first.window / row.window) >= _APART)
+    others = (
+        row for row in single if max(row.window / first.window, first.window / row.window) >= _APART
+    )
     return [first, *islice(others, 1)]
 
 
@@ -340,7 +393,9 @@ def _head_gates(table: HeadScores) -> arrays.Float:
     """Return the head gates [L, Hkv] in a table's record; ``UserError`` if they are of other heads."""
     rows = table.metadata[HEAD_GATES]
     if tuple(map(len, rows)) != table.heads_per_layer:
-        raise errors.UserError(f"'{table.name}' has {HEAD_GATES} of other heads than its scores: probe again")
+        raise errors.UserError(
+            f"'{table.name}' has {HEAD_GATES} of other heads than its scores: probe again"
+        )
     return on_grid(np.concatenate(rows), table.heads_per_layer)
 
 
@@ -352,10 +407,15 @@ def _distinct(layouts: dict[str, Layout]) -> dict[str, Layout]:
     return {name: layouts[name] for name in first.values()}
 
 
-def _whole_layers(table: HeadScores, row: TriedWindow, cost: CacheCost, memory: int) -> Layout | None:
+def _whole_layers(
+    table: HeadScores, row: TriedWindow, cost: CacheCost, memory: int
+) -> Layout | None:
     """Return whole global layers at a fixed period, the last one global, within a memory; None if none fits."""
     for num_global in range(row.num_global, 0, -1):
-        mask = INTERLEAVED_LAST.choose(table, num_global) & np.isin(np.arange(table.num_layers), table.layers)[:, None]
+        mask = (
+            INTERLEAVED_LAST.choose(table, num_global)
+            & np.isin(np.arange(table.num_layers), table.layers)[:, None]
+        )
         layout = Layout.from_mask(
             mask,
             window=row.window,
@@ -371,12 +431,19 @@ def _whole_layers(table: HeadScores, row: TriedWindow, cost: CacheCost, memory: 
 def _recorded(table: HeadScores, layout: Layout, memory: int, cost: CacheCost) -> Layout:
     """Return a layout whose provenance names its probe, the memory that it was made for, and its predicted loss."""
     origin = coverage.provenance(table, layout, layout.num_global)
-    origin |= {"memory": memory, "context": cost.context, "cost": round(predicted_loss(table, layout), 6)}
+    origin |= {
+        "memory": memory,
+        "context": cost.context,
+        "cost": round(predicted_loss(table, layout), 6),
+    }
     return replace(layout, provenance=origin)
 
 
 def layouts_by_memory(
-    table: HeadScores, cost: CacheCost, percents: Sequence[float], constraints: Constraints | None = None
+    table: HeadScores,
+    cost: CacheCost,
+    percents: Sequence[float],
+    constraints: Constraints | None = None,
 ) -> dict[float, Layout]:
     """Return the layout with a window per head for each memory budget, in percent of full attention's KV cache.
 
@@ -397,7 +464,9 @@ def _problem(table: HeadScores, cost: CacheCost, constraints: Constraints) -> Wi
     """Return the knapsack of ``window_per_head``; errors as there."""
     costs = table.window_costs
     if costs is None:
-        raise errors.UserError(f"'{table.name}' has no costs of windows: probe with --signal window-costs")
+        raise errors.UserError(
+            f"'{table.name}' has no costs of windows: probe with --signal window-costs"
+        )
     if constraints.uniform:
         raise errors.UserError("uniform counts global heads: leave it out for a window per head")
     constraints.check(table.grid)

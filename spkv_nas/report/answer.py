@@ -17,7 +17,11 @@ from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import Verdict
 
 _SHAPES: dict[str, tuple[chart.Shape, chart.Tone]]
-_SHAPES = {"passes": ("circle", "accent"), "fails": ("diamond", "second"), "open": ("square", "muted")}
+_SHAPES = {
+    "passes": ("circle", "accent"),
+    "fails": ("diamond", "second"),
+    "open": ("square", "muted"),
+}
 _REACH = 6.0  # largest loss that an axis shows, in margins; intervals are cut at its end
 
 
@@ -30,7 +34,9 @@ def answer_layout(inputs: ReportInputs, verdict: Verdict) -> Layout | None:
     return file.layout(measured.candidate, file.record["layouts"][measured.candidate]["heads"])
 
 
-def answer_charts(inputs: ReportInputs, verdict: Verdict, layout: Layout) -> list[Chart | Panels | None]:
+def answer_charts(
+    inputs: ReportInputs, verdict: Verdict, layout: Layout
+) -> list[Chart | Panels | None]:
     """Return the charts of an answer: the windows of the chosen layout, loss against memory, and loss by position."""
     return [
         density_charts.grid_chart(layout, "windows", small=False),
@@ -55,17 +61,29 @@ def loss_memory_chart(evidence: Sequence[Evidence], verdict: Verdict) -> Chart |
         if mode.source == VERDICT
         for result in mode.results
         for measured in result.measured
-        if measured.criterion == criterion and not math.isnan(measured.loss) and not math.isnan(_memory(result))
+        if measured.criterion == criterion
+        and not math.isnan(measured.loss)
+        and not math.isnan(_memory(result))
     ]
     if not points:
         return None
     unit, margin = chosen.measured[0].unit, chosen.measured[0].margin
     # Fit the axes to the losses, and to intervals within some margins
     reach = max(_REACH * margin, *(abs(measured.loss) for _, measured in points))
-    ends = [end for _, measured in points for end in (measured.loss, *_ends(measured)) if abs(end) <= reach]
-    y = chart.round_axis(f"Loss ({criterion}), {unit}", min(0.0, *ends), max(margin, *ends), padded=True)
+    ends = [
+        end
+        for _, measured in points
+        for end in (measured.loss, *_ends(measured))
+        if abs(end) <= reach
+    ]
+    y = chart.round_axis(
+        f"Loss ({criterion}), {unit}", min(0.0, *ends), max(margin, *ends), padded=True
+    )
     x = chart.round_axis(
-        "KV cache, % of full attention's", 0.0, max(_memory(result) for result, _ in points), padded=True
+        "KV cache, % of full attention's",
+        0.0,
+        max(_memory(result) for result, _ in points),
+        padded=True,
     )
     return Chart(
         "loss-memory",
@@ -91,7 +109,11 @@ def _ends(measured: Measurement) -> list[float]:
 
 
 def _loss_memory_marks(
-    points: Sequence[tuple[Result, Measurement]], chosen: Result, margin: float, unit: str, y: chart.Axis
+    points: Sequence[tuple[Result, Measurement]],
+    chosen: Result,
+    margin: float,
+    unit: str,
+    y: chart.Axis,
 ) -> list[Mark]:
     """Return the margin, the intervals, the ring of the chosen layout, and the points by answer."""
     marks: list[Mark] = [Rule(margin, f"margin {margin:g} {unit}", vertical=False, tone="muted")]
@@ -99,10 +121,24 @@ def _loss_memory_marks(
         low = measured.loss if math.isnan(measured.low) else max(measured.low, y.low)
         high = measured.loss if math.isnan(measured.high) else min(measured.high, y.high)
         memory = _memory(result)
-        marks.append(Line((memory, memory), (low, high), tone=_SHAPES[measured.answer][1], width=3.0, opacity=0.4))
-    ring = next(measured for measured in chosen.measured if measured.criterion == points[0][1].criterion)
+        marks.append(
+            Line(
+                (memory, memory),
+                (low, high),
+                tone=_SHAPES[measured.answer][1],
+                width=3.0,
+                opacity=0.4,
+            )
+        )
+    ring = next(
+        measured for measured in chosen.measured if measured.criterion == points[0][1].criterion
+    )
     if not math.isnan(ring.loss):
-        marks.append(Points((_memory(chosen),), (ring.loss,), shape="circle", tone="ink", size=10.0, hollow=True))
+        marks.append(
+            Points(
+                (_memory(chosen),), (ring.loss,), shape="circle", tone="ink", size=10.0, hollow=True
+            )
+        )
     for answer, (shape, tone) in _SHAPES.items():
         group = [(result, measured) for result, measured in points if measured.answer == answer]
         if group:
@@ -123,7 +159,9 @@ def _loss_memory_marks(
 
 def _tip(result: Result, measured: Measurement) -> str:
     """Return the tooltip of a measurement."""
-    return with_minus(f"{result.name}\n{measured.memory}\n{measured.finding}\n{measured.conclusion}")
+    return with_minus(
+        f"{result.name}\n{measured.memory}\n{measured.finding}\n{measured.conclusion}"
+    )
 
 
 def position_chart(verdict: Verdict) -> Chart | None:

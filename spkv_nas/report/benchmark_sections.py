@@ -33,10 +33,16 @@ _COLUMNS: dict[str, tuple[str, Cell]] = {  # title and cell of every column that
     "against_ppl": ("Baseline PPL", _digits("against_ppl", 3)),
     "checkpoint": ("Baseline", lambda line: line["label"]),
     "coverage": ("Coverage, %", _digits("coverage_percent", 2)),
-    "delta": ("Δ NLL, %", lambda line: line.get("reference") or change(*(line[column] for column in _DELTA))),
+    "delta": (
+        "Δ NLL, %",
+        lambda line: line.get("reference") or change(*(line[column] for column in _DELTA)),
+    ),
     "density": ("Density, %", _digits("density", 1, 100)),
     "difference": ("Difference", _with_error("difference", "difference_standard_error")),
-    "difference_percent": ("Difference, %", _with_error("difference_percent", "difference_standard_error")),
+    "difference_percent": (
+        "Difference, %",
+        _with_error("difference_percent", "difference_standard_error"),
+    ),
     "documents": ("Documents", _digits("num_documents", 0)),
     "effective": ("Effective", _digits("effective_documents", 1)),
     "floor": ("Floor", _digits("floor", 3)),
@@ -61,16 +67,22 @@ _COLUMNS: dict[str, tuple[str, Cell]] = {  # title and cell of every column that
 def read_benchmarks(folder: Path) -> tuple[chart.Section, ...]:
     """Return the sections of the result tables in a folder. Raises ``UserError``: a table cannot be read."""
     tables = {kind: kind.read(folder) for kind in SECTIONS}
-    return tuple(SECTIONS[kind](kind.name, *table) for kind, table in tables.items() if table is not None)
+    return tuple(
+        SECTIONS[kind](kind.name, *table) for kind, table in tables.items() if table is not None
+    )
 
 
-def file_section(kind: result_tables.ResultTable, file: inputs.ResultFile, number: int) -> chart.Section:
+def file_section(
+    kind: result_tables.ResultTable, file: inputs.ResultFile, number: int
+) -> chart.Section:
     """Return the section of a table that is not the page's own; ``number`` makes its id unique."""
     section = SECTIONS[kind](f"{kind.name}-{number}", file.rows, file.record)
     return replace(section, title=f"{section.title} ({file.name}, {file.path.name})")
 
 
-def _section(title: str, about: str, rows: pd.DataFrame, first: str, columns: str, **fields: Any) -> chart.Section:
+def _section(
+    title: str, about: str, rows: pd.DataFrame, first: str, columns: str, **fields: Any
+) -> chart.Section:
     """Return the section of a result table; ``columns`` are names of ``_COLUMNS``, ``first`` titles the one before.
 
     ``rows`` have a column ``head`` and, if they are needed, ``tag``, ``group`` (rows between two lines) and ``folded``.
@@ -78,11 +90,15 @@ def _section(title: str, about: str, rows: pd.DataFrame, first: str, columns: st
     names = columns.split()
     parts: tuple[dict[Any, list[chart.Row]], ...] = ({}, {})
     for line in rows.to_dict("records"):
-        row = chart.Row(str(line["head"]), tuple(_COLUMNS[name][1](line) for name in names), line.get("tag", ""))
+        row = chart.Row(
+            str(line["head"]), tuple(_COLUMNS[name][1](line) for name in names), line.get("tag", "")
+        )
         parts[line.get("folded", False)].setdefault(line.get("group"), []).append(row)
     shown, folded = (tuple(map(tuple, part.values())) for part in parts)
     header = (first, *(_COLUMNS[name][0] for name in names))
-    return chart.Section(title=title, about=about, header=header, groups=shown, folded=folded, **fields)
+    return chart.Section(
+        title=title, about=about, header=header, groups=shown, folded=folded, **fields
+    )
 
 
 def _ties(rows: pd.DataFrame, column: str, error: str, critical: Any = 2.0) -> list[str]:
@@ -94,7 +110,9 @@ def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of ``evaluation.csv``: a row per checkpoint."""
     # Name checkpoints after what their run trained and the run's folder, else by their path
     labels = {
-        str(path): f"{variant} ({PurePath(str(path)).parent.name})" if variant else without_folder(str(path))
+        str(path): f"{variant} ({PurePath(str(path)).parent.name})"
+        if variant
+        else without_folder(str(path))
         for path, variant in zip(rows["checkpoint"], rows["variant"], strict=True)
     }
     length, critical = record.get("block_size"), rows["effective_documents"].map(critical_errors)
@@ -134,7 +152,10 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of pruning rules; rows are grouped by target density, then dense model and SP-KV."""
     protocol = "" if record.get("protocol") != "kvpress" else ", following the kvpress protocol"
     # Separate the dense model and SP-KV from the pruning rules
-    is_dense, is_spkv = rows["method"] == comparison.FULL_ATTENTION, rows["method"] == comparison.SP_KV
+    is_dense, is_spkv = (
+        rows["method"] == comparison.FULL_ATTENTION,
+        rows["method"] == comparison.SP_KV,
+    )
     spkv = [f"SP-KV, τ = {tau:g}" if tau else "SP-KV, gates open" for tau in rows["tau"]]
     return _section(
         "Post-hoc KV-cache compression",
@@ -159,7 +180,10 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
 
 def _ruler(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of RULER: averages by length, with every task in the folded rows."""
-    haystack, is_average = record.get("haystack", "RULER's noise"), rows["task"].str.startswith(_AVERAGE)
+    haystack, is_average = (
+        record.get("haystack", "RULER's noise"),
+        rows["task"].str.startswith(_AVERAGE),
+    )
     # Mark scores at the floor, and ties with the baseline
     at_floor = rows["score"] - rows["floor"] <= 2 * rows["standard_error"]
     tags = zip(at_floor, _ties(rows, "difference", "difference_standard_error"), strict=True)
@@ -173,7 +197,10 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
         "samples agree.",
         rows.assign(
             head=rows["task"],
-            tag=[", ".join(filter(None, ("not above the floor" if low else "", tie))) for low, tie in tags],
+            tag=[
+                ", ".join(filter(None, ("not above the floor" if low else "", tie)))
+                for low, tie in tags
+            ],
             group=rows["length"].mask(is_average, 0),
             folded=~is_average,
         ),
@@ -186,13 +213,18 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
 def _tasks(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of lm-eval's downstream tasks, the averages last."""
     limit = f", the first {record['limit']} samples of each" if record.get("limit") else ""
-    ties, is_average = _ties(rows, "difference", "difference_standard_error"), rows["task"].str.startswith(_AVERAGE)
+    ties, is_average = (
+        _ties(rows, "difference", "difference_standard_error"),
+        rows["task"].str.startswith(_AVERAGE),
+    )
     return _section(
         "Downstream tasks",
         f"{_checkpoints(record)}By lm-eval{limit}, ± one standard error over samples. Chance-level scores are "
         "not shown. “Not significantly different”: within two standard errors of the baseline, paired by sample. In "
         "brackets: an exact 95 % interval, where all samples have the same result.",
-        rows.assign(head=rows["task"], tag=ties, group=is_average).sort_values("group", kind="stable"),
+        rows.assign(head=rows["task"], tag=ties, group=is_average).sort_values(
+            "group", kind="stable"
+        ),
         "Task",
         f"metric shots samples value density {_pair(rows)}",
         name=name,
@@ -201,16 +233,24 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
 
 def _longppl(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     evaluator, withheld = record.get("evaluator") or {}, record.get("withheld") or {}
-    evaluator_note = f" by {without_folder(str(evaluator['model']))}" if "model" in evaluator else ""
+    evaluator_note = (
+        f" by {without_folder(str(evaluator['model']))}" if "model" in evaluator else ""
+    )
     # Add columns if there is a baseline
-    pair = "against against_ppl against_density difference_percent" if rows["against_ppl"].notna().any() else ""
+    pair = (
+        "against against_ppl against_density difference_percent"
+        if rows["against_ppl"].notna().any()
+        else ""
+    )
     return _section(
         "LongPPL",
         f"{_checkpoints(record)}Perplexity of the key tokens only, which a long context makes much likelier, chosen"
         f"{evaluator_note}; ± one standard error by document, beside the perplexity of all tokens. "
         "The SP-KV paper uses the name for its validation text, which is a different measure. “Not significantly "
         "different”: within two standard errors of the baseline, on the same key tokens.",
-        rows.assign(head=rows["domain"], tag=_ties(rows, "difference_percent", "difference_standard_error")),
+        rows.assign(
+            head=rows["domain"], tag=_ties(rows, "difference_percent", "difference_standard_error")
+        ),
         "Domain",
         f"documents tokens keys longppl ppl density {pair}",
         name=name,

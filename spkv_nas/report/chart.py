@@ -63,7 +63,9 @@ class Points:
     y: Numbers  # vertical coordinates
     error: Numbers = ()  # half the length of each vertical error bar; NaN for none; empty if no point has one
     tips: tuple[str, ...] = ()  # tooltip of each point; empty if there are none
-    names: tuple[str, ...] = ()  # text beside each point where there is room, "" for none; empty if no point has one
+    names: tuple[
+        str, ...
+    ] = ()  # text beside each point where there is room, "" for none; empty if no point has one
     # names of the layouts that points without tips stand for, which the page then shows; empty for none
     layouts: tuple[str, ...] = ()
     label: str = ""  # name in the legend, "" for none
@@ -101,9 +103,13 @@ class Heatmap:
 
     values: tuple[Numbers, ...]  # values by row; NaN is an empty cell
     words: str = ""  # tooltip of a cell on the page, in which ``%`` stands for its value in percent; "" for none
-    chosen: tuple[tuple[int, int], ...] = ()  # (row, column) of the cells that are marked with an outline and a dot
+    chosen: tuple[
+        tuple[int, int], ...
+    ] = ()  # (row, column) of the cells that are marked with an outline and a dot
     written: bool = True  # draw large cells with their values in them
-    letters: tuple[str, ...] = ()  # by row: what small cells have in them, a letter or a space; empty for nothing
+    letters: tuple[
+        str, ...
+    ] = ()  # by row: what small cells have in them, a letter or a space; empty for nothing
     scale: Scale = PERCENT  # colour scale, which also formats the values
     legend: str = ""  # title of the colour bar in pictures; "" for none
     same_as: str = ""  # name of a chart on the page with the same values, whose cells are reused; "" for its own
@@ -130,9 +136,17 @@ class Chart:
     @property
     def words(self) -> str:
         """Return what the chart shows, in words, by ``_MAX_DESCRIBED`` points."""
-        tips = [tip.replace("\n", ", ") for mark in self.marks if isinstance(mark, Points | Bars) for tip in mark.tips]
+        tips = [
+            tip.replace("\n", ", ")
+            for mark in self.marks
+            if isinstance(mark, Points | Bars)
+            for tip in mark.tips
+        ]
         more = f"; and {len(tips) - _MAX_DESCRIBED} more" if len(tips) > _MAX_DESCRIBED else ""
-        return self.description or f"{self.x.title}; {self.y.title}: {'; '.join(tips[:_MAX_DESCRIBED])}{more}."
+        return (
+            self.description
+            or f"{self.x.title}; {self.y.title}: {'; '.join(tips[:_MAX_DESCRIBED])}{more}."
+        )
 
     @property
     def heatmap(self) -> Heatmap | None:
@@ -189,7 +203,9 @@ _BEYOND = 1.15  # padding of a logarithmic axis on either side, as a ratio
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def round_axis(title: str, low: float, high: float, *, exact: bool = False, padded: bool = False) -> Axis:
+def round_axis(
+    title: str, low: float, high: float, *, exact: bool = False, padded: bool = False
+) -> Axis:
     """Return a linear axis that ends a little beyond the data, or at the last round tick before that point.
 
     With ``exact`` it ends at the data, with ``padded`` always beyond. A NaN end, as of an empty table, is 0.
@@ -208,13 +224,17 @@ def round_axis(title: str, low: float, high: float, *, exact: bool = False, padd
 def error_axis(title: str, values: "pd.Series[float]", errors: "pd.Series[float]") -> Axis:
     """Return an axis over 0 and values with error bars; NaN: no bar."""
     bars = errors.fillna(0.0)
-    return round_axis(title, min(0.0, (values - bars).min()), max(0.0, (values + bars).max()), padded=True)
+    return round_axis(
+        title, min(0.0, (values - bars).min()), max(0.0, (values + bars).max()), padded=True
+    )
 
 
 def name_axis(title: str, names: Sequence[str], *, every: int = 1, down: bool = False) -> Axis:
     """Return an axis with a position per name, from 0, every ``every``-th labelled; with ``down`` from the top."""
     ends = (len(names) - 0.5, -0.5) if down else (-0.5, len(names) - 0.5)
-    return Axis(title, *ends, tuple((float(i), name) for i, name in enumerate(names) if i % every == 0))
+    return Axis(
+        title, *ends, tuple((float(i), name) for i, name in enumerate(names) if i % every == 0)
+    )
 
 
 def log_axis(title: str, low: float, high: float) -> Axis:
@@ -223,12 +243,25 @@ def log_axis(title: str, low: float, high: float) -> Axis:
     return Axis(title, low, high, _plain(ticks), log=True)
 
 
-def decades_axis(title: str, low: float, high: float, *, multiples: Sequence[int] = (1,), powers: bool = False) -> Axis:
+def decades_axis(
+    title: str, low: float, high: float, *, multiples: Sequence[int] = (1,), powers: bool = False
+) -> Axis:
     """Return a logarithmic axis with ticks at ``multiples`` of each power of ten, written as ``powers`` or plainly."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [(multiple * 10.0**exponent, exponent) for exponent in exponents for multiple in multiples]
-    texts = ((tick, f"10{str(n).translate(_SUPERSCRIPTS)}" if powers else f"{tick:,g}") for tick, n in ticks)
-    return Axis(title, low, high, tuple((tick, text) for tick, text in texts if low <= tick <= high), log=True)
+    ticks = [
+        (multiple * 10.0**exponent, exponent) for exponent in exponents for multiple in multiples
+    ]
+    texts = (
+        (tick, f"10{str(n).translate(_SUPERSCRIPTS)}" if powers else f"{tick:,g}")
+        for tick, n in ticks
+    )
+    return Axis(
+        title,
+        low,
+        high,
+        tuple((tick, text) for tick, text in texts if low <= tick <= high),
+        log=True,
+    )
 
 
 def spread_axis(title: str, low: float, high: float) -> Axis:
@@ -240,7 +273,9 @@ def spread_axis(title: str, low: float, high: float) -> Axis:
 
 def _plain(ticks: Iterable[float]) -> tuple[tuple[float, str], ...]:
     """Return (value, text) of each tick."""
-    return tuple((float(tick), f"{round(tick, 10):g}".replace("-", "\N{MINUS SIGN}")) for tick in ticks)
+    return tuple(
+        (float(tick), f"{round(tick, 10):g}".replace("-", "\N{MINUS SIGN}")) for tick in ticks
+    )
 
 
 def _round_values(low: float, high: float, max_intervals: int) -> list[float]:

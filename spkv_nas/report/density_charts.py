@@ -14,10 +14,24 @@ from spkv_nas.artifacts.layout import GLOBAL, Layout
 from spkv_nas.artifacts.score_kind import PERCENT, Scale
 from spkv_nas.proposal.coverage import Certainty
 from spkv_nas.report import chart, formatting
-from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers
+from spkv_nas.report.chart import (
+    Axis,
+    Band,
+    Bars,
+    Chart,
+    Heatmap,
+    Line,
+    Mark,
+    Panels,
+    Points,
+    Rule,
+    numbers,
+)
 
 _DENSITY = "density"  # name of the chart whose cells the layout charts reuse
-_MAX_POINTED = 500  # with more dots by domain there are no tooltips, which would be most of the page
+_MAX_POINTED = (
+    500  # with more dots by domain there are no tooltips, which would be most of the page
+)
 _UNEVEN = 2.0  # ratio of the widest to the narrowest bucket from which positions are logarithmic
 
 
@@ -30,7 +44,9 @@ def density_chart(table: HeadScores) -> Chart:
     return _map(_DENSITY, title, about, table.values, heading, scale=scale, legend=measure.noun)
 
 
-def layout_chart(table: HeadScores, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
+def layout_chart(
+    table: HeadScores, label: str, layout: Layout, covered: float, *, number: int
+) -> Chart:
     """Return a small heatmap with a layout's global heads marked, and window letters if several; id ``number``."""
     # List the global heads, and mark their cells
     rows = ([str(head) for head, letter in enumerate(row) if letter == "G"] for row in layout.heads)
@@ -55,7 +71,9 @@ def thumbnail(title: str, values: NDArray[np.float64], scale: Scale | None, numb
     """Return a small heatmap of values [L, Hkv] without axis labels; ``number`` names the chart. No scale: shares."""
     layers, heads = values.shape
     about = f"{layers} layers from left to right, {heads} KV heads from top to bottom."
-    drawn = _map(f"thumbnail-{number}", title, about, values, "", small=True, scale=scale or PERCENT)
+    drawn = _map(
+        f"thumbnail-{number}", title, about, values, "", small=True, scale=scale or PERCENT
+    )
     return replace(drawn, x=replace(drawn.x, ticks=()), y=replace(drawn.y, ticks=()))
 
 
@@ -70,16 +88,17 @@ def grid_chart(layout: Layout, name: str = "layout", *, small: bool = True) -> C
     if not small:  # cells that are large enough name global heads, too
         rows = [row.ljust(layout.num_kv_heads) for row in layout.heads]
         letters = tuple("".join(row) for row in zip(*rows, strict=True))
-    about = (
-        f"Columns are layers, rows are KV heads; {layout.num_global} of {layout.num_heads} are global, {layout.reach}."
-    )
+    about = f"Columns are layers, rows are KV heads; {layout.num_global} of {layout.num_heads} are global, {layout.reach}."
     return _map(name, title, about, values, title, small=small, letters=letters)
 
 
 def window_shades(layout: Layout) -> dict[str, float]:
     """Return the place of each letter of a layout on the colour scale: 0 for global heads, 1 for the narrowest."""
     number = len(layout.legend)
-    return {GLOBAL: 0.0, **{letter: (number - rank) / number for rank, letter in enumerate(layout.legend)}}
+    return {
+        GLOBAL: 0.0,
+        **{letter: (number - rank) / number for rank, letter in enumerate(layout.legend)},
+    }
 
 
 def _letters(layout: Layout) -> tuple[str, ...]:
@@ -89,7 +108,9 @@ def _letters(layout: Layout) -> tuple[str, ...]:
     return tuple("".join(row).replace(GLOBAL, " ") for row in by_head)
 
 
-def layout_charts(table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float]) -> Panels | None:
+def layout_charts(
+    table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float]
+) -> Panels | None:
     """Return one chart per layout, in order; None without layouts."""
     charts = tuple(
         layout_chart(table, label, layout, covered[label], number=number)
@@ -107,20 +128,40 @@ def stability_chart(certainty: Certainty) -> Chart:
 
 
 def _map(
-    name: str, title: str, about: str, values: NDArray[np.float64], heading: str, *, small: bool = False, **fields: Any
+    name: str,
+    title: str,
+    about: str,
+    values: NDArray[np.float64],
+    heading: str,
+    *,
+    small: bool = False,
+    **fields: Any,
 ) -> Chart:
     """Return a heatmap of values [L, Hkv], layers from left to right; ``fields`` are further ones of ``Heatmap``."""
     layers, heads = values.shape
-    x = chart.name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
-    y = chart.name_axis("KV head" if small else "", [f"{'' if small else 'head '}{h}" for h in range(heads)], down=True)
+    x = chart.name_axis(
+        "layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1
+    )
+    y = chart.name_axis(
+        "KV head" if small else "",
+        [f"{'' if small else 'head '}{h}" for h in range(heads)],
+        down=True,
+    )
     cells = Heatmap(tuple(numbers(row) for row in values.T), written=not small, **fields)
     return Chart(name, title, x, y, (cells,), description=about, heading=heading)
 
 
 def domain_chart(table: HeadScores) -> Chart:
     """Return one row per domain: a dot for every KV head, a bar for their mean; the note names domains left out."""
-    measure, others, left_out = table.measure, about_small_domains(table.rows), small_domains(table.rows)
-    means = {name: float(table.domain_density(name, signed=True)[table.is_head].mean()) for name in table.domains}
+    measure, others, left_out = (
+        table.measure,
+        about_small_domains(table.rows),
+        small_domains(table.rows),
+    )
+    means = {
+        name: float(table.domain_density(name, signed=True)[table.is_head].mean())
+        for name in table.domains
+    }
     means = {name: mean for name, mean in means.items() if name not in left_out}
     marks: list[Points] = []
     for row, (domain, mean) in enumerate(means.items()):
@@ -133,9 +174,17 @@ def domain_chart(table: HeadScores) -> Chart:
             if len(table.rows) <= _MAX_POINTED
         )
         dots: dict[str, Any] = {"size": 3.6, "opacity": 0.45, "label": "" if row else "KV head"}
-        bar: dict[str, Any] = {"shape": "stroke", "size": 15.0, "tone": "ink", "label": "" if row else "mean"}
+        bar: dict[str, Any] = {
+            "shape": "stroke",
+            "size": 15.0,
+            "tone": "ink",
+            "label": "" if row else "mean",
+        }
         bar |= {"tips": (f"{domain}\nmean {measure.exact(mean)}",), "names": (measure.rough(mean),)}
-        marks += [Points(numbers(values), numbers(heights), tips=tips, **dots), Points((mean,), (float(row),), **bar)]
+        marks += [
+            Points(numbers(values), numbers(heights), tips=tips, **dots),
+            Points((mean,), (float(row),), **bar),
+        ]
     return Chart(
         "domains",
         "By domain",
@@ -170,7 +219,9 @@ def position_chart(table: HeadScores) -> Chart | None:
     )
     return Chart(
         "positions",
-        "By position" if table.tau_of_positions == table.tau else f"By position, at τ = {table.tau_of_positions:g}",
+        "By position"
+        if table.tau_of_positions == table.tau
+        else f"By position, at τ = {table.tau_of_positions:g}",
         axis,
         chart.round_axis(f"Density at τ = {table.tau_of_positions:g}", 0, 1),
         (
@@ -189,7 +240,8 @@ def histogram_chart(table: HeadScores) -> Chart:
     counts, edges = np.histogram(table.values, bins=20, range=(scale.low, scale.high))
     low, high, height = numbers(edges[:-1]), numbers(edges[1:]), numbers(counts)
     tips = tuple(
-        f"{measure.rough(a)} to {measure.rough(b)}: {n:.0f} heads" for a, b, n in zip(low, high, height, strict=True)
+        f"{measure.rough(a)} to {measure.rough(b)}: {n:.0f} heads"
+        for a, b, n in zip(low, high, height, strict=True)
     )
     return Chart(
         "histogram",
@@ -205,7 +257,10 @@ def _value_axis(table: HeadScores) -> Axis:
     measure = table.measure
     low, high = measure.scale.low, measure.scale.high
     if measure.scale.is_stretched:
-        low, high = min(low, float(table.rows["score"].min())), max(high, float(table.rows["score"].max()))
+        low, high = (
+            min(low, float(table.rows["score"].min())),
+            max(high, float(table.rows["score"].max())),
+        )
     return chart.round_axis(f"{measure.title}, {measure.unit}", low, high)
 
 
@@ -224,8 +279,13 @@ def density_evolution_chart(rows: pd.DataFrame) -> Chart:
     # Densities: [steps, heads], in percent
     heads = rows.pivot_table(index="step", columns=["layer", "kv_head"], values="density")
     steps, values = numbers(heads.index), 100 * heads.to_numpy()
-    marks: list[Mark] = [Line(steps, numbers(column), tone="muted", width=0.6, opacity=0.35) for column in values.T]
-    for low, high, opacity, label in ((10, 90, 0.15, "10 to 90 % of the heads"), (25, 75, 0.3, "25 to 75 %")):
+    marks: list[Mark] = [
+        Line(steps, numbers(column), tone="muted", width=0.6, opacity=0.35) for column in values.T
+    ]
+    for low, high, opacity, label in (
+        (10, 90, 0.15, "10 to 90 % of the heads"),
+        (25, 75, 0.3, "25 to 75 %"),
+    ):
         lower, upper = np.percentile(values, (low, high), axis=1)
         marks.append(Band(steps, numbers(lower), numbers(upper), label, opacity=opacity))
     marks.append(Line(steps, numbers(np.median(values, axis=1)), "median"))

@@ -23,7 +23,10 @@ from spkv_nas.report.inputs import ReportInputs, ResultFile, result_files
 COMPARISON, SEARCH, SCORES, VERDICT = "comparison", "search", "scores", "verdict"
 _UNTRAINED = "not retrained"
 _BIASED = ", partly on documents that layouts were selected on, which may favour them"
-_HELD_OUT, _SELECTION = ", on held-out documents not used for selection", ", on the text that the search selected on"
+_HELD_OUT, _SELECTION = (
+    ", on held-out documents not used for selection",
+    ", on the text that the search selected on",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +37,17 @@ class Result:
     delta: float  # NLL relative to the baseline of its ``Evidence``, in percent; NaN: unknown
     error: float = math.nan  # standard error of ``delta``, in percentage points; NaN: unknown
     num_global: float = math.nan  # number of global KV heads; NaN: unknown
-    mask: arrays.Mask | None = None  # bool [L, Hkv], the global heads; None if only the layout's name is known
+    mask: arrays.Mask | None = (
+        None  # bool [L, Hkv], the global heads; None if only the layout's name is known
+    )
     nll: float = math.nan  # nats per token; NaN: unknown
-    measured: tuple[Measurement, ...] = ()  # by each criterion of the one verdict that it is from; () without one
+    measured: tuple[
+        Measurement, ...
+    ] = ()  # by each criterion of the one verdict that it is from; () without one
     answer: str = ""  # of that verdict by all criteria: passes, fails or open
-    share: float = math.nan  # KV cache of one sequence, as a share of full attention's; NaN: unknown
+    share: float = (
+        math.nan
+    )  # KV cache of one sequence, as a share of full attention's; NaN: unknown
     reach: str = ""  # ``Layout.reach`` of a layout of several windows; "" for others
     content: str = ""  # ``Layout.content_hash`` of a layout of several windows; "" for others
 
@@ -59,7 +68,9 @@ class Evidence:
     results: tuple[Result, ...]  # distinct layouts, lowest NLL first
     fidelity: str = ""  # for a search, one of ``FIDELITIES``; "" otherwise
     num_documents: float = math.nan  # documents measured on; NaN: not recorded
-    effective: float = math.nan  # number of equally long documents with the same standard error; NaN: not recorded
+    effective: float = (
+        math.nan
+    )  # number of equally long documents with the same standard error; NaN: not recorded
     origin: str = ""  # name of the results, which tells modes of one description apart
     is_earlier: bool = False  # whether a verdict of other inputs has taken its place since
 
@@ -74,7 +85,11 @@ class Evidence:
         return tuple(
             result
             for result in self.results
-            if (proposal.is_equal_memory((result.share, share)) if result.reach else result.num_global == number)
+            if (
+                proposal.is_equal_memory((result.share, share))
+                if result.reach
+                else result.num_global == number
+            )
         )
 
     @property
@@ -90,7 +105,9 @@ class Evidence:
     @property
     def critical(self) -> float:
         """Return the number of standard errors on either side of a 95 % interval."""
-        return statistics.critical_errors(self.num_documents if math.isnan(self.effective) else self.effective)
+        return statistics.critical_errors(
+            self.num_documents if math.isnan(self.effective) else self.effective
+        )
 
 
 def all_evidence(inputs: ReportInputs) -> list[Evidence]:
@@ -101,9 +118,13 @@ def all_evidence(inputs: ReportInputs) -> list[Evidence]:
     occurrences = Counter(evidence.description for evidence in collected)
     for index, each in enumerate(collected):
         if occurrences[each.description] > 1:
-            where = f"in the {each.source} {each.origin}".rstrip() + (", earlier" if each.is_earlier else "")
+            where = f"in the {each.source} {each.origin}".rstrip() + (
+                ", earlier" if each.is_earlier else ""
+            )
             collected[index] = replace(each, description=f"{each.description}, {where}")
-    return sorted(collected, key=lambda evidence: -math.inf if math.isnan(evidence.steps) else -evidence.steps)
+    return sorted(
+        collected, key=lambda evidence: -math.inf if math.isnan(evidence.steps) else -evidence.steps
+    )
 
 
 def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
@@ -139,7 +160,9 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         description = _mode(steps) + {"full": _HELD_OUT, "zero_shot": _SELECTION}.get(fidelity, "")
         # Zero-shot scores count from the dense model, retrained layouts from the control, trained alike
         baseline = DENSE if is_zero_shot else FULL_ATTENTION
-        yield Evidence(description, steps, SEARCH, baseline, _distinct(results), fidelity, *documents)
+        yield Evidence(
+            description, steps, SEARCH, baseline, _distinct(results), fidelity, *documents
+        )
 
 
 def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
@@ -164,8 +187,18 @@ def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
                 share = math.nan if math.isnan(num_global) else inputs.cache_share(density)
                 results.append(Result(name, *change, num_global, nll=row["nll"], share=share))
             else:
-                results.append(replace(layout_result(inputs, layout, *change, nll=row["nll"]), name=name))
-        yield Evidence(_mode(float(steps)), float(steps), COMPARISON, baseline, _distinct(results), "", *documents)
+                results.append(
+                    replace(layout_result(inputs, layout, *change, nll=row["nll"]), name=name)
+                )
+        yield Evidence(
+            _mode(float(steps)),
+            float(steps),
+            COMPARISON,
+            baseline,
+            _distinct(results),
+            "",
+            *documents,
+        )
 
 
 def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
@@ -178,9 +211,13 @@ def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
                 change = row["delta_nll_percent"], row["delta_nll_standard_error"]
                 results.append(layout_result(inputs, layout, *change, nll=row["nll"]))
         if results:
-            number, effective = (_number(file.record.get(key)) for key in ("num_documents", "effective_documents"))
+            number, effective = (
+                _number(file.record.get(key)) for key in ("num_documents", "effective_documents")
+            )
             mode = _UNTRAINED + (_BIASED if file.record.get("num_selection") else "")
-            yield Evidence(mode, 0.0, SCORES, DENSE, _distinct(results), "", number, effective, file.name)
+            yield Evidence(
+                mode, 0.0, SCORES, DENSE, _distinct(results), "", number, effective, file.name
+            )
 
 
 def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
@@ -191,7 +228,12 @@ def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
             layout = file.layout(name, recorded["heads"])
             measured = tuple(each for each in file.measured if each.candidate == name)
             # Skip candidates that were retrained, or that the page cannot show
-            if layout is None or not measured or recorded.get("trained") or not _is_here(inputs, layout):
+            if (
+                layout is None
+                or not measured
+                or recorded.get("trained")
+                or not _is_here(inputs, layout)
+            ):
                 continue
             # Every sentence on it is made from these measurements, which have their own numbers of samples
             delta = next((each.loss for each in measured if each.criterion == "nll"), math.nan)
@@ -213,14 +255,20 @@ def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
     """Return whether a layout has the page's grid, and several windows or the window and sink tokens of its layouts."""
     seen: Iterable[Layout | head_scores.HeadScores] = inputs.layouts.values() or (inputs.table,)
     is_seen = any((layout.window, layout.sinks) == (each.window, each.sinks) for each in seen)
-    return layout.heads_per_layer == inputs.table.heads_per_layer and (is_seen or bool(layout.windows))
+    return layout.heads_per_layer == inputs.table.heads_per_layer and (
+        is_seen or bool(layout.windows)
+    )
 
 
-def layout_result(inputs: ReportInputs, layout: Layout, delta: float, error: float = math.nan, **others: Any) -> Result:
+def layout_result(
+    inputs: ReportInputs, layout: Layout, delta: float, error: float = math.nan, **others: Any
+) -> Result:
     """Return a result under the name that the page's layouts give its layout."""
     names = {each.hash: name for name, each in reversed([*inputs.layouts.items()])}
     name = names.get(layout.hash, layout.strategy)
-    if layout.hash not in names and name in inputs.layouts:  # the name stands for other heads by now
+    if (
+        layout.hash not in names and name in inputs.layouts
+    ):  # the name stands for other heads by now
         name = f"{name}-{layout.num_global}"
     # Layouts of several windows are known by their names alone, because their heads do not tell them apart
     identity: dict[str, Any] = {"mask": layout.global_mask}
@@ -311,10 +359,18 @@ def _text(file: ResultFile) -> str:
     data = file.record.get("data")
     if isinstance(data, list):
         return f" of {', '.join(f'`{without_folder(str(source))}`' for source in data)}"
-    return "" if data is None else f" of the {data}" if isinstance(data, str) else " of held-out text of its recipe"
+    return (
+        ""
+        if data is None
+        else f" of the {data}"
+        if isinstance(data, str)
+        else " of held-out text of its recipe"
+    )
 
 
 def _is_same_path(recorded: object, checkpoint: str) -> bool:
     """Return whether a recorded checkpoint is the given one: the same id, or the same path."""
-    first, second = (os.path.abspath(os.path.expanduser(str(each))) for each in (recorded, checkpoint))
+    first, second = (
+        os.path.abspath(os.path.expanduser(str(each))) for each in (recorded, checkpoint)
+    )
     return first == second

@@ -50,11 +50,18 @@ class ResultFile:
 
     def layout(self, name: str, heads: str) -> Layout | None:
         """Return a layout of the table, from its ``words``; None if its window was not recorded."""
-        recorded, sinks = self.record.get("layouts", {}).get(name, {}), self.record.get("sinks") or 0
+        recorded, sinks = (
+            self.record.get("layouts", {}).get(name, {}),
+            self.record.get("sinks") or 0,
+        )
         window = recorded.get("window", self.record.get("windows", {}).get(name))
         number = recorded.get("sinks", sinks.get(name, 0) if isinstance(sinks, Mapping) else sinks)
         try:
-            return None if window is None and "=" not in heads else Layout.from_words(heads, window, name, sinks=number)
+            return (
+                None
+                if window is None and "=" not in heads
+                else Layout.from_words(heads, window, name, sinks=number)
+            )
         except UserError:  # such as a candidate that is called by its path
             return Layout.from_words(heads, window, sinks=number)
 
@@ -73,7 +80,9 @@ class ReportInputs:
 
     table: head_scores.HeadScores  # head scores of the reference model
     layouts: Mapping[str, Layout]  # layouts by name, which is their strategy in the comparison
-    comparison: pd.DataFrame | None = None  # retrained layouts, with every column once checked; None before training
+    comparison: pd.DataFrame | None = (
+        None  # retrained layouts, with every column once checked; None before training
+    )
     record: Mapping[str, Any] = field(default_factory=dict)  # content of ``comparison.yaml``
     probe_pairs: pd.DataFrame | None = None  # comparison of probes; None without one
     search: pd.DataFrame | None = None  # table of a search; None without one
@@ -82,7 +91,9 @@ class ReportInputs:
     trust: Trust | None = None
     # tables by which the page can choose heads, each at its own threshold; by default only ``table``
     probes: Sequence[head_scores.HeadScores] = ()
-    benchmarks: Sequence[Section] = ()  # sections of further result tables (``report.benchmark_sections``)
+    benchmarks: Sequence[
+        Section
+    ] = ()  # sections of further result tables (``report.benchmark_sections``)
     # returns the standard error of the difference of two rows of the comparison, which share documents
     pair_error: PairError = lambda first, second: math.nan
     scores: Sequence[ResultFile] = ()  # tables of ``score``, under any name
@@ -90,14 +101,26 @@ class ReportInputs:
     alarms: Sequence[str] = ()  # sentences of results whose numbers make no sense
     # the command that proposes layouts, by the probe's name; by default for the current folder
     commands: Mapping[str, str] = field(default_factory=dict)
-    covered: Mapping[str, float] = field(init=False)  # each layout's coverage, in [0, 1] or NaN; computed
+    covered: Mapping[str, float] = field(
+        init=False
+    )  # each layout's coverage, in [0, 1] or NaN; computed
 
     def __post_init__(self) -> None:
         """Check the layouts' shapes and the comparison, and fill in what is derived."""
         covered = {name: coverage(self.table, layout) for name, layout in self.layouts.items()}
-        checked = None if self.comparison is None or self.comparison.empty else comparison.complete(self.comparison)
-        for name, value in (("covered", covered), ("comparison", checked), ("probes", self.probes or (self.table,))):
-            object.__setattr__(self, name, value)  # the only way to set a field of a frozen dataclass
+        checked = (
+            None
+            if self.comparison is None or self.comparison.empty
+            else comparison.complete(self.comparison)
+        )
+        for name, value in (
+            ("covered", covered),
+            ("comparison", checked),
+            ("probes", self.probes or (self.table,)),
+        ):
+            object.__setattr__(
+                self, name, value
+            )  # the only way to set a field of a frozen dataclass
 
     @property
     def context(self) -> int:
@@ -115,7 +138,14 @@ class ReportInputs:
     @property
     def alarm(self) -> str | None:
         """Return why the page concludes nothing: measurements of the probe or of results make no sense; else None."""
-        return next((str(each) for each in (self.table.metadata.get(ALARM), *self.alarms) if each is not None), None)
+        return next(
+            (
+                str(each)
+                for each in (self.table.metadata.get(ALARM), *self.alarms)
+                if each is not None
+            ),
+            None,
+        )
 
     @property
     def prediction_check(self) -> PredictionCheck | None:

@@ -29,9 +29,15 @@ from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.plot import SHADES, cividis
 from spkv_nas.report.verdict import Verdict
 
-_TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered besides the probe's own threshold
+_TAUS = tuple(
+    percent / 100 for percent in range(5, 100, 5)
+)  # offered besides the probe's own threshold
 _DIGITS = 4  # decimals of a coverage in a layout's provenance
-_VARY = ("budget", "coverage", "tau")  # entries of a layout's provenance that differ between layouts
+_VARY = (
+    "budget",
+    "coverage",
+    "tau",
+)  # entries of a layout's provenance that differ between layouts
 
 
 def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | None:
@@ -41,7 +47,12 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         return None
     # Collect distinct layouts: proposed, then measured
     evidence = [
-        replace(mode, results=tuple(each for each in mode.results if each.mask is not None and np.isfinite(each.delta)))
+        replace(
+            mode,
+            results=tuple(
+                each for each in mode.results if each.mask is not None and np.isfinite(each.delta)
+            ),
+        )
         for mode in all_evidence(inputs)
     ]
     layouts = {name: layout for name, layout in inputs.layouts.items() if not layout.windows}
@@ -54,17 +65,28 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
         names.setdefault(result.key, result.name)
     indices = {key: number for number, key in enumerate(names)}
     named = {(result.name, indices[result.key]) for result in (*proposed, *measured)}
-    proposed_or_retrained = {indices[result.key]: result for result in reversed((*proposed, *retrained))}
-    filed = [(inputs, result) for _, result in sorted(proposed_or_retrained.items(), key=lambda entry: entry[0])]
+    proposed_or_retrained = {
+        indices[result.key]: result for result in reversed((*proposed, *retrained))
+    }
+    filed = [
+        (inputs, result)
+        for _, result in sorted(proposed_or_retrained.items(), key=lambda entry: entry[0])
+    ]
     # Data of the page's script
     colours = [cividis(step / (SHADES - 1)) for step in range(SHADES)]
     return {
         "grid": inputs.table.grid,
-        "absent": np.flatnonzero(~inputs.table.is_head).tolist(),  # cells beyond the heads of their layer
+        "absent": np.flatnonzero(
+            ~inputs.table.is_head
+        ).tolist(),  # cells beyond the heads of their layer
         "shades": [colour for colour, _ in colours],
-        "dark": sum(ink == "#fff" for _, ink in colours),  # number of shades, from the first, with white text
+        "dark": sum(
+            ink == "#fff" for _, ink in colours
+        ),  # number of shades, from the first, with white text
         "budget": min(inputs.budget, inputs.table.num_candidates),
-        "fixed": sorted({*range(inputs.table.num_layers)} - {*inputs.table.layers}),  # layers that are local by design
+        "fixed": sorted(
+            {*range(inputs.table.num_layers)} - {*inputs.table.layers}
+        ),  # layers that are local by design
         "context": inputs.context,
         "start": -1 if verdict.layout is None else indices.get(verdict.layout.key, -1),
         "signals": signals,
@@ -74,13 +96,20 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
             if isinstance(key, bytes)
         ],
         "files": [_layout_file(*each) for each in filed],
-        "aliases": sorted([name, index] for name, index in named if name != [*names.values()][index]),
+        "aliases": sorted(
+            [name, index] for name, index in named if name != [*names.values()][index]
+        ),
         "offered": len(filed),  # number of layouts with a file
         "measured": [
             [
                 mode.description,
-                3 - FIDELITIES.index(mode.fidelity) if mode.source == SEARCH else -1,  # column in the search's table
-                [[indices[scored.key], _number(scored.delta), _number(scored.error)] for scored in mode.results],
+                3 - FIDELITIES.index(mode.fidelity)
+                if mode.source == SEARCH
+                else -1,  # column in the search's table
+                [
+                    [indices[scored.key], _number(scored.delta), _number(scored.error)]
+                    for scored in mode.results
+                ],
             ]
             for mode in evidence
             if mode.results
@@ -94,7 +123,10 @@ def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None
     rows = inputs.search
     if rows is None or rows["cost"].isna().any():
         return None
-    costs = {heads.replace(" ", ""): f"{cost:.4g}" for heads, cost in zip(rows["heads"], rows["cost"], strict=True)}
+    costs = {
+        heads.replace(" ", ""): f"{cost:.4g}"
+        for heads, cost in zip(rows["heads"], rows["cost"], strict=True)
+    }
     is_head = inputs.table.is_head.ravel()
     masks = (np.frombuffer(key, np.bool_)[is_head] for key in keys if isinstance(key, bytes))
     return [costs.get("".join("G" if head else "L" for head in mask), "") for mask in masks]
@@ -108,7 +140,9 @@ def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
         # Give a layout that was only measured its name, window and sink tokens: those of the search, or of the probe
         assert result.mask is not None
         window = record.get("window") or table.window or DEFAULT_WINDOW
-        sinks = record.get("sinks", 0) if "window" in record else table.sinks  # recorded only if there are any
+        sinks = (
+            record.get("sinks", 0) if "window" in record else table.sinks
+        )  # recorded only if there are any
         try:
             facts: dict[str, Any] = {"strategy": name, "heads_per_layer": table.heads_per_layer}
             layout = Layout.from_mask(result.mask, window=window, sinks=sinks, **facts)
@@ -125,7 +159,10 @@ def layout_indices(choices: Mapping[str, Any] | None) -> dict[str, int]:
     if choices is None:
         return {}
     indices_by_name: dict[str, set[int]] = defaultdict(set)
-    for name, index in (*((name, index) for index, (name, _) in enumerate(choices["layouts"])), *choices["aliases"]):
+    for name, index in (
+        *((name, index) for index, (name, _) in enumerate(choices["layouts"])),
+        *choices["aliases"],
+    ):
         indices_by_name[name].add(index)
     return {name: min(indices) for name, indices in indices_by_name.items() if len(indices) == 1}
 
@@ -147,7 +184,9 @@ def _signal(table: head_scores.HeadScores, inputs: ReportInputs) -> dict[str, An
     content = json.dumps(tables_at_thresholds(tables), separators=(",", ":")).encode()
     return {
         "name": table.name,
-        "command": inputs.commands.get(table.name, f"spkv-nas propose --probe {shlex.quote(table.name)}"),
+        "command": inputs.commands.get(
+            table.name, f"spkv-nas propose --probe {shlex.quote(table.name)}"
+        ),
         "noun": measure.noun,
         "unit": "" if measure.is_share else f" {measure.unit}",
         "shown": measure.shown,
@@ -173,7 +212,10 @@ def _file(table: head_scores.HeadScores) -> dict[str, Any]:
         "between": after.partition("{")[0],
         "window": layout.window,
         **({"sinks": layout.sinks} if layout.sinks else {}),
-        "origin": [[key, "" if key in _VARY else yaml_line({key: v})[1:-1]] for key, v in layout.provenance.items()],
+        "origin": [
+            [key, "" if key in _VARY else yaml_line({key: v})[1:-1]]
+            for key, v in layout.provenance.items()
+        ],
     }
 
 
@@ -185,7 +227,11 @@ def _cache(table: head_scores.HeadScores) -> dict[str, Any] | None:
     sizes = table.cache_facts.get("native_dims", ())  # relative to the heads that can be global
     reach |= {"sizes": [size / table.cache_facts["head_dim"] for size in sizes]} if sizes else {}
     reach |= {"global": table.global_window} if table.global_window < limits.MAX_WINDOW else {}
-    return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW, **reach}
+    return (
+        None
+        if token is None
+        else {"token": token, "window": table.window or DEFAULT_WINDOW, **reach}
+    )
 
 
 def _number(value: float) -> float | None:
@@ -203,9 +249,15 @@ def tables_at_thresholds(tables: list[head_scores.HeadScores]) -> dict[str, Any]
     # Quantise the scores of all text, and of each domain
     by_part = [[levels(table.values, measure) for table in tables]]
     if len(domains) > 1:
-        by_part += [[levels(table.domain_density(name, signed=True), measure) for table in tables] for name in domains]
+        by_part += [
+            [levels(table.domain_density(name, signed=True), measure) for table in tables]
+            for name in domains
+        ]
     # Compute the coverage of every budget
-    covered = [[round(10**_DIGITS * round(share, _DIGITS)) for share in densest_coverage(table)] for table in tables]
+    covered = [
+        [round(10**_DIGITS * round(share, _DIGITS)) for share in densest_coverage(table)]
+        for table in tables
+    ]
     return {
         # Thresholds are innermost: neighbouring numbers are similar, which halves the compressed size
         "levels": np.array(by_part).transpose(0, 2, 1).tolist(),
@@ -227,7 +279,9 @@ def levels(values: arrays.Float, measure: score_kind.Measure) -> list[int | None
         nearest = round(value * units)
         if abs(value * units - nearest) >= 1e-6:
             return math.floor(value * units)
-        written, above = ((measure.exact(v), measure.scale.text(v)) for v in (value, (nearest + 0.5) / units))
+        written, above = (
+            (measure.exact(v), measure.scale.text(v)) for v in (value, (nearest + 0.5) / units)
+        )
         return nearest if above == written else nearest - 1
 
     return [None if math.isnan(value) else level(value) for value in values.ravel().tolist()]

@@ -19,7 +19,16 @@ from markupsafe import Markup
 from spkv_nas.base import files, version
 from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.proposal import coverage, strategies
-from spkv_nas.report import answer, density_charts, formatting, layout_explorer, page_svg, plot, result_charts, tables
+from spkv_nas.report import (
+    answer,
+    density_charts,
+    formatting,
+    layout_explorer,
+    page_svg,
+    plot,
+    result_charts,
+    tables,
+)
 from spkv_nas.report.chart import Chart, Heatmap, Mark, Panels
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import Step, Verdict, conclude
@@ -30,7 +39,11 @@ Groups = dict[str, list[Chart | Panels]]
 
 
 def write_report(
-    folder: Path, inputs: ReportInputs, *, steps: Sequence[Step] = (), progress: Progress = no_progress
+    folder: Path,
+    inputs: ReportInputs,
+    *,
+    steps: Sequence[Step] = (),
+    progress: Progress = no_progress,
 ) -> Path:
     """Write ``index.html``, with commands ``steps``, and its figures, each atomically; return the page's path."""
     verdict = conclude(inputs)
@@ -41,7 +54,9 @@ def write_report(
         plot.save_chart(folder, chart)
         progress(number, len(charts))
     # Render the page with the figures that exist
-    names = [chart.name for chart in charts] + [*(result_charts.SEARCH_FIGURES if groups["search"] else ())]
+    names = [chart.name for chart in charts] + [
+        *(result_charts.SEARCH_FIGURES if groups["search"] else ())
+    ]
     names += [chart.name for section in inputs.benchmarks for chart in section.charts]
     figures = [name for name in names if (folder / f"{name}.png").is_file()]
     files.write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures))
@@ -59,29 +74,51 @@ def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
         "layouts": [density_charts.layout_charts(table, inputs.layouts, inputs.covered)],
         "results": [
             None if chosen is not None else result_charts.cache_nll_chart(inputs, verdict),
-            None if compared is None else result_charts.coverage_nll_chart(compared, table.measure.noun),
-            result_charts.coverage_budget_chart(table, inputs.layouts, inputs.covered, inputs.certainty),
+            None
+            if compared is None
+            else result_charts.coverage_nll_chart(compared, table.measure.noun),
+            result_charts.coverage_budget_chart(
+                table, inputs.layouts, inputs.covered, inputs.certainty
+            ),
         ],
         "detail": [
             density_charts.domain_chart(table) if len(table.domains) > 1 else None,
             density_charts.position_chart(table),
             density_charts.histogram_chart(table),
         ],
-        "certainty": [None if inputs.certainty is None else density_charts.stability_chart(inputs.certainty)],
-        "search": [] if search is None else [*result_charts.search_charts(search, "cost" if has_cost else None)],
+        "certainty": [
+            None if inputs.certainty is None else density_charts.stability_chart(inputs.certainty)
+        ],
+        "search": []
+        if search is None
+        else [*result_charts.search_charts(search, "cost" if has_cost else None)],
     }
-    return {name: [chart for chart in charts if chart is not None] for name, charts in groups.items()}
+    return {
+        name: [chart for chart in charts if chart is not None] for name, charts in groups.items()
+    }
 
 
-def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], groups: Groups, figures: list[str]) -> str:
+def _render(
+    inputs: ReportInputs,
+    verdict: Verdict,
+    steps: Sequence[Step],
+    groups: Groups,
+    figures: list[str],
+) -> str:
     table = inputs.table
     # Split panels into their charts, as the page shows them
     charts = {
-        name: [single for each in group for single in (each.charts if isinstance(each, Panels) else (each,))]
+        name: [
+            single
+            for each in group
+            for single in (each.charts if isinstance(each, Panels) else (each,))
+        ]
         for name, group in groups.items()
     }
     # Charts whose numbers are embedded; maps of heads take theirs from the explorer's data
-    embedded = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
+    embedded = [
+        chart for name in groups if name not in ("density", "layouts") for chart in charts[name]
+    ]
     chosen = answer.answer_layout(inputs, verdict)
     embedded += [chart for section in inputs.benchmarks for chart in section.charts]
     # Layouts, highest coverage first
@@ -91,13 +128,29 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
     )
     # Fill the template
     explorer, folder = layout_explorer.explorer_data(inputs, verdict), Path(__file__).parent
-    shown = {"inputs": inputs, "table": table, "measure": table.measure, "verdict": verdict, "explorer": explorer}
-    shown |= {"steps": steps, "tables": tables, "charts": charts, "layouts": layouts, "figures": figures}
+    shown = {
+        "inputs": inputs,
+        "table": table,
+        "measure": table.measure,
+        "verdict": verdict,
+        "explorer": explorer,
+    }
+    shown |= {
+        "steps": steps,
+        "tables": tables,
+        "charts": charts,
+        "layouts": layouts,
+        "figures": figures,
+    }
     return render(
         "page.html.j2",
         version=version.__version__,
         data=Markup(page_data(embedded, explorer, layout_explorer.layout_indices(explorer))),
-        script=Markup(compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))),
+        script=Markup(
+            compact(
+                "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
+            )
+        ),
         **shown,
         strategy_of=strategies.strategy_of,
         caution=coverage.caution(table),
@@ -109,9 +162,16 @@ def _render(inputs: ReportInputs, verdict: Verdict, steps: Sequence[Step], group
 
 def render(template: str, **values: Any) -> str:
     """Return the HTML of a template with the given values."""
-    options: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    options: Any = {
+        "autoescape": True,
+        "undefined": StrictUndefined,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
-    environment.filters.update(compact=compact, csp_hash=_csp_hash, tie=_tie, cap=formatting.capitalized)
+    environment.filters.update(
+        compact=compact, csp_hash=_csp_hash, tie=_tie, cap=formatting.capitalized
+    )
     environment.filters.update(draw=page_svg.draw_chart, draw_scale=page_svg.draw_scale)
     environment.filters.update(draw_windows=page_svg.draw_windows)
     return environment.get_template(template).render(**values)
@@ -135,7 +195,9 @@ def _csp_hash(content: str) -> str:
 
 
 def page_data(
-    charts: Iterable[Chart], explorer: Mapping[str, Any] | None = None, indices: Mapping[str, int] | None = None
+    charts: Iterable[Chart],
+    explorer: Mapping[str, Any] | None = None,
+    indices: Mapping[str, int] | None = None,
 ) -> str:
     """Return what the page's script reads, as JSON: ``{"charts": {name: marks}, "explorer": ...}``.
 
@@ -155,4 +217,6 @@ def page_data(
 
     marks = {chart.name: [content(mark) for mark in chart.marks] for chart in charts}
     data = {"charts": marks, "explorer": explorer}
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )

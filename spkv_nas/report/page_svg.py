@@ -31,8 +31,16 @@ _FILLED = 0.92  # painted share of a cell's width and height
 _ON = {"#000": "on-light", "#fff": "on-dark"}  # CSS class of text on a shade
 _SWATCH = 20.0  # height of a line of the legend of windows, and width of its colour
 _SCALE, _LETTER = 220.0, 6.5  # length of a colour scale, and width of a letter below it
-_VARIABLES = {colour: f"var(--{tone})" for tone, colour in TONES.items()} | {"#ffffff": "var(--card)"}
-_COMMANDS = {Path.MOVETO: "M", Path.LINETO: "L", Path.CURVE3: "Q", Path.CURVE4: "C", Path.CLOSEPOLY: "z"}
+_VARIABLES = {colour: f"var(--{tone})" for tone, colour in TONES.items()} | {
+    "#ffffff": "var(--card)"
+}
+_COMMANDS = {
+    Path.MOVETO: "M",
+    Path.LINETO: "L",
+    Path.CURVE3: "Q",
+    Path.CURVE4: "C",
+    Path.CLOSEPOLY: "z",
+}
 
 
 class PageRenderer(RendererBase):
@@ -49,7 +57,9 @@ class PageRenderer(RendererBase):
         """Return the size in points."""
         return self._size
 
-    def get_text_width_height_descent(self, s: str, prop: Any, ismath: Any) -> tuple[float, float, float]:
+    def get_text_width_height_descent(
+        self, s: str, prop: Any, ismath: Any
+    ) -> tuple[float, float, float]:
         """Estimate a text's extent: the page's fonts are not known here."""
         size = prop.get_size_in_points()
         return LETTER / 12 * size * len(s), size, 0.2 * size
@@ -62,17 +72,31 @@ class PageRenderer(RendererBase):
         """Forget it."""
         self._gids.pop()
 
-    def draw_path(self, gc: GraphicsContextBase, path: Path, transform: Transform, rgbFace: Any = None) -> None:
+    def draw_path(
+        self, gc: GraphicsContextBase, path: Path, transform: Transform, rgbFace: Any = None
+    ) -> None:
         """Write a path; consecutive ones of one style are one element, unless they have a tooltip."""
         clip = self._clip(gc) if rgbFace is None else None
-        self._path(_style(gc, rgbFace) | self._reference(), _commands(path.transformed(transform + self._flip), clip))
+        self._path(
+            _style(gc, rgbFace) | self._reference(),
+            _commands(path.transformed(transform + self._flip), clip),
+        )
 
     def draw_markers(
-        self, gc: Any, marker_path: Path, marker_trans: Transform, path: Path, trans: Transform, rgbFace: Any = None
+        self,
+        gc: Any,
+        marker_path: Path,
+        marker_trans: Transform,
+        path: Path,
+        trans: Transform,
+        rgbFace: Any = None,
     ) -> None:
         """Write a mark at every vertex: one by one if they have tooltips, dots without as one path."""
         # Find the shape, the style and the centres
-        shape, style = marker_path.transformed(marker_trans + Affine2D().scale(1, -1)), _style(gc, rgbFace)
+        shape, style = (
+            marker_path.transformed(marker_trans + Affine2D().scale(1, -1)),
+            _style(gc, rgbFace),
+        )
         centres: Any = path.transformed(trans + self._flip).vertices
         codes: Any = shape.codes
         is_round, radius = bool(np.isin(Path.CURVE4, codes)), shape.get_extents().width / 2
@@ -80,7 +104,11 @@ class PageRenderer(RendererBase):
         # Write dots without tooltips as one path, whose round line ends are the dots
         if is_round and "stroke" not in style and "data-mark" not in reference:
             dots = [(round(x), round(y)) for x, y in centres]
-            shades = {key.replace("fill", "stroke"): value for key, value in style.items() if key.startswith("fill")}
+            shades = {
+                key.replace("fill", "stroke"): value
+                for key, value in style.items()
+                if key.startswith("fill")
+            }
             style = {"class": "dust", **shades, "stroke-width": px(2 * radius), **reference}
             self._path(style, _dust(dots if reference else sorted(dots)))
             return
@@ -89,7 +117,10 @@ class PageRenderer(RendererBase):
         if is_round or reference:
             group, self._last = add(self._root, "g", **style), None
         for index, (x, y) in enumerate(centres):
-            each, mark = {key: f"{value},{index}" for key, value in reference.items()}, Affine2D().translate(x, y)
+            each, mark = (
+                {key: f"{value},{index}" for key, value in reference.items()},
+                Affine2D().translate(x, y),
+            )
             if is_round:
                 add(group, "circle", cx=x, cy=y, r=radius, **each)
             elif each:
@@ -98,14 +129,29 @@ class PageRenderer(RendererBase):
                 self._path(style, _commands(shape.transformed(mark)))
 
     def draw_text(
-        self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, ismath: Any = False, mtext: Any = None
+        self,
+        gc: Any,
+        x: float,
+        y: float,
+        s: str,
+        prop: Any,
+        angle: float,
+        ismath: Any = False,
+        mtext: Any = None,
     ) -> None:
         """Write a text at its anchor, as its width is only estimated."""
         across = mtext.get_transform().transform(mtext.get_unitless_position())
         x, y = (x, self._flip.transform(across)[1]) if angle else (across[0], y)
-        size, anchor = prop.get_size_in_points(), {"center": "middle", "right": "end"}.get(mtext.get_ha())
+        size, anchor = (
+            prop.get_size_in_points(),
+            {"center": "middle", "right": "end"}.get(mtext.get_ha()),
+        )
         attributes: dict[str, Any] = {"text_anchor": anchor} if anchor else {}
-        attributes |= {"transform": f"translate({px(x)} {px(y)}) rotate(-{angle:g})"} if angle else {"x": x, "y": y}
+        attributes |= (
+            {"transform": f"translate({px(x)} {px(y)}) rotate(-{angle:g})"}
+            if angle
+            else {"x": x, "y": y}
+        )
         attributes |= {"class": "tick"} if to_hex(gc.get_rgb()) == TONES["muted"] else {}
         add(self._root, "text", s, **attributes, **({} if size == 12 else {"font_size": size}))
         self._last = None
@@ -113,11 +159,19 @@ class PageRenderer(RendererBase):
     def _clip(self, gc: GraphicsContextBase) -> Bbox | None:
         """Return the box beyond which nothing is drawn."""
         box, height = gc.get_clip_rectangle(), self._size[1]
-        return None if box is None else Bbox.from_extents(box.x0, height - box.y1, box.x1, height - box.y0)
+        return (
+            None
+            if box is None
+            else Bbox.from_extents(box.x0, height - box.y1, box.x1, height - box.y0)
+        )
 
     def _path(self, style: dict[str, str], commands: str) -> None:
         """Append a path, to the last element if that has the same style and no tooltip."""
-        if self._last is not None and self._last[0] == style and not any(key.startswith("data") for key in style):
+        if (
+            self._last is not None
+            and self._last[0] == style
+            and not any(key.startswith("data") for key in style)
+        ):
             self._last[1].set("d", self._last[1].get("d", "") + commands)
         elif len(style) > 1:
             self._last = style, add(self._root, "path", d=commands, **style)
@@ -152,7 +206,8 @@ def _commands(path: Path, clip: Bbox | None = None) -> str:
     """Return a path as SVG commands; lines are cut at the box ``clip``."""
     segments: Any = path.iter_segments(clip=None if clip is None else clip.extents, simplify=False)
     return "".join(
-        _COMMANDS[code] + ("" if code == Path.CLOSEPOLY else " ".join(map(px, vertices))) for vertices, code in segments
+        _COMMANDS[code] + ("" if code == Path.CLOSEPOLY else " ".join(map(px, vertices)))
+        for vertices, code in segments
     )
 
 
@@ -191,7 +246,9 @@ def draw_scale(measure: Measure) -> Markup:
         add(shades, "stop", offset=f"{percent}%", stop_color=cividis(percent / 100)[0])
     add(root, "rect", x=_LEFT, y=4, width=_SCALE, height=12, rx=2, fill="url(#cividis)")
     # Mark the ticks, and name the quantity
-    ticks = [(_LEFT + _SCALE * float(scale.fraction(value)), scale.text(value)) for value in scale.ticks]
+    ticks = [
+        (_LEFT + _SCALE * float(scale.fraction(value)), scale.text(value)) for value in scale.ticks
+    ]
     add(root, "path", class_="axis", d="".join(f"M{px(x)} 16v4" for x, _ in ticks))
     along(root, ticks, class_="tick", y=32, text_anchor="middle")
     add(root, "text", quantity, class_="tick", x=_LEFT, y=49)
@@ -200,7 +257,9 @@ def draw_scale(measure: Measure) -> Markup:
 
 def draw_windows(layout: Layout) -> Markup:
     """Return the legend of a map of windows: each letter with its colour and what its heads see."""
-    meanings = {letter: f"{letter}: the last {window:,} keys" for letter, window in layout.legend.items()}
+    meanings = {
+        letter: f"{letter}: the last {window:,} keys" for letter, window in layout.legend.items()
+    }
     meanings = {GLOBAL: f"{GLOBAL}: global, all earlier keys"} | dict(reversed(meanings.items()))
     if layout.sinks:
         tokens = "token" if layout.sinks == 1 else f"{layout.sinks} tokens"
@@ -219,7 +278,16 @@ def draw_windows(layout: Layout) -> Markup:
     shades = window_shades(layout)
     for row, (letter, text) in enumerate(texts.items()):
         shade = round(shades[letter] * (SHADES - 1)) / (SHADES - 1)
-        add(root, "rect", x=0, y=_SWATCH * row + 2, width=14, height=14, rx=2, fill=cividis(shade)[0])
+        add(
+            root,
+            "rect",
+            x=0,
+            y=_SWATCH * row + 2,
+            width=14,
+            height=14,
+            rx=2,
+            fill=cividis(shade)[0],
+        )
         add(root, "text", text, x=_SWATCH, y=_SWATCH * row + 13)
     return markup(root)
 
@@ -235,7 +303,9 @@ def draw_map(chart: Chart, cells: Heatmap) -> Element:
     root = svg(chart, "map" if cells.written else "small", width, height)
     root.set("width", px(width if cells.written else 1.4 * width))
     # Cells, with their values or the marks of a layout
-    group = add(root, "g", class_="cells", transform=f"translate({px(left)} {px(top)}) scale({px(step)})")
+    group = add(
+        root, "g", class_="cells", transform=f"translate({px(left)} {px(top)}) scale({px(step)})"
+    )
     if cells.same_as:
         add(group, "use", href=f"#{cells.same_as}-cells")
     else:
@@ -252,7 +322,16 @@ def draw_map(chart: Chart, cells: Heatmap) -> Element:
     along(root, columns_at, class_="tick", y=height - 5, text_anchor="middle")
     for value, text in chart.y.ticks:
         y = top + (value + _FILLED / 2) * step
-        add(root, "text", text, class_="tick", x=left - 8 if cells.written else 14, y=y, dy=".35em", text_anchor="end")
+        add(
+            root,
+            "text",
+            text,
+            class_="tick",
+            x=left - 8 if cells.written else 14,
+            y=y,
+            dy=".35em",
+            text_anchor="end",
+        )
     return root
 
 
@@ -294,7 +373,13 @@ def _mark_chosen(group: Element, cells: Heatmap) -> None:
         dots[_look(cells, cells.values[row][column])[1]] += f"M{column} {row}h0"
     middle = px(_FILLED / 2)
     for ink_class, path in dots.items():
-        add(group, "path", class_=f"dust {ink_class}", d=path, transform=f"translate({middle} {middle})")
+        add(
+            group,
+            "path",
+            class_=f"dust {ink_class}",
+            d=path,
+            transform=f"translate({middle} {middle})",
+        )
 
 
 def _look(cells: Heatmap, value: float) -> tuple[str, str]:
@@ -331,7 +416,11 @@ def along(parent: Element, texts: Iterable[tuple[float, str]], **attributes: Any
 
 def px(value: float) -> str:
     """Format a length in user units with one decimal, or two below 1."""
-    return f"{value:.2f}".rstrip("0").rstrip(".") if abs(value) < 1 else f"{value:.1f}".removesuffix(".0")
+    return (
+        f"{value:.2f}".rstrip("0").rstrip(".")
+        if abs(value) < 1
+        else f"{value:.1f}".removesuffix(".0")
+    )
 
 
 def markup(element: Element) -> Markup:

@@ -28,7 +28,9 @@ from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report import density_charts
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, Tone
 
-TONES: dict[Tone | Literal["line"], str] = {  # the page has variables of these names, for light and dark mode
+TONES: dict[
+    Tone | Literal["line"], str
+] = {  # the page has variables of these names, for light and dark mode
     "accent": "#1f5fa8",
     "muted": "#566173",
     "second": "#b05a00",
@@ -40,11 +42,24 @@ CHOSEN = "#d6006c"
 SHADES = 65
 LETTER, LINE = 6.6, 15.0  # average width of a letter, and height of a line of text
 _FAINT = 0.6  # names may cover marks of lower opacity
-_LEADER: dict[str, Any] = {"arrowstyle": "-", "color": TONES["muted"], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 5}
+_LEADER: dict[str, Any] = {
+    "arrowstyle": "-",
+    "color": TONES["muted"],
+    "linewidth": 0.8,
+    "shrinkA": 0,
+    "shrinkB": 5,
+}
 _SAMPLE = 40.0  # width of a legend entry's sample, with the space around it
-_CLIP = Bbox([[-0.01, -0.01], [1.01, 1.01]])  # clip box of lines in axes coordinates, with a margin of 1 %
+_CLIP = Bbox(
+    [[-0.01, -0.01], [1.01, 1.01]]
+)  # clip box of lines in axes coordinates, with a margin of 1 %
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "stroke": "|"}
-_DASHES: Any = {"solid": "-", "dashed": (0, (4, 2)), "dashdot": (0, (5, 1.6, 1.2, 1.6)), "dotted": (0, (1.2, 1.6))}
+_DASHES: Any = {
+    "solid": "-",
+    "dashed": (0, (4, 2)),
+    "dashdot": (0, (5, 1.6, 1.2, 1.6)),
+    "dotted": (0, (1.2, 1.6)),
+}
 _STYLE: Any = {  # matplotlib settings
     "svg.hashsalt": "spkv-nas",
     "svg.fonttype": "none",
@@ -54,8 +69,12 @@ _STYLE: Any = {  # matplotlib settings
     "font.size": 12,
     "axes.facecolor": "none",
     "axes.axisbelow": True,
-    **dict.fromkeys(("axes.spines.left", "axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TONES["muted"]),
+    **dict.fromkeys(
+        ("axes.spines.left", "axes.spines.top", "axes.spines.right", "legend.frameon"), False
+    ),
+    **dict.fromkeys(
+        ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TONES["muted"]
+    ),
     "grid.color": TONES["line"],
     "ytick.major.size": 0,
     "figure.facecolor": "white",
@@ -95,7 +114,9 @@ def save_chart(folder: Path, chart: Chart | Panels) -> None:
 def drawing() -> Iterator[None]:
     """Apply this module's matplotlib settings while the block runs."""
     with rc_context(_STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # missing glyphs are drawn as boxes
+        warnings.filterwarnings(
+            "ignore", message="Glyph .* missing from font"
+        )  # missing glyphs are drawn as boxes
         yield
 
 
@@ -165,8 +186,15 @@ def _draw_chart(ax: axes.Axes, chart: Chart) -> None:
         _draw_mark(ax, mark, f"{chart.name}/mark {number}")
     lines, columns = _legend_shape(chart)
     if lines:
-        spaces: Any = {"borderaxespad": 0.5, "borderpad": 0, "columnspacing": 1, "labelspacing": 0.2}
-        legend = ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize=11, **spaces)
+        spaces: Any = {
+            "borderaxespad": 0.5,
+            "borderpad": 0,
+            "columnspacing": 1,
+            "labelspacing": 0.2,
+        }
+        legend = ax.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize=11, **spaces
+        )
         for sample in legend.legend_handles:
             if isinstance(sample, Line2D):
                 sample.set_markersize(min(sample.get_markersize(), 10.0))
@@ -188,11 +216,22 @@ def _draw_mark(ax: axes.Axes, mark: Any, name: str) -> None:
             ax.fill_between(mark.x, mark.low, mark.high, label=mark.label, **style)
         case Bars():
             widths = np.subtract(mark.high, mark.low)
-            bars = ax.bar(mark.low, mark.height, widths, align="edge", color=TONES["accent"], edgecolor="white")
+            bars = ax.bar(
+                mark.low,
+                mark.height,
+                widths,
+                align="edge",
+                color=TONES["accent"],
+                edgecolor="white",
+            )
             for index, bar in enumerate(bars):
                 bar.set_gid(f"{name} {index}")
         case Line():
-            style = {"linestyle": _DASHES[mark.dash], "linewidth": mark.width, "alpha": mark.opacity}
+            style = {
+                "linestyle": _DASHES[mark.dash],
+                "linewidth": mark.width,
+                "alpha": mark.opacity,
+            }
             (line,) = ax.plot(mark.x, mark.y, color=TONES[mark.tone], label=mark.label, **style)
             line.set_clip_box(TransformedBbox(_CLIP, ax.transAxes))
         case Rule():
@@ -202,15 +241,25 @@ def _draw_mark(ax: axes.Axes, mark: Any, name: str) -> None:
             known = np.flatnonzero(np.isfinite(mark.error))  # of the points with an error bar
             if known.size:
                 x, y, error = (np.array(values)[known] for values in (mark.x, mark.y, mark.error))
-                ax.errorbar(x, y, yerr=error, fmt="none", color=TONES[mark.tone], elinewidth=1.4, capsize=3)
+                ax.errorbar(
+                    x, y, yerr=error, fmt="none", color=TONES[mark.tone], elinewidth=1.4, capsize=3
+                )
             (dots,) = ax.plot(mark.x, mark.y, **_point_style(mark), label=mark.label, zorder=3)
-            dots.set_gid(name if mark.tips else name.replace("/mark", "/cloud") if mark.layouts else None)
+            dots.set_gid(
+                name if mark.tips else name.replace("/mark", "/cloud") if mark.layouts else None
+            )
 
 
 def _point_style(points: Points) -> dict[str, Any]:
     colour, marker = TONES[points.tone], _MARKERS[points.shape]
     size = (2.4 if points.shape == "triangle" else 2.0) * points.size
-    style = {"color": colour, "marker": marker, "linestyle": "", "markersize": size, "clip_on": False}
+    style = {
+        "color": colour,
+        "marker": marker,
+        "linestyle": "",
+        "markersize": size,
+        "clip_on": False,
+    }
     edge, width = ("white", 1.0) if points.opacity == 1 else ("none", 0.0)
     if points.hollow:
         style["markerfacecolor"], edge, width = "white", colour, 1.6
@@ -226,8 +275,19 @@ def _draw_map(ax: axes.Axes, chart: Chart, cells: Heatmap) -> None:
     # Cells
     values = np.array(cells.values)
     rows, columns = values.shape
-    style: Any = {"vmin": 0, "vmax": 1, "cmap": "cividis", "square": True, "cbar": False, "linecolor": "white"}
-    style |= {"linewidths": 0.8 if cells.written else 1.2, "xticklabels": False, "yticklabels": False}
+    style: Any = {
+        "vmin": 0,
+        "vmax": 1,
+        "cmap": "cividis",
+        "square": True,
+        "cbar": False,
+        "linecolor": "white",
+    }
+    style |= {
+        "linewidths": 0.8 if cells.written else 1.2,
+        "xticklabels": False,
+        "yticklabels": False,
+    }
     if cells.written:
         texts = [[cells.scale.text(value) for value in row] for row in cells.values]
         style |= {"annot": np.array(texts), "annot_kws": {"fontsize": 8.5}, "fmt": ""}
@@ -244,7 +304,11 @@ def _draw_map(ax: axes.Axes, chart: Chart, cells: Heatmap) -> None:
     ax.tick_params(length=0, labelsize=size)
     # Marked cells
     for row, column in cells.chosen:
-        ax.add_patch(Rectangle((column - 0.44, row - 0.44), 0.88, 0.88, fill=False, edgecolor=CHOSEN, linewidth=1.8))
+        ax.add_patch(
+            Rectangle(
+                (column - 0.44, row - 0.44), 0.88, 0.88, fill=False, edgecolor=CHOSEN, linewidth=1.8
+            )
+        )
         ax.plot(column, row, "o", color="white", markeredgecolor="black", markersize=3.2)
     for row, letters in enumerate(cells.letters):
         for column, letter in enumerate(letters):
@@ -271,35 +335,68 @@ def _draw_names(ax: axes.Axes, chart: Chart) -> None:
         match mark:
             case Rule() if mark.label and mark.vertical:
                 top = to_points((mark.value, chart.y.high))
-                heights = [-LINE * (0.5 + row / 2) for row in range(int(2 * inside.height / LINE) - 1)]
+                heights = [
+                    -LINE * (0.5 + row / 2) for row in range(int(2 * inside.height / LINE) - 1)
+                ]
                 if not _write(ax, mark.label, top, heights, occupied, gap=6):
                     ax.annotate(mark.label, top, (6, -8), textcoords="offset points", va="center")
             case Rule() if mark.label:
-                right_end: Any = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "ha": "right"}
+                right_end: Any = {
+                    "xycoords": ax.get_yaxis_transform(),
+                    "textcoords": "offset points",
+                    "ha": "right",
+                }
                 ax.annotate(mark.label, (1, mark.value), (-6, 4), **right_end)
             case Points():
                 for x, y, name in zip(mark.x, mark.y, mark.names, strict=False):
                     if mark.shape == "stroke":
-                        ax.annotate(name, (x, y), (0, mark.size + 2), textcoords="offset points", ha="center")
+                        ax.annotate(
+                            name,
+                            (x, y),
+                            (0, mark.size + 2),
+                            textcoords="offset points",
+                            ha="center",
+                        )
                     elif name:
-                        heights = [0.0, *(sign * row * LINE for row in range(1, 6) for sign in (1, -1))]
+                        heights = [
+                            0.0,
+                            *(sign * row * LINE for row in range(1, 6) for sign in (1, -1)),
+                        ]
                         _write(ax, name, to_points((x, y)), heights, occupied)
 
 
-def _write(ax: axes.Axes, name: str, at: Any, heights: list[float], occupied: list[Bbox], *, gap: float = 10) -> bool:
+def _write(
+    ax: axes.Axes,
+    name: str,
+    at: Any,
+    heights: list[float],
+    occupied: list[Bbox],
+    *,
+    gap: float = 10,
+) -> bool:
     """Write a name right or left of ``at``, at the first free height; return whether there was one."""
     width, inside = LETTER * len(name), ax.get_window_extent()
     for height in heights:
         for left in (gap, -gap - width):
             # Look for a box that overlaps nothing
             box = Bbox.from_bounds(at[0] + left, at[1] + height - LINE / 2, width, LINE)
-            if box.count_overlaps(occupied) or not all(inside.contains(*corner) for corner in (box.min, box.max)):
+            if box.count_overlaps(occupied) or not all(
+                inside.contains(*corner) for corner in (box.min, box.max)
+            ):
                 continue
             # Write the name, with a line to a point at another height
             occupied.append(box)
-            leader = _LEADER | {"relpos": (left < 0, 0.5)} if abs(height) > LINE / 2 and gap > 6 else None
+            leader = (
+                _LEADER | {"relpos": (left < 0, 0.5)}
+                if abs(height) > LINE / 2 and gap > 6
+                else None
+            )
             text = (at[0] + (gap if left > 0 else -gap), at[1] + height)
-            style: Any = {"ha": "left" if left > 0 else "right", "va": "center", "annotation_clip": False}
+            style: Any = {
+                "ha": "left" if left > 0 else "right",
+                "va": "center",
+                "annotation_clip": False,
+            }
             ax.annotate(name, at, text, "figure points", "figure points", leader, **style)
             return True
     return False
@@ -309,14 +406,20 @@ def _obstacles(ax: axes.Axes) -> list[Bbox]:
     """Return the boxes of bars, lines and points that names should avoid."""
     boxes = [bar.get_window_extent() for bar in ax.patches]
     for drawn in ax.lines:
-        path, is_line = drawn.get_path().transformed(drawn.get_transform()), drawn.get_linestyle() != "None"
+        path, is_line = (
+            drawn.get_path().transformed(drawn.get_transform()),
+            drawn.get_linestyle() != "None",
+        )
         if is_line:
             path, reach = path.interpolated(24), 2
         elif (drawn.get_alpha() or 1.0) > _FAINT:
             reach = 7
         else:
             continue
-        boxes += [Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach) for x, y in np.asarray(path.vertices)]
+        boxes += [
+            Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach)
+            for x, y in np.asarray(path.vertices)
+        ]
     return boxes
 
 
@@ -337,4 +440,8 @@ def plot_layout(layout: Layout, scores: HeadScores | None = None) -> Picture:
     """Plot a layout's global heads, marked on head scores if given; ``UserError``: the scores have another grid."""
     if scores is None:
         return picture(density_charts.grid_chart(layout))
-    return picture(density_charts.layout_chart(scores, layout.strategy, layout, coverage(scores, layout), number=1))
+    return picture(
+        density_charts.layout_chart(
+            scores, layout.strategy, layout, coverage(scores, layout), number=1
+        )
+    )

@@ -36,7 +36,9 @@ _MAX_VERTICES = 100  # of a line: more are not seen, but are most of the page of
 _DELTA = ("delta_nll_percent", "delta_nll_standard_error")
 
 
-def coverage_nll_chart(comparison: pd.DataFrame, noun: str = score_kind.DENSITY.noun) -> Chart | None:
+def coverage_nll_chart(
+    comparison: pd.DataFrame, noun: str = score_kind.DENSITY.noun
+) -> Chart | None:
     """Return coverage of a comparison's rows, summing ``noun``, against NLL increase; None if no row has both."""
     rows = comparison.dropna(subset=["coverage_percent", "delta_nll_percent"])
     baseline, marks = counted_from(comparison), []
@@ -46,7 +48,9 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = score_kind.DENSITY.
         if not group.empty:
             tips = tuple(_tip(row, baseline) for _, row in group.iterrows())
             names = tuple(short(name, 22) for name in group["strategy"])
-            marks.append(points(group, "coverage_percent", *_DELTA, tips=tips, names=names, **style))
+            marks.append(
+                points(group, "coverage_percent", *_DELTA, tips=tips, names=names, **style)
+            )
     if not marks:
         return None
     axes = (
@@ -60,7 +64,9 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = score_kind.DENSITY.
 def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
     """Return NLL against density as tau moves, as the paper's "Relationship between NLL and KV cache density"."""
     # Name the thresholds
-    names = [f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]]
+    names = [
+        f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]
+    ]
     rows = rows.assign(density=100 * rows["density"], name=names)
     # Join all points, and mark open gates by another shape
     marks: list[Line | Points] = [_line(rows)]
@@ -69,12 +75,16 @@ def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
         (rows[rows["tau"] == 0], {"label": "open gates", "shape": "square", "tone": "ink"}),
     ):
         if not group.empty:
-            marks.append(points(group, "density", *_DELTA, names=tuple(group["name"]), size=4.0, **style))
+            marks.append(
+                points(group, "density", *_DELTA, names=tuple(group["name"]), size=4.0, **style)
+            )
     axes = (
         chart.round_axis("Density, % of keys kept (mean over heads)", 0, 100, padded=True),
         chart.error_axis("NLL change from open gates, %", *(rows[column] for column in _DELTA)),
     )
-    return Chart("tau-sweep", "NLL against density", *axes, tuple(marks), note="Bars: one standard error.")
+    return Chart(
+        "tau-sweep", "NLL against density", *axes, tuple(marks), note="Bars: one standard error."
+    )
 
 
 def baselines_chart(rows: pd.DataFrame) -> Chart:
@@ -85,7 +95,10 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     spkv = rows[is_spkv & (rows["tau"] > 0)].sort_values("density")
     with_sinks = rows[~is_spkv & (rows["sinks"] > 0)]
     groups = (
-        (rows[~is_spkv & ~(rows["sinks"] > 0)], {"label": "compressed, without sinks", "hollow": True}),
+        (
+            rows[~is_spkv & ~(rows["sinks"] > 0)],
+            {"label": "compressed, without sinks", "hollow": True},
+        ),
         (with_sinks, {"label": "compressed, with sinks"}),
         (spkv, SHAPES[SP_KV]),
     )
@@ -93,20 +106,29 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     marks: list[Line | Points] = [_line(spkv, "ink")] if len(spkv) > 1 else []
     for group, style in groups:
         if not group.empty:
-            names = tuple(f"τ {row.tau:g}" if row.method == SP_KV else row.method for row in group.itertuples())
+            names = tuple(
+                f"τ {row.tau:g}" if row.method == SP_KV else row.method
+                for row in group.itertuples()
+            )
             tips = tuple(
                 f"{name}, {row['sinks']:g} sinks\ndensity {row['density']:.1f} %\n{_delta(row)} %"
                 for name, (_, row) in zip(names, group.iterrows(), strict=True)
             )
             if "hollow" in style and not with_sinks.empty:
                 names = ()  # the dots with sinks lie beside them and have names
-            marks.append(points(group, "density", *_DELTA, tips=tips, names=names, size=4.0, **style))
+            marks.append(
+                points(group, "density", *_DELTA, tips=tips, names=names, size=4.0, **style)
+            )
     dots = pd.concat([group for group, _ in groups])
     return Chart(
         "baselines",
         "NLL against density, by compression rule",
-        chart.round_axis("Density, % of keys outside the window", 0.0, dots["density"].max(), padded=True),
-        chart.error_axis("NLL change from the dense model, %", *(dots[column] for column in _DELTA)),
+        chart.round_axis(
+            "Density, % of keys outside the window", 0.0, dots["density"].max(), padded=True
+        ),
+        chart.error_axis(
+            "NLL change from the dense model, %", *(dots[column] for column in _DELTA)
+        ),
         tuple(marks),
         note=NOTE,
         width=520.0,
@@ -116,7 +138,13 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
 
 def _line(rows: pd.DataFrame, tone: chart.Tone = "accent") -> Line:
     """Return a thin line through the rows' points."""
-    return Line(numbers(rows["density"]), numbers(rows["delta_nll_percent"]), width=1.5, opacity=0.6, tone=tone)
+    return Line(
+        numbers(rows["density"]),
+        numbers(rows["delta_nll_percent"]),
+        width=1.5,
+        opacity=0.6,
+        tone=tone,
+    )
 
 
 def _delta(row: pd.Series) -> str:
@@ -145,7 +173,9 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
     full = full_bytes(inputs.table, inputs.context)
     scale, unit = (100.0, "%") if full is None else (full / 2**20, "MiB")
     references = list(_references(inputs, evidence))
-    marks: list[Rule | Points] = [Rule(scale, f"full: {scale:,.3g} {unit}", tone="muted", dash="dotted")]
+    marks: list[Rule | Points] = [
+        Rule(scale, f"full: {scale:,.3g} {unit}", tone="muted", dash="dotted")
+    ]
     for style, group in ((LAYOUT, known), *((SHAPES[each.name], [each]) for each in references)):
         marks.append(
             Points(
@@ -158,12 +188,21 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
             )
         )
     # Fit the axis to the error bars
-    ends = [each.delta + sign * np.nan_to_num(each.error) for each in (*known, *references) for sign in (-1, 1)]
+    ends = [
+        each.delta + sign * np.nan_to_num(each.error)
+        for each in (*known, *references)
+        for sign in (-1, 1)
+    ]
     of_full = "% of full attention's" if full is None else unit
     return Chart(
         "cache-nll",
         "NLL against KV cache",
-        chart.round_axis(f"KV cache of one sequence of {inputs.context:,} tokens, {of_full}", 0.0, scale, padded=True),
+        chart.round_axis(
+            f"KV cache of one sequence of {inputs.context:,} tokens, {of_full}",
+            0.0,
+            scale,
+            padded=True,
+        ),
         chart.spread_axis(DELTA_AXES[evidence.baseline], min(ends), max(ends)),
         tuple(marks),
         note=f"{capitalized(evidence.description)}. {_note(each.error for each in (*known, *references))}",
@@ -188,11 +227,18 @@ def _references(inputs: ReportInputs, evidence: Evidence) -> Iterator[Result]:
     rows = inputs.comparison[inputs.comparison["strategy"].isin(BASELINES)]
     for row in rows.dropna(subset=["delta_nll_percent", "density_percent"]).to_dict("records"):
         change = row["delta_nll_percent"], row["delta_nll_standard_error"]
-        yield Result(row["strategy"], *change, share=inputs.cache_share(min(1.0, row["density_percent"] / 100)))
+        yield Result(
+            row["strategy"],
+            *change,
+            share=inputs.cache_share(min(1.0, row["density_percent"] / 100)),
+        )
 
 
 def coverage_budget_chart(
-    table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float], certainty: coverage.Certainty | None
+    table: HeadScores,
+    layouts: Mapping[str, Layout],
+    covered: Mapping[str, float],
+    certainty: coverage.Certainty | None,
 ) -> Chart | None:
     """Return coverage against budget by strategy, with the layouts as dots; None if no head keeps anything.
 
@@ -217,12 +263,18 @@ def coverage_budget_chart(
     names = [str(name) for name in curve.columns if name != "budget"]
     for name, (tone, dash) in zip(names, SERIES, strict=False):
         line = curve[["budget", name]].dropna()
-        line = line.iloc[np.unique(np.linspace(0, len(line) - 1, _MAX_VERTICES).round().astype(int))]
+        line = line.iloc[
+            np.unique(np.linspace(0, len(line) - 1, _MAX_VERTICES).round().astype(int))
+        ]
         marks.append(Line(numbers(line["budget"]), numbers(line[name], 100), name, tone, dash))
     # A dot per layout
-    heads = {name: layout.num_global for name, layout in layouts.items() if not math.isnan(covered[name])}
+    heads = {
+        name: layout.num_global for name, layout in layouts.items() if not math.isnan(covered[name])
+    }
     if heads:
-        tips = tuple(f"{name}\n{heads[name]} heads, coverage {100 * covered[name]:.1f} %" for name in heads)
+        tips = tuple(
+            f"{name}\n{heads[name]} heads, coverage {100 * covered[name]:.1f} %" for name in heads
+        )
         dots = numbers(heads.values()), numbers((covered[name] for name in heads), 100)
         marks.append(Points(*dots, tips=tips, tone="ink", label="layout"))
         note += " Dots: the layouts of this report."
@@ -265,11 +317,16 @@ def retrained_charts(rows: pd.DataFrame) -> chart.Panels | None:
         return None
     # Axes
     value, error = retrained["full_delta_percent"], retrained["full_standard_error"].fillna(0.0)
-    nll_axis = chart.spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
+    nll_axis = chart.spread_axis(
+        "ΔNLL after full retraining, %", (value - error).min(), (value + error).max()
+    )
     low, high = retrained["zero_shot_delta_percent"].agg(["min", "max"])
     predictors = {
         "zero-shot": ("zero_shot_delta_percent", chart.spread_axis(_CHANGE, low, high)),
-        "coverage": ("coverage_percent", chart.round_axis("Coverage, %", 0, retrained["coverage_percent"].max())),
+        "coverage": (
+            "coverage_percent",
+            chart.round_axis("Coverage, %", 0, retrained["coverage_percent"].max()),
+        ),
     }
     # Draw a chart for each predictor that was measured
     charts = []
@@ -277,7 +334,9 @@ def retrained_charts(rows: pd.DataFrame) -> chart.Panels | None:
         if retrained[column].notna().any():
             title, marks = f"{capitalized(name)} and retrained NLL", _by_sampler(retrained, column)
             note = "Bars: one standard error."
-            charts.append(Chart(f"search-retrained-{name}", title, axis, nll_axis, marks, note=note))
+            charts.append(
+                Chart(f"search-retrained-{name}", title, axis, nll_axis, marks, note=note)
+            )
     return chart.Panels("search-retrained", tuple(charts))
 
 
@@ -291,7 +350,9 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     for sampler, (tone, dash) in zip(samplers, SERIES, strict=False):
         trials = rows[rows["sampler"] == sampler].sort_values(["cost", "zero_shot_delta_percent"])
         xy = numbers(trials["cost"]), numbers(trials["zero_shot_delta_percent"])
-        clouds.append(Points(*xy, layouts=tuple(map(str, trials["name"])), tone=tone, size=2.8, opacity=0.35))
+        clouds.append(
+            Points(*xy, layouts=tuple(map(str, trials["name"])), tone=tone, size=2.8, opacity=0.35)
+        )
         lines.append(Line(*_front(trials, float(rows["cost"].max())), sampler, tone, dash, 1.8))
     # Baselines
     baselines = rows[rows["sampler"] == search_table.BASELINE]
@@ -301,7 +362,15 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
         for row in baselines.to_dict("records")
     )
     xy = numbers(baselines["cost"]), numbers(baselines["zero_shot_delta_percent"])
-    squares = Points(*xy, tips=tips, names=_names(baselines), label="baseline", shape="square", tone="ink", size=4.5)
+    squares = Points(
+        *xy,
+        tips=tips,
+        names=_names(baselines),
+        label="baseline",
+        shape="square",
+        tone="ink",
+        size=4.5,
+    )
     return Chart(
         "search-front",
         "NLL against cost",
@@ -317,7 +386,9 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
 
 def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
     """Return a group of points per sampler, each of a shape and a tone, with the baselines named."""
-    samplers = [str(name) for name in retrained["sampler"].unique() if name != search_table.BASELINE]
+    samplers = [
+        str(name) for name in retrained["sampler"].unique() if name != search_table.BASELINE
+    ]
     styles = [("square", "ink"), *zip(_SHAPES, (tone for tone, _ in SERIES), strict=True)]
     groups = []
     for sampler, (shape, tone) in zip((search_table.BASELINE, *samplers), styles, strict=False):
@@ -332,7 +403,9 @@ def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
         )
         names = _names(subset) if sampler == search_table.BASELINE else ()
         columns = column, "full_delta_percent", "full_standard_error"
-        groups.append(points(subset, *columns, tips=tips, names=names, label=sampler, shape=shape, tone=tone))
+        groups.append(
+            points(subset, *columns, tips=tips, names=names, label=sampler, shape=shape, tone=tone)
+        )
     return tuple(groups)
 
 
@@ -345,7 +418,9 @@ def _front(trials: pd.DataFrame, end: float) -> tuple[chart.Numbers, chart.Numbe
     ordered = trials.sort_values(["cost", "zero_shot_delta_percent"])
     lowest = ordered["zero_shot_delta_percent"].cummin()
     is_lower = lowest != lowest.shift()
-    return (*numbers(np.repeat(ordered.loc[is_lower, "cost"], 2)[1:]), end), numbers(np.repeat(lowest[is_lower], 2))
+    return (*numbers(np.repeat(ordered.loc[is_lower, "cost"], 2)[1:]), end), numbers(
+        np.repeat(lowest[is_lower], 2)
+    )
 
 
 def save_figure(folder: Path, drawn: Chart | chart.Panels) -> Path | None:

@@ -25,7 +25,9 @@ _COMPARED = {  # columns of the comparison beside changes of NLL: title -> colum
     "Seeds": ("num_seeds", 0),
     "Steps": ("steps", 0),
 }
-Table = tuple[tuple[str, ...], list[tuple[chart.Row, ...]]]  # titles of the columns, and groups of rows
+Table = tuple[
+    tuple[str, ...], list[tuple[chart.Row, ...]]
+]  # titles of the columns, and groups of rows
 _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
 
 
@@ -41,13 +43,23 @@ def key_numbers(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, 
         description, percent = f"{description}, {measure.shown}", ""
     words = grid.grid_words(table.heads_per_layer).removesuffix(" KV heads").replace(" x ", " of ")
     entries = [
-        (f"{factor * table.mean:.1f}{percent}", f"{description}, ± {factor * table.std:.1f} across heads", "measure"),
+        (
+            f"{factor * table.mean:.1f}{percent}",
+            f"{description}, ± {factor * table.std:.1f} across heads",
+            "measure",
+        ),
         (str(table.num_heads), f"KV heads: {words}", ""),
     ]
     # Add the coverage of the verdict's layout
     best = verdict.layout
     if best is not None and verdict.covered is not None:
-        entries.append((f"{100 * verdict.covered:.1f} %", f"{measure.noun} coverage of {best.name}", "coverage"))
+        entries.append(
+            (
+                f"{100 * verdict.covered:.1f} %",
+                f"{measure.noun} coverage of {best.name}",
+                "coverage",
+            )
+        )
     return entries
 
 
@@ -56,7 +68,9 @@ def score_rows(table: head_scores.HeadScores) -> Table:
     exact = table.measure.exact
     cells = (
         (
-            "" if math.isnan(value) else exact(value) + ("" if math.isnan(error) else f" ± {exact(error)}")
+            ""
+            if math.isnan(value)
+            else exact(value) + ("" if math.isnan(error) else f" ± {exact(error)}")
             for value, error in zip(*rows, strict=True)
         )
         for rows in zip(table.values, table.standard_error, strict=True)
@@ -82,7 +96,9 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
         name = row["strategy"]
         cells = (
             *(
-                "reference" if name == reference else change(row[f"{column}_percent"], row[f"{column}_standard_error"])
+                "reference"
+                if name == reference
+                else change(row[f"{column}_percent"], row[f"{column}_standard_error"])
                 for column, reference in references.values()
             ),
             *(number(row[column], digits) for column, digits in _COMPARED.values()),
@@ -90,7 +106,9 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
         )
         tag = "" if name in _GROUPS else verdict.tag(name, evidence.COMPARISON, row["steps"])
         groups[_GROUPS.get(name, 0)].append(chart.Row(_NAMES.get(name, name), cells, tag))
-    return ("Strategy", *references, *_COMPARED, *notes), [tuple(group) for group in groups if group]
+    return ("Strategy", *references, *_COMPARED, *notes), [
+        tuple(group) for group in groups if group
+    ]
 
 
 def probe_pair_rows(rows: pd.DataFrame | None) -> Table | None:
@@ -99,8 +117,15 @@ def probe_pair_rows(rows: pd.DataFrame | None) -> Table | None:
         return None
     lines = []
     for row in rows.to_dict("records"):
-        numbers = (row["budget"], 0), (row["jaccard"], 2), (row["spearman"], 3), (100 * row["transfer"], 1)
-        lines.append(chart.Row(str(row["first"]), (str(row["second"]), *(number(*each) for each in numbers))))
+        numbers = (
+            (row["budget"], 0),
+            (row["jaccard"], 2),
+            (row["spearman"], 3),
+            (100 * row["transfer"], 1),
+        )
+        lines.append(
+            chart.Row(str(row["first"]), (str(row["second"]), *(number(*each) for each in numbers)))
+        )
     return ("Probe", "Other probe", "Budget", "Jaccard", "Spearman", "Transfer, %"), [tuple(lines)]
 
 
@@ -125,12 +150,22 @@ def search_rows(inputs: ReportInputs, verdict: Verdict | None = None) -> Table |
         f"Δ NLL, %, {kind} retraining" + (f" ({steps[kind]} steps)" if kind in steps else "")
         for kind in ("full", "short")
     )
-    header = ("Layout", *retrained, "Δ NLL, %, zero-shot", "Global KV heads", "Coverage, %", *["Cost"][: int(has_cost)])
+    header = (
+        "Layout",
+        *retrained,
+        "Δ NLL, %, zero-shot",
+        "Global KV heads",
+        "Coverage, %",
+        *["Cost"][: int(has_cost)],
+    )
     rows = tuple(
         chart.Row(
             str(row["name"]),
             (
-                *(change(row[f"{kind}_delta_percent"], row[f"{kind}_standard_error"]) for kind in reversed(FIDELITIES)),
+                *(
+                    change(row[f"{kind}_delta_percent"], row[f"{kind}_standard_error"])
+                    for kind in reversed(FIDELITIES)
+                ),
                 number(row["num_global"], 0),
                 number(row["coverage_percent"], 1),
                 *([f"{row['cost']:.4g}"] if has_cost else []),
@@ -148,7 +183,10 @@ def provenance(inputs: ReportInputs) -> list[tuple[str, list[tuple[str, str]]]]:
     probe = {"name": table.name, "tau": table.tau, "window": table.window, **table.metadata}
     sections = [("Probe", list(_flatten(probe))), ("Comparison", list(_flatten(inputs.record)))]
     for name, layout in inputs.layouts.items():
-        seen = {"window": layout.windows or layout.window, **({"sinks": layout.sinks} if layout.sinks else {})}
+        seen = {
+            "window": layout.windows or layout.window,
+            **({"sinks": layout.sinks} if layout.sinks else {}),
+        }
         content = {"content hash": layout.content_hash, **seen, **layout.provenance}
         sections.append((f"Layout {name}", list(_flatten(content))))
     return [(heading, pairs) for heading, pairs in sections if pairs]
@@ -183,9 +221,17 @@ def findings(record: Mapping[str, Any]) -> list[str]:
 
 def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
     """Return a rank correlation with its interval or, below ``MIN_ITEMS`` layouts, its p-value, if recorded."""
-    text, interval, p_value = signed(recorded["rho"], 2), recorded.get("interval"), recorded.get("p_value")
+    text, interval, p_value = (
+        signed(recorded["rho"], 2),
+        recorded.get("interval"),
+        recorded.get("p_value"),
+    )
     if recorded.get("layouts", MIN_ITEMS) < MIN_ITEMS or interval is None:
-        return text if p_value is None else f"{text} (p {f'= {p_value:.2g}' if p_value else '< 0.0001'})"
+        return (
+            text
+            if p_value is None
+            else f"{text} (p {f'= {p_value:.2g}' if p_value else '< 0.0001'})"
+        )
     low, high = (signed(bound, 2) for bound in interval)
     return f"{text} (95 % interval {low} to {high})"
 
@@ -193,7 +239,9 @@ def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
 def search_findings(inputs: ReportInputs) -> list[str]:
     """Return how well cheap scores rank the layouts of a search; nothing on too few documents."""
     rows = inputs.search
-    if rows is None or not all(each.is_rankable for each in evidence.all_evidence(inputs) if each.fidelity == "full"):
+    if rows is None or not all(
+        each.is_rankable for each in evidence.all_evidence(inputs) if each.fidelity == "full"
+    ):
         return []
     return [
         f"Rank correlation of {pair} over {correlation['layouts']} layouts: {_with_uncertainty(correlation)}."
@@ -206,21 +254,32 @@ def _letters(inputs: ReportInputs, chosen: Layout | None) -> str:
     """Return the windows of the letters of the chosen layout, else of the first of several windows; "" for none."""
     several = (layout for layout in inputs.layouts.values() if layout.windows)
     layout = next(several, None) if chosen is None else chosen
-    return "" if layout is None else ", ".join(f"{letter} {window}" for letter, window in layout.legend.items())
+    return (
+        ""
+        if layout is None
+        else ", ".join(f"{letter} {window}" for letter, window in layout.legend.items())
+    )
 
 
-def glossary(inputs: ReportInputs, verdict: Verdict, chosen: Layout | None = None) -> dict[str, tuple[str, str]]:
+def glossary(
+    inputs: ReportInputs, verdict: Verdict, chosen: Layout | None = None
+) -> dict[str, tuple[str, str]]:
     """Return (title, meaning) of each term that the page uses, by key; windows are those of the headline's layout."""
     table, measure = inputs.table, inputs.table.measure
     clipping = "" if table.is_density else " (0 where it is negative)"
-    sinks = f"the first tokens of a sequence (sink tokens: {table.sinks}) and " if table.sinks else ""
+    sinks = (
+        f"the first tokens of a sequence (sink tokens: {table.sinks}) and " if table.sinks else ""
+    )
     here = f"; here {table.window}" if table.window else ""
     if chosen is not None:
         here = f"; here {' or '.join(map(str, chosen.legend.values()))}"
     # Terms of every page
     terms = {
         "measure": (measure.title, measure.meaning),
-        "window": ("Window", f"Number of most recent keys that a local KV head sees, the query's own included{here}."),
+        "window": (
+            "Window",
+            f"Number of most recent keys that a local KV head sees, the query's own included{here}.",
+        ),
         "layout": (
             "Layout",
             f"For each KV head: global (sees all earlier keys), or local (sees {sinks}its window only).",
@@ -239,7 +298,9 @@ def glossary(inputs: ReportInputs, verdict: Verdict, chosen: Layout | None = Non
     # Terms of gates
     if table.is_density:
         meaning = "A key is kept if its utility, which the gate predicts, is at least τ."
-        interpolated = " At thresholds other than the probe's, densities are interpolated from its histogram."
+        interpolated = (
+            " At thresholds other than the probe's, densities are interpolated from its histogram."
+        )
         terms["tau"] = "Threshold τ", meaning + (interpolated if table.histogram else "")
     # Terms of results
     if inputs.comparison is None and inputs.search is None:

@@ -13,7 +13,14 @@ import pandas as pd
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.report.evidence import COMPARISON, VERDICT, Evidence, Result, all_evidence, layout_result
+from spkv_nas.report.evidence import (
+    COMPARISON,
+    VERDICT,
+    Evidence,
+    Result,
+    all_evidence,
+    layout_result,
+)
 from spkv_nas.report.formatting import BASELINES, listed, number, signed, with_minus, without_folder
 from spkv_nas.report.inputs import ReportInputs
 
@@ -33,9 +40,15 @@ class Step:
 class Verdict:
     """The conclusion from all evidence on a page."""
 
-    lead: tuple[str, str, str]  # the first sentence in three parts; the second is the layout's name, "" without one
-    sentences: tuple[str, ...] = ()  # what was measured on too little, and how the layout compares with others
-    layout: Result | None = None  # the layout that the page is about, as ``conclude`` chooses it; None if there is none
+    lead: tuple[
+        str, str, str
+    ]  # the first sentence in three parts; the second is the layout's name, "" without one
+    sentences: tuple[
+        str, ...
+    ] = ()  # what was measured on too little, and how the layout compares with others
+    layout: Result | None = (
+        None  # the layout that the page is about, as ``conclude`` chooses it; None if there is none
+    )
     evidence: Evidence | None = None  # the evidence that decided; None if no loss was measured
     has_rivals: bool = False  # whether other layouts of the same budget were measured
     close: tuple[str, ...] = ()  # names of those that are not clearly behind
@@ -46,7 +59,12 @@ class Verdict:
 
         ``source`` is ``COMPARISON`` or ``SEARCH``; ``steps`` are the row's, if the rows of its table differ in them.
         """
-        if self.evidence is None or self.layout is None or self.evidence.source != source or not self.has_rivals:
+        if (
+            self.evidence is None
+            or self.layout is None
+            or self.evidence.source != source
+            or not self.has_rivals
+        ):
             return ""
         if steps is not None and not np.isclose(steps, self.evidence.steps, equal_nan=True):
             return ""
@@ -65,7 +83,11 @@ def conclude(inputs: ReportInputs) -> Verdict:
         return Verdict((f"Warning: {inputs.alarm}", "", ""))
     # Leave out what was measured on too few documents
     everything = all_evidence(inputs)
-    small = {(each.source, each.documents) for each in everything if not each.is_rankable and len(each.results) > 1}
+    small = {
+        (each.source, each.documents)
+        for each in everything
+        if not each.is_rankable and len(each.results) > 1
+    }
     warnings = tuple(
         f"The {source} measured on {documents}, too few to rank layouts; at least {MIN_DOCUMENTS} are needed."
         for source, documents in sorted(small)
@@ -76,11 +98,19 @@ def conclude(inputs: ReportInputs) -> Verdict:
     # Retrained layouts; without any, scores, unless a layout passes
     kinds = [True] if passing else [True, False]
     for is_trained in kinds:
-        group = [each for each in rankable if (each.steps != 0) == is_trained and each.source != VERDICT]
-        deciding = next((each for each in group if len(each.of_one_budget) > 1), next(iter(group), None))
+        group = [
+            each for each in rankable if (each.steps != 0) == is_trained and each.source != VERDICT
+        ]
+        deciding = next(
+            (each for each in group if len(each.of_one_budget) > 1), next(iter(group), None)
+        )
         if deciding is not None:
             best, *others = deciding.of_one_budget
-            verdicts = [] if deciding.steps != 0 else [result for result in judged if result.key == best.key]
+            verdicts = (
+                []
+                if deciding.steps != 0
+                else [result for result in judged if result.key == best.key]
+            )
             return _about(inputs, best, deciding, (*warnings, *map(_of_verdict, verdicts)), others)
     # The smallest layout that passes, and what else was measured of it
     if judged:
@@ -91,7 +121,9 @@ def conclude(inputs: ReportInputs) -> Verdict:
     if not inputs.layouts:
         table, measure = inputs.table, inputs.table.measure
         mean = f"{measure.scale.factor * table.mean:.1f}, in {measure.shown}"
-        return Verdict((f"The mean {measure.noun} of {table.num_heads} KV heads is {mean}.", "", ""), warnings)
+        return Verdict(
+            (f"The mean {measure.noun} of {table.num_heads} KV heads is {mean}.", "", ""), warnings
+        )
     # A layout that was only proposed: that of the highest coverage, at the most frequent budget
     budgets = pd.Series({name: layout.num_global for name, layout in inputs.layouts.items()})
     candidates = map(str, budgets[budgets == budgets.mode().max()].index)
@@ -106,7 +138,9 @@ def _judged(everything: Sequence[Evidence]) -> list[Result]:
     return [result for each in standing for result in each.results]
 
 
-def _answer(inputs: ReportInputs, layout: Result, evidence: Evidence, remarks: tuple[str, ...]) -> Verdict:
+def _answer(
+    inputs: ReportInputs, layout: Result, evidence: Evidence, remarks: tuple[str, ...]
+) -> Verdict:
     """State in one line what one verdict measured of a layout: memory, loss, by what, on how much, and the answer."""
     memory = layout.measured[0].memory
     if not memory:  # an older record
@@ -116,7 +150,9 @@ def _answer(inputs: ReportInputs, layout: Result, evidence: Evidence, remarks: t
     against = without_folder(layout.measured[0].against)
     heads = f"{layout.num_global:.0f} of {inputs.table.num_heads} KV heads are global."
     if layout.reach:
-        heads += f" Local heads see their last keys, by letter: {layout.reach.removeprefix('windows ')}."
+        heads += (
+            f" Local heads see their last keys, by letter: {layout.reach.removeprefix('windows ')}."
+        )
     heads += f" The loss is against {against}, without retraining."
     return Verdict(lead, (heads, *remarks), layout, evidence)
 
@@ -124,7 +160,9 @@ def _answer(inputs: ReportInputs, layout: Result, evidence: Evidence, remarks: t
 def _of_verdict(result: Result) -> str:
     """Return what one verdict measured of a layout, as a sentence."""
     memory = f"{result.measured[0].memory}, " if result.measured[0].memory else ""
-    losses = "; ".join(f"{each.criterion} {each.finding}; {each.conclusion}" for each in result.measured)
+    losses = "; ".join(
+        f"{each.criterion} {each.finding}; {each.conclusion}" for each in result.measured
+    )
     return with_minus(f"By a verdict, {memory}{losses}.")
 
 
@@ -154,7 +192,9 @@ def _about(
     table, size = inputs.table, ""
     if not math.isnan(layout.num_global):
         reach = f"{layout.reach}, " if layout.reach else ""
-        saving = f"{reach}{100 * (1 - layout.share):.1f} % less KV cache at {inputs.context:,} tokens"
+        saving = (
+            f"{reach}{100 * (1 - layout.share):.1f} % less KV cache at {inputs.context:,} tokens"
+        )
         size = f"{layout.num_global:.0f} of {table.num_heads} KV heads global, {saving}; "
     covered = None
     if layout.mask is not None:
@@ -164,17 +204,25 @@ def _about(
         loss = f"its loss has not been measured{' on enough documents' if warnings else ''}"
         if covered is not None:
             held = f"its global heads have {100 * covered:.1f} % of the sum over all heads"
-            warnings += (f"It was proposed by {table.measure.noun}: {held}, which says nothing of the loss yet.",)
+            warnings += (
+                f"It was proposed by {table.measure.noun}: {held}, which says nothing of the loss yet.",
+            )
         return Verdict(("", layout.name, f": {size}{loss}."), warnings, layout, covered=covered)
     loss = _loss(layout, evidence)
     # Find the others that are not clearly behind, by the error of the difference where documents are shared; where it
     # is NaN, it is at most the sum of both errors
     close = {}
     for other in others:
-        error = inputs.pair_error(layout.name, other.name) if evidence.source == COMPARISON else math.nan
+        error = (
+            inputs.pair_error(layout.name, other.name)
+            if evidence.source == COMPARISON
+            else math.nan
+        )
         largest = layout.error + other.error if math.isnan(error) else error
         if not other.delta - layout.delta > evidence.critical * largest:
-            close[other.name] = f"{other.name} {signed(other.delta - layout.delta)} ± {number(error, 3)}"
+            close[other.name] = (
+                f"{other.name} {signed(other.delta - layout.delta)} ± {number(error, 3)}"
+            )
     words = (_competition(evidence, len(others), [*close.values()]),) if others else ()
     lead = "", layout.name, f": {size}{loss}."
     return Verdict(lead, (*warnings, *words), layout, evidence, bool(others), tuple(close), covered)
@@ -182,11 +230,17 @@ def _about(
 
 def _loss(layout: Result, evidence: Evidence) -> str:
     """Return the layout's measured change of NLL in words, or its NLL, and how it was measured."""
-    value = "NLL not measured" if math.isnan(layout.nll) else f"NLL {number(layout.nll, 4)} nats per token"
+    value = (
+        "NLL not measured"
+        if math.isnan(layout.nll)
+        else f"NLL {number(layout.nll, 4)} nats per token"
+    )
     if not math.isnan(layout.delta):
         error = "" if math.isnan(layout.error) else f" ± {number(layout.error, 3)}"
         value = f"NLL {signed(layout.delta)}{error} % against {BASELINES[evidence.baseline]}"
-    return f"{value}, {evidence.description}" + (f", on {evidence.documents}" if evidence.documents else "")
+    return f"{value}, {evidence.description}" + (
+        f", on {evidence.documents}" if evidence.documents else ""
+    )
 
 
 def _competition(evidence: Evidence, num_others: int, close: Sequence[str]) -> str:
@@ -194,10 +248,20 @@ def _competition(evidence: Evidence, num_others: int, close: Sequence[str]) -> s
     has_several = any(result.reach for result in evidence.of_one_budget)
     total = f"{1 + num_others} layouts with {'as much memory' if has_several else 'as many global heads'}"
     critical = evidence.critical
-    margin = "two standard errors" if critical == 2.0 else f"{critical:.1f} standard errors (few documents)"
-    runs = " None of these errors includes the variation between training runs." if evidence.steps != 0 else ""
+    margin = (
+        "two standard errors"
+        if critical == 2.0
+        else f"{critical:.1f} standard errors (few documents)"
+    )
+    runs = (
+        " None of these errors includes the variation between training runs."
+        if evidence.steps != 0
+        else ""
+    )
     if not close:
-        return f"It has the lowest NLL of {total}: the others are behind by more than {margin}.{runs}"
+        return (
+            f"It has the lowest NLL of {total}: the others are behind by more than {margin}.{runs}"
+        )
     return (
         f"No single best of {total}: it is measured lowest; not behind by more than {margin} of the difference, in "
         f"percentage points: {listed(close, _MAX_NAMED)}.{runs}"

@@ -15,7 +15,11 @@ from spkv_nas.report import chart
 from spkv_nas.report.formatting import capitalized, listed, short, with_minus, without_folder
 
 _MARKS: dict[str, tuple[chart.Shape, chart.Tone]]
-_MARKS = {"passes": ("circle", "accent"), "fails": ("diamond", "second"), "open": ("square", "muted")}
+_MARKS = {
+    "passes": ("circle", "accent"),
+    "fails": ("diamond", "second"),
+    "open": ("square", "muted"),
+}
 _REACH = 4.0  # largest loss that an axis shows, in margins; what is beyond it is drawn at its end
 _HEIGHT, _ROW = 96.0, 30.0  # height of a card without rows, and of a row
 _MAX_NAMED = 4
@@ -32,15 +36,24 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Sect
     # Name layouts with their sizes, in cards with their numbers of heads
     sizes = {candidate: _size(each) for candidate, each in record.get("layouts", {}).items()}
     names = {candidate: f"{candidate} ({size})" for candidate, size in sizes.items()}
-    labels = {candidate: f"{candidate} ({size.partition(',')[0]})" for candidate, size in sizes.items()}
+    labels = {
+        candidate: f"{candidate} ({size.partition(',')[0]})" for candidate, size in sizes.items()
+    }
     context = record.get("context")
-    memory = "" if context is None else f" The KV cache is a share of full attention's at {context:,} tokens."
+    memory = (
+        ""
+        if context is None
+        else f" The KV cache is a share of full attention's at {context:,} tokens."
+    )
     answers = record.get("answers", {}).items()
     rows = rows.assign(
         label=[labels.get(each, without_folder(each)) for each in rows["candidate"]],
         candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]],
     )
-    record = {**record, "answers": {names.get(each, without_folder(each)): answer for each, answer in answers}}
+    record = {
+        **record,
+        "answers": {names.get(each, without_folder(each)): answer for each, answer in answers},
+    }
     measured = measurements(rows, record)
     return chart.Section(
         name,
@@ -74,7 +87,9 @@ def budget_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Secti
 
 def _size(recorded: Record) -> str:
     """Return the global heads of a layout, its KV cache if recorded, and its windows if there are several."""
-    layout = Layout.from_words(recorded["heads"], recorded["window"], sinks=recorded.get("sinks", 0))
+    layout = Layout.from_words(
+        recorded["heads"], recorded["window"], sinks=recorded.get("sinks", 0)
+    )
     percent = recorded.get("kv_cache_percent")
     heads = f"{layout.num_global} of {layout.num_heads} heads"
     memory = "" if percent is None else f", {percent:.1f} % KV cache"
@@ -108,7 +123,9 @@ def card_title(criterion: str) -> str:
     return criteria.CRITERIA[criterion].title if criterion in criteria.CRITERIA.names else criterion
 
 
-def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, record: Record) -> Iterable[chart.Mark]:
+def _marks(
+    group: pd.DataFrame, axis: chart.Axis, margin: float, record: Record
+) -> Iterable[chart.Mark]:
     """Yield the marks of a card: losses that are allowed, the margin, intervals, and losses."""
     rows = group.reset_index(drop=True)
     # Crop losses and intervals at the axis; an end that is not known yet lies beyond
@@ -116,7 +133,9 @@ def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, record: Record)
     shown = rows[["low", "high", "loss"]].fillna(unknown).clip(axis.low, axis.high)
     # Mark allowed losses, zero and the margin
     bottom, top = -0.5, len(rows) - 0.5
-    yield chart.Band((axis.low, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08)
+    yield chart.Band(
+        (axis.low, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08
+    )
     yield chart.Rule(0.0, tone="muted", dash="solid")
     yield chart.Rule(margin)
     # Draw the intervals and the losses by answer
@@ -132,8 +151,14 @@ def _marks(group: pd.DataFrame, axis: chart.Axis, margin: float, record: Record)
             yield chart.Points(
                 chart.numbers(shown["loss"][measured]),
                 chart.numbers(measured),
-                tips=tuple(with_minus(f"{each.candidate} {each.answer}: {each.finding}") for each in of_points),
-                names=tuple("" if axis.low <= loss <= axis.high else with_minus(loss_text(loss)) for loss in losses),
+                tips=tuple(
+                    with_minus(f"{each.candidate} {each.answer}: {each.finding}")
+                    for each in of_points
+                ),
+                names=tuple(
+                    "" if axis.low <= loss <= axis.high else with_minus(loss_text(loss))
+                    for loss in losses
+                ),
                 label=answer,
                 shape=shape,
                 tone=tone,
@@ -157,9 +182,15 @@ def _sentences(measured: list[Measurement], record: Record) -> Iterable[str]:
     """Yield the answer about each candidate, and what the error rate rests on."""
     answers = record.get("answers", {})
     for candidate, answer in answers.items():
-        verb, reason = words.conclusion([each for each in measured if each.candidate == candidate], answer)
+        verb, reason = words.conclusion(
+            [each for each in measured if each.candidate == candidate], answer
+        )
         yield with_minus(f"{candidate} {verb}: {reason}.")
-    risk, left_out, unknown = record.get("risk"), record.get("left_out"), record.get("unrecorded", ())
+    risk, left_out, unknown = (
+        record.get("risk"),
+        record.get("left_out"),
+        record.get("unrecorded", ()),
+    )
     if risk is not None and left_out is not None:
         documents, selected_by = left_out.get("documents", 0), left_out.get("selected_by", ())
         yield f"{capitalized(words.basis(risk, words.shared_by(len(answers)), documents, selected_by, unknown))}."

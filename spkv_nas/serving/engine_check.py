@@ -49,7 +49,9 @@ class EngineCheck:
     """Comparison of an engine with the model."""
 
     engine: str  # name and version of the engine
-    reach: str  # what local heads see, such as "windows L 128, M 512", whose letters ``findings`` uses
+    reach: (
+        str  # what local heads see, such as "windows L 128, M 512", whose letters ``findings`` uses
+    )
     num_prompt: int  # tokens of the prompt
     num_new: int  # tokens that were generated
     num_equal: int  # how many of them, from the first, are those that the model prefers
@@ -57,7 +59,9 @@ class EngineCheck:
     # the same for the model without the layout: with the windows of the dense checkpoint, or none if those are the
     # layout's
     dense_difference: float
-    sink_difference: float | None  # the same for local heads without sink tokens; None for a layout that has none
+    sink_difference: (
+        float | None
+    )  # the same for local heads without sink tokens; None for a layout that has none
     cache: Sequence[str]  # the engine's report of its cache, by line, if its program gives one
     findings: Sequence[str]  # what the engine runs instead, by line; empty if it agrees
 
@@ -70,7 +74,9 @@ class EngineCheck:
     @property
     def passed(self) -> bool:
         """Return whether the engine computes what the model does, and the check could have shown otherwise."""
-        return self.is_conclusive and self.difference <= TOLERANCE and self.num_equal == self.num_new
+        return (
+            self.is_conclusive and self.difference <= TOLERANCE and self.num_equal == self.num_new
+        )
 
     def __str__(self) -> str:
         """Return the verdict, both comparisons, what the engine runs instead, and its cache, by line."""
@@ -83,7 +89,11 @@ class EngineCheck:
             f"{self.num_prompt} prompt tokens, {self.reach}: {self.num_equal} of {self.num_new} greedy tokens "
             f"equal, log-probabilities within {self.difference:.2g} nats",
             _would_show("the layout", self.dense_difference),
-            *([] if self.sink_difference is None else [_would_show("sink tokens", self.sink_difference)]),
+            *(
+                []
+                if self.sink_difference is None
+                else [_would_show("sink tokens", self.sink_difference)]
+            ),
             *self.findings,
             *(f"cache: {line}" for line in self.cache),
         ]
@@ -92,7 +102,11 @@ class EngineCheck:
 
 def _would_show(name: str, difference: float) -> str:
     """Say whether the check would show that the engine does not run a part of the layout."""
-    would = "so it would show" if difference >= CONCLUSIVE else f"less than {CONCLUSIVE:g}, so it would not show"
+    would = (
+        "so it would show"
+        if difference >= CONCLUSIVE
+        else f"less than {CONCLUSIVE:g}, so it would not show"
+    )
     return f"without {name} they differ by {difference:.2g} nats, {would}"
 
 
@@ -117,7 +131,9 @@ def compare_with_engine(
     folder_layout = saved or native_layout(model.config)
     expected = layout or folder_layout
     if expected is None:
-        raise UserError(f"{folder} has no layout to check\ngive the one that it should have with --layout")
+        raise UserError(
+            f"{folder} has no layout to check\ngive the one that it should have with --layout"
+        )
     if saved is None or saved.content_hash != expected.content_hash:
         apply_layout(model, expected)
     # Ask the engine
@@ -139,7 +155,9 @@ def compare_with_engine(
         findings = [] if agrees else _findings(reference, engine_logprobs, folder_layout)
     tokens_equal = len(prompt), len(new_tokens), int(is_equal.cumprod(0).sum())
     differences = difference, dense_difference, sink_difference
-    return EngineCheck(answer["version"], expected.reach, *tokens_equal, *differences, answer["cache"], findings)
+    return EngineCheck(
+        answer["version"], expected.reach, *tokens_equal, *differences, answer["cache"], findings
+    )
 
 
 def native_layout(config: PreTrainedConfig) -> Layout | None:
@@ -149,14 +167,18 @@ def native_layout(config: PreTrainedConfig) -> Layout | None:
     if "sliding_attention" not in kinds or not window:
         return None
     pairs = zip(kinds, model_shape.config_shape(config).heads_per_layer, strict=True)
-    rows = tuple((LOCAL if kind == "sliding_attention" else GLOBAL) * heads for kind, heads in pairs)
+    rows = tuple(
+        (LOCAL if kind == "sliding_attention" else GLOBAL) * heads for kind, heads in pairs
+    )
     return Layout(rows, int(window))
 
 
 class _Reference:
     """Model that computes log-probabilities of fixed tokens with any windows."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, tokens: torch.Tensor, *, is_native: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layout: Layout, tokens: torch.Tensor, *, is_native: bool
+    ) -> None:
         """Store the model with its layout applied, and the tokens [1, T].
 
         The windows in the config of a native form are a layout's, and limit no other layout, as those of a dense
@@ -167,11 +189,15 @@ class _Reference:
         self.learned = [state.learned_sinks for state in self.states]
         self.windows: Windows = tuple(state.head_windows(gated=False) for state in self.states)
         if is_native:
-            self.windows = tuple(tuple(w or GLOBAL_WINDOW for w in row) for row in layout.head_windows)
+            self.windows = tuple(
+                tuple(w or GLOBAL_WINDOW for w in row) for row in layout.head_windows
+            )
             for state in self.states:
                 state.native_window, state.is_always_local = None, False
         rows = zip(self.states, self.windows, strict=True)
-        self.has_sinks = layout.sinks > 0 and any(takes_sinks(state, window) for state, row in rows for window in row)
+        self.has_sinks = layout.sinks > 0 and any(
+            takes_sinks(state, window) for state, row in rows for window in row
+        )
 
     @property
     def without_layout(self) -> Windows:
@@ -196,7 +222,10 @@ class _Reference:
         local = {window: letter for letter, window in self.layout.legend.items()}
 
         def letters(layer: int, row: tuple[int, ...]) -> str:
-            return "".join(GLOBAL if size >= self.whole(layer) else local.get(size, f"[{size}]") for size in row)
+            return "".join(
+                GLOBAL if size >= self.whole(layer) else local.get(size, f"[{size}]")
+                for size in row
+            )
 
         return [
             f"layer {layer}: the engine runs {letters(layer, new)} instead of {letters(layer, old)}"
@@ -213,11 +242,18 @@ class _Reference:
         for state, row, learned in zip(self.states, windows, self.learned, strict=True):
             state.set_windows(row, self.layout.sinks if sinks is None else sinks)
             state.learned_sinks = learned and any(takes_sinks(state, window) for window in row)
-        logits = self.model(input_ids=self.tokens.to(self.model.device), use_cache=False).logits[0, :-1].float().cpu()
+        logits = (
+            self.model(input_ids=self.tokens.to(self.model.device), use_cache=False)
+            .logits[0, :-1]
+            .float()
+            .cpu()
+        )
         return logits.log_softmax(-1).gather(1, self.tokens[0, 1:, None])[:, 0], logits.argmax(-1)
 
 
-def _findings(reference: _Reference, logprobs: torch.Tensor, folder_layout: Layout | None) -> list[str]:
+def _findings(
+    reference: _Reference, logprobs: torch.Tensor, folder_layout: Layout | None
+) -> list[str]:
     """Say which layers the engine runs with other windows, by running the model with them."""
     windows = reference.windows
 
@@ -229,8 +265,13 @@ def _findings(reference: _Reference, logprobs: torch.Tensor, folder_layout: Layo
     if folder_layout is not None:
         of_folder = tuple(layout_windows(reference.model, folder_layout))
         if explains(of_folder):
-            return [f"{line}, as the folder's config says" for line in reference.describe(of_folder)]
-    for changed, name in ((reference.without_layout, "the dense checkpoint"), (reference.full_attention, "no windows")):
+            return [
+                f"{line}, as the folder's config says" for line in reference.describe(of_folder)
+            ]
+    for changed, name in (
+        (reference.without_layout, "the dense checkpoint"),
+        (reference.full_attention, "no windows"),
+    ):
         if explains(changed):
             return [f"the engine runs {name} in every layer"]
     if reference.has_sinks and explains(windows, sinks=0):
@@ -238,7 +279,9 @@ def _findings(reference: _Reference, logprobs: torch.Tensor, folder_layout: Layo
     # One layer with equal windows, or with one head of another kind
     for layer, row in enumerate(windows):
         kinds = [*reference.layout.legend.values(), reference.whole(layer)]
-        alternatives = {(*row[:head], kind, *row[head + 1 :]) for head in range(len(row)) for kind in kinds}
+        alternatives = {
+            (*row[:head], kind, *row[head + 1 :]) for head in range(len(row)) for kind in kinds
+        }
         for other in sorted(alternatives | {(kind,) * len(row) for kind in kinds}):
             changed = (*windows[:layer], other, *windows[layer + 1 :])
             if explains(changed):
@@ -250,7 +293,12 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
     """Draw random tokens: as many as ``length``, or by default beyond all windows as far as positions allow."""
     # Choose a length beyond all windows
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    finite = [w for state in layer_states(model) for w in state.head_windows(gated=False) if w < GLOBAL_WINDOW]
+    finite = [
+        w
+        for state in layer_states(model)
+        for w in state.head_windows(gated=False)
+        if w < GLOBAL_WINDOW
+    ]
     length = length or min(max([window, *finite]) + _BEYOND, positions - _STEPS)
     if not window < length <= positions - _STEPS:
         raise UserError(
@@ -261,7 +309,12 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
         )
     # Draw the tokens
     generator = torch.Generator().manual_seed(0)
-    return [int(token) for token in torch.randint(model_shape.vocabulary_size(model), (length,), generator=generator)]
+    return [
+        int(token)
+        for token in torch.randint(
+            model_shape.vocabulary_size(model), (length,), generator=generator
+        )
+    ]
 
 
 def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -> dict[str, Any]:
@@ -270,12 +323,18 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
     The answer has the engine's version, greedy tokens, logprobs of all tokens but the first, and its cache by line.
     """
     # Check that the engine can run
-    python = sys.executable if python is None else os.path.abspath(python)  # for another working folder
+    python = (
+        sys.executable if python is None else os.path.abspath(python)
+    )  # for another working folder
     program = ENGINES[engine].program
     if program is None:
-        raise UserError(f"{engine} has no check program; expected one of {', '.join(checked_engines())}")
+        raise UserError(
+            f"{engine} has no check program; expected one of {', '.join(checked_engines())}"
+        )
     if python == sys.executable and importlib.util.find_spec(program.package) is None:
-        raise UserError(f"{program.package} is not installed here\nname the Python of its environment with --python")
+        raise UserError(
+            f"{program.package} is not installed here\nname the Python of its environment with --python"
+        )
     # Join the parts of the program
     texts = [file.read_text(encoding="utf-8") for file in (_MAIN, program.file)]
     text = "\n".join(["import sys", *texts, "main(run, *sys.argv[1:])"])
@@ -285,24 +344,36 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
     # Run it in a scratch folder
     with tempfile.TemporaryDirectory() as scratch:
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
-        request.write_text(json.dumps({"folder": str(folder.resolve()), "tokens": prompt, "steps": _STEPS}))
+        request.write_text(
+            json.dumps({"folder": str(folder.resolve()), "tokens": prompt, "steps": _STEPS})
+        )
         # The text of the program, because the environment need not have this package
         command = [python, "-c", text, str(request), str(answer)]
         try:
             process = subprocess.run(
-                command, cwd=scratch, env=os.environ, capture_output=True, text=True, errors="replace", timeout=_SECONDS
+                command,
+                cwd=scratch,
+                env=os.environ,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_SECONDS,
             )
         except subprocess.TimeoutExpired as error:
             raise UserError(f"{engine} did not finish within {_SECONDS:.0f} s") from error
         except OSError as error:
-            raise UserError(f"{engine} could not be started: {first_line(error)}\ncheck --python") from error
+            raise UserError(
+                f"{engine} could not be started: {first_line(error)}\ncheck --python"
+            ) from error
         # Read its answer
         if not answer.exists():
             message = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise UserError(f"{engine} ended with {process.returncode}: {message}")
         content: dict[str, Any] = json.loads(answer.read_text())
     if content["error"] is not None:
-        raise UserError(f"{engine} does not run {folder}: {_reason(content['error'], program.converts, python)}")
+        raise UserError(
+            f"{engine} does not run {folder}: {_reason(content['error'], program.converts, python)}"
+        )
     return content
 
 
@@ -312,9 +383,15 @@ def _reason(error: str, converts: bool, python: str) -> str:
     The engine needs this package for that, unless it ``converts`` folders to a format of its own.
     """
     # Keep what the plug-in says of an error that pydantic raises in vLLM
-    message = re.sub(r"^ValidationError: .*?Value error, (.*?) \[type=.*", r"\1", " ".join(error.split()))
-    lacks_package = re.search(r"(?i)model type .?spkv|no module named 'spkv", message) and not converts
-    return f"{message}\ninstall spkv-nas in the environment of {python}" if lacks_package else message
+    message = re.sub(
+        r"^ValidationError: .*?Value error, (.*?) \[type=.*", r"\1", " ".join(error.split())
+    )
+    lacks_package = (
+        re.search(r"(?i)model type .?spkv|no module named 'spkv", message) and not converts
+    )
+    return (
+        f"{message}\ninstall spkv-nas in the environment of {python}" if lacks_package else message
+    )
 
 
 def _largest(difference: torch.Tensor) -> float:

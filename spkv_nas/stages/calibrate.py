@@ -19,17 +19,29 @@ def run(options: CalibrateOptions, reporter: progress.Reporter) -> commands.Resu
     subject = sized_model.SizedModel.of(options.level, options.model)
     shape, device = subject.shape, choose_device(options.device)
     if shape.expanded_dim:
-        raise UserError(f"{subject.name} has latent attention, which is not timed: plan attention without --times")
+        raise UserError(
+            f"{subject.name} has latent attention, which is not timed: plan attention without --times"
+        )
     contexts = default_contexts(units.parse_context(options.context))
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
-    case = LayerCase(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, options.window, options.batch, device)
+    case = LayerCase(
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        dtype,
+        options.window,
+        options.batch,
+        device,
+    )
     # Time it
     name = options.name or subject.name
     folder = options.folders.report_dir(name)
     with reporter.bar("measuring") as bar:
         calibration = time_attention(case, contexts, progress=bar)
     calibration.write(folder)
-    return commands.Result(calibration, partial(show, name, folder), partial(document, name, folder))
+    return commands.Result(
+        calibration, partial(show, name, folder), partial(document, name, folder)
+    )
 
 
 def show(name: str, folder: Path, measured: Calibration) -> None:
@@ -41,7 +53,9 @@ def show(name: str, folder: Path, measured: Calibration) -> None:
     for context, row in zip(measured.contexts, seconds, strict=True):
         grid.add_row(f"{context:,}", *map(units.format_microseconds, row))
     console.out.print(grid)
-    console.out.print(f"{heads_title(case)}, window {case.window}, {console.escape(measured.source)}")
+    console.out.print(
+        f"{heads_title(case)}, window {case.window}, {console.escape(measured.source)}"
+    )
     console.print_path("times", folder / "calibration.csv")
 
 

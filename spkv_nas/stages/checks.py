@@ -30,7 +30,9 @@ def check(command_options: object) -> None:
         if (name := getattr(command_options, "name", None)) is not None:
             names.check_name(name, "the name")
         if isinstance(command_options, options.OnDevice):
-            device.check_device(command_options.device, spreads=isinstance(command_options, options.Measures))
+            device.check_device(
+                command_options.device, spreads=isinstance(command_options, options.Measures)
+            )
         if isinstance(command_options, options.InDtype):
             device.check_dtype(command_options.dtype)
         if isinstance(command_options, options.CheckpointOptions):

@@ -31,7 +31,9 @@ _LAST = ("workspace", "device", "dtype")  # options that come last, as in the he
 class Suggestion:
     """Command to run next."""
 
-    command: str  # complete, ready to paste into a shell; empty where ``reason`` says why there is none
+    command: (
+        str  # complete, ready to paste into a shell; empty where ``reason`` says why there is none
+    )
     reason: str = ""  # sentence on the purpose of the command; empty where that is obvious
 
     @classmethod
@@ -138,7 +140,9 @@ class Command:
     # ``check`` beside the dataclass checks the options first. If the dataclass derives from ``Trains``, ``plan`` in the
     # module that runs it plans a ``--dry-run``
     run: Callable[[Any, progress.Reporter], Results | None]
-    distributed: bool = False  # of an evaluation: whether several processes of torchrun can share the work
+    distributed: bool = (
+        False  # of an evaluation: whether several processes of torchrun can share the work
+    )
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,12 @@ def runner(options_class: type, function: str = "run") -> Callable[..., Results 
         return results
 
     run.__doc__ = options_class.__doc__
-    run.__name__ = function if function != "run" else module.removesuffix(".stage").rpartition(".")[2]
-    run.__annotations__ = {"options": options_class, "reporter": progress.Reporter, "return": Results}
+    run.__name__ = (
+        function if function != "run" else module.removesuffix(".stage").rpartition(".")[2]
+    )
+    run.__annotations__ = {
+        "options": options_class,
+        "reporter": progress.Reporter,
+        "return": Results,
+    }
     return run

@@ -18,7 +18,11 @@ from spkv_nas.engines.registry import read_serving
 from spkv_nas.evaluation import zero_shot
 from spkv_nas.evaluation.selected import probe_of
 from spkv_nas.evaluation.verdict import contenders, criteria, words
-from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget, named_by_memory
+from spkv_nas.evaluation.verdict.critical_budget import (
+    CriticalBudget,
+    find_critical_budget,
+    named_by_memory,
+)
 from spkv_nas.evaluation.verdict.trial import Trial
 from spkv_nas.model import checkpoint
 from spkv_nas.probing.rivals import Rivals
@@ -38,7 +42,9 @@ class Memory:
     full: int  # bytes with full attention
     used: int  # bytes at the critical budget
     context: int  # tokens that both are counted for
-    untested: int | None  # longer context of the model, at which no loss was measured; None: there is none
+    untested: (
+        int | None
+    )  # longer context of the model, at which no loss was measured; None: there is none
     # ratio of the requests that fit in vLLM's cache to those of full attention; None if it does not serve the layout
     requests: float | None
     sentence: str  # both for people, with the sizes and the engine that they are counted for
@@ -55,7 +61,9 @@ class BudgetResult(CriticalBudget):
     file: Path | None  # layout file of the critical budget; None if no budget passes
     folder: Path  # folder of the table
     next: tuple[commands.Suggestion, ...]  # commands to run next
-    rivals: Rivals | None  # layouts of several kinds that were compared for each memory; None: one for each budget
+    rivals: (
+        Rivals | None
+    )  # layouts of several kinds that were compared for each memory; None: one for each budget
 
     @property
     def unrecorded(self) -> list[str]:
@@ -64,7 +72,9 @@ class BudgetResult(CriticalBudget):
 
 
 def run(
-    options: CriticalBudgetOptions, reporter: progress.Reporter = progress.SILENT, deadline: float | None = None
+    options: CriticalBudgetOptions,
+    reporter: progress.Reporter = progress.SILENT,
+    deadline: float | None = None,
 ) -> commands.Result:
     """Bisect budgets of global heads, or of memory, for the smallest whose layout passes against the dense model.
 
@@ -74,19 +84,32 @@ def run(
     checks.check(options)
     check_memory(options)
     # Make or read the layouts before any document is looked at
-    files = Proposal.read(map(Path, options.budgets)) if verdict.is_layout(options.budgets[0]) else Proposal({})
+    files = (
+        Proposal.read(map(Path, options.budgets))
+        if verdict.is_layout(options.budgets[0])
+        else Proposal({})
+    )
     files.warn_of_windows()
     probe = options.probe or probe_of(options.folders, files.layouts.values())
     table = lookup.chosen_table(replace(options, probe=probe), reporter)
     requirements = _requirements(options, files)
     layouts, memories = _layouts(options, files, table, requirements)
-    candidates = [contenders.Contender(name, options.model, layout, layout) for name, layout in layouts.items()]
+    candidates = [
+        contenders.Contender(name, options.model, layout, layout)
+        for name, layout in layouts.items()
+    ]
     by_costs = memories is not None and not files.layouts
     # Look at budgets, on documents that the heads were not scored on
     table = _with_head_gates(options, table, reporter) if by_costs else table
     ranked = (table.selected_on or frozenset()) if by_costs else None
-    compared = decision.prepare(options, candidates, [*files.files.values()], reporter, ranked_on=ranked)
-    rivals = _rivals(options, compared.trial, table, requirements, memories, reporter) if by_costs else None
+    compared = decision.prepare(
+        options, candidates, [*files.files.values()], reporter, ranked_on=ranked
+    )
+    rivals = (
+        _rivals(options, compared.trial, table, requirements, memories, reporter)
+        if by_costs
+        else None
+    )
     outcome = find_critical_budget(
         compared.trial,
         candidates,
@@ -103,7 +126,10 @@ def run(
     given = file = memory = None
     if outcome.layout is not None and outcome.critical.passes is not None:
         given = files.files.get([*layouts][outcome.critical.passes])
-        file = given or options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
+        file = (
+            given
+            or options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
+        )
         memory = _memory(options, requirements, table, outcome.layout)
         reporter.caution(propose.price_advice(table, outcome.layout.num_global))
     # Collect and write the result
@@ -115,14 +141,18 @@ def run(
         memory=memory,
         file=file,
         folder=options.folders.report_dir(compared.name),
-        next=() if outcome.alarm is not None or files.layouts else _exporting(options, table.name, file),
+        next=()
+        if outcome.alarm is not None or files.layouts
+        else _exporting(options, table.name, file),
         rivals=rivals,
     )
     origin = decision.origin(options, compared) | _record(result, table)
     result_tables.CRITICAL_BUDGET.write(result.folder, result.rows, origin, reporter)
     if outcome.layout is not None and file is not None and given is None:
         _write_layout(file, outcome.layout, result_tables.inputs_of(origin), rivals, reporter)
-    return commands.Result(result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next)
+    return commands.Result(
+        result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next
+    )
 
 
 def check_memory(options: CriticalBudgetOptions) -> None:
@@ -137,11 +167,15 @@ def check_memory(options: CriticalBudgetOptions) -> None:
     facts = local_layers.cache_facts(layers, heads, [size.shape.head_dim] * len(heads))
     assert requirements.context is not None
     assert requirements.kv_dtype is not None
-    cost = CacheCost(requirements.context, requirements.batch, window=1, dtype=requirements.kv_dtype, **facts)
+    cost = CacheCost(
+        requirements.context, requirements.batch, window=1, dtype=requirements.kv_dtype, **facts
+    )
     parse_memories(text, cost.full(sum(heads)))
 
 
-def _write_layout(file: Path, layout: Layout, inputs: str, rivals: Rivals | None, reporter: progress.Reporter) -> None:
+def _write_layout(
+    file: Path, layout: Layout, inputs: str, rivals: Rivals | None, reporter: progress.Reporter
+) -> None:
     """Write a layout that refers to its result by its inputs, as a result of other inputs may take its name."""
     origin = {**layout.provenance, earlier.DECIDED_BY: inputs}
     earlier.write_layout(file, replace(layout, provenance=origin), reporter)
@@ -149,19 +183,31 @@ def _write_layout(file: Path, layout: Layout, inputs: str, rivals: Rivals | None
         selection.write_selection(file.parent, rivals.selected_on)
 
 
-def _with_bytes(outcome: CriticalBudget, requirements: Requirements, table: head_scores.HeadScores) -> pd.DataFrame:
+def _with_bytes(
+    outcome: CriticalBudget, requirements: Requirements, table: head_scores.HeadScores
+) -> pd.DataFrame:
     """Return the rows of an outcome with the bytes of the KV cache at every budget."""
     cost = _cache_cost(requirements, table, outcome.layouts[0])
-    kv_bytes = dict(zip(outcome.budgets, (_kv_bytes(cost, layout, table) for layout in outcome.layouts), strict=True))
+    kv_bytes = dict(
+        zip(
+            outcome.budgets,
+            (_kv_bytes(cost, layout, table) for layout in outcome.layouts),
+            strict=True,
+        )
+    )
     return outcome.rows.assign(kv_bytes=outcome.rows[_column(outcome)].map(kv_bytes))
 
 
-def _exporting(options: CriticalBudgetOptions, name: str, layout: Path | None) -> tuple[commands.Suggestion, ...]:
+def _exporting(
+    options: CriticalBudgetOptions, name: str, layout: Path | None
+) -> tuple[commands.Suggestion, ...]:
     """Suggest to export a layout; nothing for None."""
     if layout is None:
         return ()
     out = Path(f"{name}-export")
-    exported = export.ExportOptions(layout=layout, model=options.model, out=out, workspace=options.workspace)
+    exported = export.ExportOptions(
+        layout=layout, model=options.model, out=out, workspace=options.workspace
+    )
     return (commands.Suggestion.of(exported),)
 
 
@@ -202,7 +248,9 @@ def _rivals(
     assert cost is not None  # there is a default context
     assert memories is not None
     if trial.contest is None:
-        reporter.caution("too few documents to compare layouts of several kinds: the costs of windows choose alone")
+        reporter.caution(
+            "too few documents to compare layouts of several kinds: the costs of windows choose alone"
+        )
         return None
     root = options.folders.run_dir(table.name) / "zero-shot"
     model = trial.store.dense
@@ -218,7 +266,10 @@ def _rivals(
 
 
 def _layouts(
-    options: CriticalBudgetOptions, files: Proposal, table: head_scores.HeadScores, requirements: Requirements
+    options: CriticalBudgetOptions,
+    files: Proposal,
+    table: head_scores.HeadScores,
+    requirements: Requirements,
 ) -> tuple[dict[str, Layout], list[float] | None]:
     """Return the layouts by ascending budget, and their memories in percent if these are the budgets."""
     cost = requirements.cache_cost(table, None)
@@ -232,13 +283,25 @@ def _layouts(
         return {layout.strategy: layout for layout in layouts}, list(by_percent)
     # One for each number of heads, as constraints may not use a budget up; or, as several windows are not ordered by
     # numbers of heads, one for each memory
-    by_name = files.layouts or budget_curve(table, requirements, parse_budgets(text, table.num_candidates)).layouts
-    has_several, full = any(layout.windows for layout in by_name.values()), cost.full(table.num_heads)
+    by_name = (
+        files.layouts
+        or budget_curve(table, requirements, parse_budgets(text, table.num_candidates)).layouts
+    )
+    has_several, full = (
+        any(layout.windows for layout in by_name.values()),
+        cost.full(table.num_heads),
+    )
     names: dict[float, str] = {}
     for name, layout in by_name.items():
-        size = round(100.0 * _kv_bytes(cost, layout, table) / full, 2) if has_several else layout.num_global
+        size = (
+            round(100.0 * _kv_bytes(cost, layout, table) / full, 2)
+            if has_several
+            else layout.num_global
+        )
         names.setdefault(size, name)
-    return {names[size]: by_name[names[size]] for size in sorted(names)}, sorted(names) if has_several else None
+    return {names[size]: by_name[names[size]] for size in sorted(names)}, sorted(
+        names
+    ) if has_several else None
 
 
 def _with_chosen(compared: decision.Compared, outcome: CriticalBudget) -> decision.Compared:
@@ -251,7 +314,9 @@ def _with_chosen(compared: decision.Compared, outcome: CriticalBudget) -> decisi
         for candidate, layout in pairs
     ]
     others = {
-        each.name: each.chosen for each in changed if each.chosen is not None and each.name not in compared.memory
+        each.name: each.chosen
+        for each in changed
+        if each.chosen is not None and each.name not in compared.memory
     }
     if not others:
         return replace(compared, candidates=changed)
@@ -264,12 +329,21 @@ def _column(outcome: CriticalBudget) -> str:
     return "num_global" if outcome.memories is None else "memory"
 
 
-def layout_memory(options: CriticalBudgetOptions, table: head_scores.HeadScores, layout: Layout) -> Memory:
+def layout_memory(
+    options: CriticalBudgetOptions, table: head_scores.HeadScores, layout: Layout
+) -> Memory:
     """Return the KV cache of a layout, which may have been retrained, beside full attention's."""
-    return _memory(options, _requirements(options, Proposal({})), propose.with_sinks(table, layout.sinks), layout)
+    return _memory(
+        options,
+        _requirements(options, Proposal({})),
+        propose.with_sinks(table, layout.sinks),
+        layout,
+    )
 
 
-def _cache_cost(requirements: Requirements, table: head_scores.HeadScores, layout: Layout) -> CacheCost:
+def _cache_cost(
+    requirements: Requirements, table: head_scores.HeadScores, layout: Layout
+) -> CacheCost:
     """Return the cost of the KV cache at a layout's window, if it has one."""
     cost = requirements.cache_cost(table, layout.window or None)
     assert cost is not None  # there is a default context
@@ -277,7 +351,10 @@ def _cache_cost(requirements: Requirements, table: head_scores.HeadScores, layou
 
 
 def _memory(
-    options: CriticalBudgetOptions, requirements: Requirements, table: head_scores.HeadScores, layout: Layout
+    options: CriticalBudgetOptions,
+    requirements: Requirements,
+    table: head_scores.HeadScores,
+    layout: Layout,
 ) -> Memory:
     """Return the KV cache of a layout beside full attention's."""
     # Name the model's context if losses were measured on shorter blocks
@@ -285,18 +362,24 @@ def _memory(
     positions = checkpoint.read_size(options.model).positions or length
     cost = _cache_cost(requirements, table, layout)
     full, used = cost.full(table.num_heads), _kv_bytes(cost, layout, table)
-    sentence = f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
+    sentence = (
+        f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
+    )
     sentence += f"{units.format_bytes(full)} with all heads global; {layout.legend_words}"
     if not layout.windows:
         sentence = str(requirements.memory(table, layout.num_global, layout.window))
     # Plan the cache in vLLM
     requests = None
     with suppress(errors.UserError):
-        served = replace(requirements, serving=read_serving("vllm")).cache_cost(table, layout.window or None)
+        served = replace(requirements, serving=read_serving("vllm")).cache_cost(
+            table, layout.window or None
+        )
         if isinstance(served, EngineCost) and (plan := served.layout_plan(layout)) is not None:
             whole = served.serving.engine.plan(served.cache(layout.num_heads), layout.num_heads)
             requests = whole.request_bytes / plan.request_bytes
-    return Memory(full, used, cost.context, positions if positions > length else None, requests, sentence)
+    return Memory(
+        full, used, cost.context, positions if positions > length else None, requests, sentence
+    )
 
 
 def _kv_bytes(cost: CacheCost, layout: Layout, table: head_scores.HeadScores) -> int:
@@ -311,7 +394,9 @@ def _kv_bytes(cost: CacheCost, layout: Layout, table: head_scores.HeadScores) ->
 def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requirements:
     """Return the granularity of the layouts, and the cache; its sizes default to the model's."""
     size, dtype = checkpoint.read_size(options.model), checkpoint.saved_dtype(options.model)
-    layerwise = bool(files.layouts) and all(layout.is_layerwise for layout in files.layouts.values())
+    layerwise = bool(files.layouts) and all(
+        layout.is_layerwise for layout in files.layouts.values()
+    )
     return Requirements(
         constraints.Constraints(granularity="layer" if layerwise else options.granularity),
         context=subject.sequence_length(options),
@@ -333,7 +418,10 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
         "heads": None if result.layout is None else result.layout.words.split(),
         "window": None if result.layout is None else result.layout.window,
         "sinks": result.layouts[0].sinks,
-        "answers": {result.compared.candidates[look.position].name: look.answer for look in result.critical.looks},
+        "answers": {
+            result.compared.candidates[look.position].name: look.answer
+            for look in result.critical.looks
+        },
         "unrecorded": result.unrecorded,
         **({} if result.rivals is None else {"contests": result.rivals.record()}),
         "by_position": decision.rounded_positions(result),
@@ -344,12 +432,22 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
 def show(result: BudgetResult) -> None:
     """Print the budgets that were looked at, the critical budget, what it saves, and what the answer rests on."""
     printing.show_alarm(result.alarm)
-    title = f"{console.escape(result.probe)}: loss against {console.escape(result.compared.against)}"
+    title = (
+        f"{console.escape(result.probe)}: loss against {console.escape(result.compared.against)}"
+    )
     sizes = ["global heads"] if result.memories is None else ["KV cache %", "global heads"]
-    grid = console.Table(*sizes, "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title)
+    grid = console.Table(
+        *sizes, "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title
+    )
     rows = result.rows.sort_values(_column(result), kind="stable")
-    for row, measured in zip(rows.itertuples(), decision.measured_by(result.compared, result, rows), strict=True):
-        cells = [str(row.num_global)] if result.memories is None else [f"{row.memory:g}", str(row.num_global)]
+    for row, measured in zip(
+        rows.itertuples(), decision.measured_by(result.compared, result, rows), strict=True
+    ):
+        cells = (
+            [str(row.num_global)]
+            if result.memories is None
+            else [f"{row.memory:g}", str(row.num_global)]
+        )
         grid.add_row(*cells, str(row.look), *decision.loss_cells(measured), row.result)
     console.out.print(grid)
     for line in _sentences(result):
@@ -390,7 +488,9 @@ def open_budgets(result: BudgetResult) -> list[float]:
 def _sentences(result: BudgetResult) -> list[str]:
     """Return the answer, what it saves, and what it rests on."""
     number, looks = len(result.budgets), len(result.critical.looks)
-    shared = f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
+    shared = (
+        f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
+    )
     compared, selected_by = result.compared, result.compared.selected.by
     basis = words.basis(result.risk, shared, compared.num_left_out, selected_by, result.unrecorded)
     saving = "" if result.memory is None else f"it needs {console.escape(result.memory.sentence)}"
@@ -402,7 +502,9 @@ def _sentences(result: BudgetResult) -> list[str]:
 def _answer(result: BudgetResult) -> str:
     """Return the critical budget with the interval around it."""
     passes, fails, unknown = result.passes, result.fails, open_budgets(result)
-    margins, any_margin = (word.join(map(console.escape, result.margins)) for word in (" and ", " or "))
+    margins, any_margin = (
+        word.join(map(console.escape, result.margins)) for word in (" and ", " or ")
+    )
     # State the answer
     if passes is not None:
         answer = f"[bold]{_named(result, passes, 'pass')}[/bold]: the loss is below {margins}"
@@ -411,11 +513,19 @@ def _answer(result: BudgetResult) -> str:
         others = f"; {_listed(smaller)} not looked at, so they may pass" if smaller else ""
         return f"[bold]{_named(result, result.budgets[-1], 'fail')}[/bold]: the loss is above {any_margin}{others}"
     else:
-        answer = f"[bold]open[/bold]: no budget of the range is known to keep the loss below {margins}"
+        answer = (
+            f"[bold]open[/bold]: no budget of the range is known to keep the loss below {margins}"
+        )
     # Add what is known of smaller and of undecided budgets
     parts = [answer]
     if fails is not None:
-        few = "% is too little" if result.memories is not None else "is too few" if fails == 1 else "are too few"
+        few = (
+            "% is too little"
+            if result.memories is not None
+            else "is too few"
+            if fails == 1
+            else "are too few"
+        )
         parts.append(f"{fails:g} {few}")
     if unknown:
         unseen = [budget for budget in unknown if budget not in result.answers]

@@ -88,7 +88,9 @@ def prepare(
         lambda source: load(options, source, reporter)[0],
         (str(options.dtype), str(device.measuring_device(options.device))),
     )
-    setting = criterion.Setting(model, tokenizer, text, SEED, checkpoint.checkpoint_hash(options.model), reporter)
+    setting = criterion.Setting(
+        model, tokenizer, text, SEED, checkpoint.checkpoint_hash(options.model), reporter
+    )
     trial = Trial.of(margins, setting, store, circumstances, contest)
     name = options.name or probe_of(options.folders, chosen.values()) or subject.name
     # Compute the memory of the layouts
@@ -130,7 +132,9 @@ def _text(
     )
     # Check that the model knows the text
     with reporter.bar("checking the text"):
-        circumstances, _ = alarms.check_text(model, text, windows.default_window(model, text.block_size), separator)
+        circumstances, _ = alarms.check_text(
+            model, text, windows.default_window(model, text.block_size), separator
+        )
     return text, circumstances
 
 
@@ -143,7 +147,9 @@ def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
         "margin": options.margin,
         "against": dense.pop("model"),
         **{f"against_{key}": value for key, value in dense.items()},
-        "data": None if compared.num_left_out is None else options.data or "held-out text of the embedded models",
+        "data": None
+        if compared.num_left_out is None
+        else options.data or "held-out text of the embedded models",
         "seed": SEED,
         "nouns": compared.trial.nouns,
         "num_samples": compared.trial.num_samples,
@@ -169,7 +175,9 @@ def percent(compared: Compared, name: str) -> float | None:
     return round(100.0 * compared.memory[name], 2) if name in compared.memory else None
 
 
-def shared_document(compared: Compared, outcome: Outcome, sentences: Sequence[str]) -> dict[str, Any]:
+def shared_document(
+    compared: Compared, outcome: Outcome, sentences: Sequence[str]
+) -> dict[str, Any]:
     """Return what ``--json`` prints of both commands; ``sentences`` may have markup."""
     return {
         "name": compared.name,
@@ -181,7 +189,9 @@ def shared_document(compared: Compared, outcome: Outcome, sentences: Sequence[st
     }
 
 
-def measured_by(compared: Compared, outcome: Outcome, rows: pd.DataFrame | None = None) -> list[Measurement]:
+def measured_by(
+    compared: Compared, outcome: Outcome, rows: pd.DataFrame | None = None
+) -> list[Measurement]:
     """Return the measurements of an outcome, or of some of its rows."""
     record = {
         "risk": outcome.risk,

@@ -26,7 +26,9 @@ def dry_run(options: Trains, reporter: progress.Reporter = progress.SILENT) -> c
     return commands.Result(planned, forecast.show, forecast.document)
 
 
-def plan_of(options: Trains, reporter: progress.Reporter = progress.SILENT) -> Plan | forecast.Forecast:
+def plan_of(
+    options: Trains, reporter: progress.Reporter = progress.SILENT
+) -> Plan | forecast.Forecast:
     """Plan what a command would train; for ``probe`` without a recipe, estimate what its stages cost.
 
     Commands that are added by entry points have a function ``plan`` in the module that runs them.
@@ -48,7 +50,9 @@ def plan_train(options: train.TrainOptions, reporter: progress.Reporter = progre
     return planner.plan(reference_runs(planner))
 
 
-def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter = progress.SILENT) -> Plan | forecast.Forecast:
+def plan_probe(
+    options: probe.ProbeOptions, reporter: progress.Reporter = progress.SILENT
+) -> Plan | forecast.Forecast:
     """Plan ``probe RECIPE``: the models that its signal needs, and the probe. Without a recipe, see ``forecast``."""
     if options.recipe is None:
         return forecast.plan_probe(options, reporter)
@@ -62,10 +66,14 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter = progre
     name = "probe" if signal.name == DENSITY.name else signal.name
     variant = Variant.sp_kv() if signal.needs_gates else Variant.full_attention()
     trained = reference_runs(planner) if signal.needs_gates else planner.dense()
-    return planner.plan([*trained, planner.heldout_pass(name, variant, work.passes, work.tokens, work.effort)])
+    return planner.plan(
+        [*trained, planner.heldout_pass(name, variant, work.passes, work.tokens, work.effort)]
+    )
 
 
-def plan_train_hybrid(options: train_hybrid.TrainHybridOptions, reporter: progress.Reporter = progress.SILENT) -> Plan:
+def plan_train_hybrid(
+    options: train_hybrid.TrainHybridOptions, reporter: progress.Reporter = progress.SILENT
+) -> Plan:
     """Plan ``train-hybrid``: full attention, SP-KV and every layout."""
     table = lookup.chosen_table(options, reporter)
     proposal = lookup.find_proposal(options.folders, table.name, options.layouts)
@@ -73,9 +81,13 @@ def plan_train_hybrid(options: train_hybrid.TrainHybridOptions, reporter: progre
     layouts = {name: proposal.layouts[name] for name in distinct(proposal.layouts)}
     planner = planner_of(options, lookup.chosen_recipe(options, table, "demo.yaml"), reporter)
     context = planner.recipe.data.block_size
-    memory = [layout_share(layout, context, table.native_windows) for layout in proposal.layouts.values()]
+    memory = [
+        layout_share(layout, context, table.native_windows) for layout in proposal.layouts.values()
+    ]
     proposal.warn_of_windows({comparison.SP_KV: planner.recipe.gates.window}, memory)
-    return planner.plan(hybrid_runs(planner, hybrid_variants(layouts, reference=options.reference), options.seeds))
+    return planner.plan(
+        hybrid_runs(planner, hybrid_variants(layouts, reference=options.reference), options.seeds)
+    )
 
 
 def reference_runs(planner: Planner) -> list[PlannedRun]:
@@ -83,7 +95,9 @@ def reference_runs(planner: Planner) -> list[PlannedRun]:
     return [*planner.dense(), planner.branch(comparison.SP_KV, Variant.sp_kv())]
 
 
-def hybrid_runs(planner: Planner, variants: Mapping[str, Variant], seeds: int = 1) -> list[PlannedRun]:
+def hybrid_runs(
+    planner: Planner, variants: Mapping[str, Variant], seeds: int = 1
+) -> list[PlannedRun]:
     """Return the runs of a comparison of variants, and the pass that scores its layouts before training."""
     runs = planner.dense()
     for seed in range(planner.recipe.seed, planner.recipe.seed + seeds):
@@ -93,7 +107,9 @@ def hybrid_runs(planner: Planner, variants: Mapping[str, Variant], seeds: int = 
         ]
     if any(run.state != FINISHED for run in runs):
         scored = 1 + sum(variant.layout is not None for variant in variants.values())
-        runs.append(planner.heldout_pass("zero-shot scores (at most)", Variant.full_attention(), scored))
+        runs.append(
+            planner.heldout_pass("zero-shot scores (at most)", Variant.full_attention(), scored)
+        )
     return runs
 
 
@@ -102,25 +118,44 @@ def planner_of(options: Trains, file: Path, reporter: progress.Reporter) -> Plan
     recipe = Recipe.read(file)
     if isinstance(options, InPrecision):
         recipe = recipe.with_precision(options.dtype)
-    return Planner(recipe, file.parent, options.folders.run_dir(recipe.name), **planner_options(options, reporter))
+    return Planner(
+        recipe,
+        file.parent,
+        options.folders.run_dir(recipe.name),
+        **planner_options(options, reporter),
+    )
 
 
 def planner_options(options: OnDevice, reporter: progress.Reporter) -> dict[str, Any]:
     """Return the device and message callback of a planner. Raises ``UserError`` under torchrun."""
     if distributed.num_processes() > 1:
-        raise errors.UserError("--dry-run does not run under torchrun: it times the steps of one process")
+        raise errors.UserError(
+            "--dry-run does not run under torchrun: it times the steps of one process"
+        )
     return {"device": options.device, "announce": reporter.announce}
 
 
 def show_runs(plan: Plan) -> None:
     """Print the runs of a plan, their steps, tokens and time, and its remarks."""
-    grid = console.Table("", "steps", "tokens", "time", "", title=f"{console.escape(plan.name)}: planned work")
+    grid = console.Table(
+        "", "steps", "tokens", "time", "", title=f"{console.escape(plan.name)}: planned work"
+    )
     for run in plan.runs:
         steps = f"{run.steps:,}" if run.steps else "-"
-        grid.add_row(console.escape(run.name), steps, f"{run.tokens:,}", units.format_seconds(run.seconds), run.state)
+        grid.add_row(
+            console.escape(run.name),
+            steps,
+            f"{run.tokens:,}",
+            units.format_seconds(run.seconds),
+            run.state,
+        )
     console.out.print(grid)
     tokens = sum(run.tokens for run in plan.runs)
-    total = f"{tokens:,} tokens, {units.format_seconds(plan.seconds)}" if tokens else "nothing left to do"
+    total = (
+        f"{tokens:,} tokens, {units.format_seconds(plan.seconds)}"
+        if tokens
+        else "nothing left to do"
+    )
     console.say("\n".join([f"total: {total}", *plan.remarks]))
     if not plan.fits:
         console.caution("the planned work does not fit in memory")

@@ -18,12 +18,18 @@ class Served:
     engine: PlannedEngine
     cache: ServedCache  # sizes of the cache
     memory: int | None  # bytes of the cache; None: not limited
-    rows: tuple[tuple[dict[str, Any], CachePlan], ...] = ()  # what each plan is of, in the JSON document, and the plan
+    rows: tuple[
+        tuple[dict[str, Any], CachePlan], ...
+    ] = ()  # what each plan is of, in the JSON document, and the plan
 
     @property
     def titles(self) -> list[str]:
         """Return the titles of the columns that ``cells`` fills."""
-        limited = [] if self.memory is None else [f"requests in\n{units.format_bytes(self.memory)}", "tokens"]
+        limited = (
+            []
+            if self.memory is None
+            else [f"requests in\n{units.format_bytes(self.memory)}", "tokens"]
+        )
         return ["one request", *limited]
 
     @property
@@ -37,7 +43,11 @@ class Served:
         size = units.format_bytes(plan.request_bytes)
         if self.memory is None:
             return (size,)
-        return size, f"{plan.concurrency(self.memory):,.2f}", f"{plan.tokens(self.cache, self.memory):,}"
+        return (
+            size,
+            f"{plan.concurrency(self.memory):,.2f}",
+            f"{plan.tokens(self.cache, self.memory):,}",
+        )
 
     def document(self, name: str) -> dict[str, Any]:
         """Return the engine, the cache, and the rows with their sizes under ``name``."""
@@ -45,7 +55,11 @@ class Served:
         for about, plan in self.rows:
             concurrency = None if memory is None else plan.concurrency(memory)
             tokens = None if memory is None else plan.tokens(self.cache, memory)
-            sizes = {"request_bytes": plan.request_bytes, "concurrency": concurrency, "tokens": tokens}
+            sizes = {
+                "request_bytes": plan.request_bytes,
+                "concurrency": concurrency,
+                "tokens": tokens,
+            }
             rows.append({**about, **sizes})
         engine = {"name": self.engine.title, "evidence": self.engine.evidence}
         return {"engine": {**engine, "cache": self.cache, "memory": memory, name: rows}}
@@ -66,7 +80,9 @@ def serve(
     if num_sliding or heads.expanded_dim:
         kind = sliding if num_sliding else "heads share latents"
         raise errors.UserError(f"{kind}, which --engine does not count: leave it out")
-    cache = serving.cache(heads.grid, head_dim=heads.head_dim, dtype=serving.kv_dtype or "bfloat16", **sizes)
+    cache = serving.cache(
+        heads.grid, head_dim=heads.head_dim, dtype=serving.kv_dtype or "bfloat16", **sizes
+    )
     return Served(serving.engine, cache, None if kv_bytes is None else units.parse_bytes(kv_bytes))
 
 

@@ -11,14 +11,18 @@ from spkv_nas.stages.commands import Result, Results
 from spkv_nas.stages.options.export import ExportOptions
 
 
-def export(options: ExportOptions, reporter: progress.Reporter = progress.SILENT) -> exports.Exported:
+def export(
+    options: ExportOptions, reporter: progress.Reporter = progress.SILENT
+) -> exports.Exported:
     """Export a checkpoint with a layout, by default its own, in the form of a target."""
     transformers_logging.quiet_transformers(reporter)
     layout = None if options.layout is None else Layout.read(options.layout)
     # Collect what the workspace has measured of the layout, for the card
     evidence = None
     if options.card:
-        config = checkpoint.read_config(str(source.resolve(options.model)), f"model {options.model}")
+        config = checkpoint.read_config(
+            str(source.resolve(options.model)), f"model {options.model}"
+        )
         chosen = layout or config_section.saved_layout(config)
         evidence = [] if chosen is None else layout_evidence(options.folders, options.model, chosen)
     return exports.export(
@@ -41,7 +45,11 @@ def show(exported: exports.Exported) -> None:
 
 def run(options: ExportOptions, reporter: progress.Reporter) -> Results:
     """Run the command."""
-    return Result(export(options, reporter), show) if options.push_to_hub is None else _pushed(options, reporter)
+    return (
+        Result(export(options, reporter), show)
+        if options.push_to_hub is None
+        else _pushed(options, reporter)
+    )
 
 
 def _pushed(options: ExportOptions, reporter: progress.Reporter) -> Iterator[Result]:
@@ -49,4 +57,7 @@ def _pushed(options: ExportOptions, reporter: progress.Reporter) -> Iterator[Res
     assert options.push_to_hub is not None
     yield Result(export(options, reporter), show)
     reporter.announce(f"pushing {options.out} to {options.push_to_hub}")
-    yield Result(hub.push_folder(options.out, options.push_to_hub), lambda url: console.say(f"pushed to {url}"))
+    yield Result(
+        hub.push_folder(options.out, options.push_to_hub),
+        lambda url: console.say(f"pushed to {url}"),
+    )

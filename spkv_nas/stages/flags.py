@@ -16,10 +16,16 @@ from spkv_nas.engines.registry import planned_engines
 from spkv_nas.probing.signals import BUDGET, SEED, SIGNALS, SINKS, STEPS
 
 MEMORY = "Constraints and memory"
-_LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
+_LEVELS = (
+    *(f"level-{n}" for n in (*range(11), 13)),
+    "llama-3-8b",
+    *(f"micro-{n}" for n in range(5)),
+)
 _RECIPE = "Recipe file (YAML): model, text, training and gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
-_MODEL = Flag("Checkpoint: a folder, a GGUF file, a Hugging Face ID, ID@REVISION, or embedded:NAME (in the package).")
+_MODEL = Flag(
+    "Checkpoint: a folder, a GGUF file, a Hugging Face ID, ID@REVISION, or embedded:NAME (in the package)."
+)
 _LAYOUT = Flag("Layout file (YAML), or hub:ORG/NAME.", argument=True)
 _LAYOUTS = Flag("Layout files (YAML), or hub:ORG/NAME.", argument=True)
 _PROBE = Flag(
@@ -34,18 +40,31 @@ _BUDGETS = Flag(
     ("--budget", "-b"),
     "N|N%|LIST|RANGE",
 )
-_MAX_TOKENS = Flag("Use at most N tokens, taking one block from each document in turn.", low=1, high=limits.MAX_WHOLE)
+_MAX_TOKENS = Flag(
+    "Use at most N tokens, taking one block from each document in turn.",
+    low=1,
+    high=limits.MAX_WHOLE,
+)
 _BLOCK_SIZE = Flag("Tokens per block (sequence) of --data.", low=2, high=limits.MAX_BLOCK_SIZE)
-_WINDOW = Flag("Window of a local head: recent keys it sees, including the query's.", low=1, high=limits.MAX_WINDOW)
+_WINDOW = Flag(
+    "Window of a local head: recent keys it sees, including the query's.",
+    low=1,
+    high=limits.MAX_WINDOW,
+)
 _CONTEXT = Flag("Sequence length in tokens; 1k is 1,024.", metavar="N|Nk", panel=MEMORY)
 _GRANULARITY = Flag(
-    "Choose single heads, or only whole layers.", metavar="head|layer", values=("head", "layer"), panel=MEMORY
+    "Choose single heads, or only whole layers.",
+    metavar="head|layer",
+    values=("head", "layer"),
+    panel=MEMORY,
 )
 
 Options = TypeVar("Options")
 
 
-def with_options_of(registry: Registry[Any], command: str) -> Callable[[type[Options]], type[Options]]:
+def with_options_of(
+    registry: Registry[Any], command: str
+) -> Callable[[type[Options]], type[Options]]:
     """Return a decorator that declares the options of all entries in a class that becomes the dataclass of a command.
 
     Their default is None, for the entry's own. A field that the class declares without a flag keeps its position and
@@ -54,13 +73,20 @@ def with_options_of(registry: Registry[Any], command: str) -> Callable[[type[Opt
 
     def declare(options_class: type[Options]) -> type[Options]:
         for name, option in registry.shared_options().items():
-            if get_origin(get_type_hints(options_class, include_extras=True).get(name)) is Annotated:
+            if (
+                get_origin(get_type_hints(options_class, include_extras=True).get(name))
+                is Annotated
+            ):
                 raise errors.UserError(
                     f"{registry.noun} {next(iter(option.defaults))} has an option '{name}', which is one of {command} "
                     "itself\nrename the option, or uninstall its package"
                 )
             options_class.__annotations__[name] = Annotated[option.type | None, option.flag]
-            setattr(options_class, name, flag.default(None, option.default_text, note=takers_note([*option.defaults])))
+            setattr(
+                options_class,
+                name,
+                flag.default(None, option.default_text, note=takers_note([*option.defaults])),
+            )
         return options_class
 
     return declare
@@ -73,21 +99,29 @@ def takers_note(names: list[str]) -> str:
 
 
 # Workspace, names and devices
-WORKSPACE = Flag("Workspace folder; contains probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))
+WORKSPACE = Flag(
+    "Workspace folder; contains probes/, layouts/, reports/, runs/.", ("--workspace", "-w")
+)
 Root = Annotated[Path, WORKSPACE]
 Name = Annotated[str | None, Flag("Name of the results.")]
 DEVICE = Flag(
-    "cpu, cuda, or auto: shard a model that is measured over all GPUs.", ("--device",), values=("cpu", "cuda", "auto")
+    "cpu, cuda, or auto: shard a model that is measured over all GPUs.",
+    ("--device",),
+    values=("cpu", "cuda", "auto"),
 )
 Device = Annotated[str | None, DEVICE]
-Dtype = Annotated[str | None, Flag("Compute precision: float32, bfloat16 or float16.", values=device.DTYPES)]
+Dtype = Annotated[
+    str | None, Flag("Compute precision: float32, bfloat16 or float16.", values=device.DTYPES)
+]
 
 # Models, text and training length
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 Data = Annotated[
     list[str] | None,
-    Flag("Text to measure on: one or more files or folders (FILE:column=NAME names a column), stdlib, or installed."),
+    Flag(
+        "Text to measure on: one or more files or folders (FILE:column=NAME names a column), stdlib, or installed."
+    ),
 ]
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
 TextContext = Annotated[
@@ -100,7 +134,11 @@ TextContext = Annotated[
     ),
 ]
 Separator = Annotated[
-    str | None, Flag("What stands between documents: none, eos, bos, eos+bos, another token, or auto.", metavar="TOKEN")
+    str | None,
+    Flag(
+        "What stands between documents: none, eos, bos, eos+bos, another token, or auto.",
+        metavar="TOKEN",
+    ),
 ]
 Documents = Annotated[
     str | None,
@@ -116,9 +154,13 @@ RecipeFile = Annotated[Path, _RECIPE_FILE]
 OptionalRecipeFile = Annotated[Path | None, _RECIPE_FILE]
 RecipeOption = Annotated[Path | None, Flag(_RECIPE)]
 Tau = Annotated[float | None, Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")]
-Temperature = Annotated[float, Flag("Sampling temperature; 0 is greedy decoding.", low=0.0, high=1e6)]
+Temperature = Annotated[
+    float, Flag("Sampling temperature; 0 is greedy decoding.", low=0.0, high=1e6)
+]
 Seed = Annotated[int, SEED]
-Seeds = Annotated[int, Flag("Number of repetitions, each with a different seed.", low=1, high=limits.MAX_REPEATS)]
+Seeds = Annotated[
+    int, Flag("Number of repetitions, each with a different seed.", low=1, high=limits.MAX_REPEATS)
+]
 Steps = Annotated[int | None, STEPS]
 
 # Measuring
@@ -131,12 +173,18 @@ Signal = Annotated[
 ]
 OptionalTaus = Annotated[
     str | None,
-    Flag("Thresholds: a range, evenly spaced in logit, or a comma-separated list.", metavar="LOW..HIGH|LIST"),
+    Flag(
+        "Thresholds: a range, evenly spaced in logit, or a comma-separated list.",
+        metavar="LOW..HIGH|LIST",
+    ),
 ]
 OptionalProbe = Annotated[str | None, _PROBE]
 
 Against = Annotated[
-    str | None, Flag("Baseline checkpoint to compare with, on the same text or questions.", metavar="CHECKPOINT")
+    str | None,
+    Flag(
+        "Baseline checkpoint to compare with, on the same text or questions.", metavar="CHECKPOINT"
+    ),
 ]
 
 # Layouts and budgets
@@ -144,7 +192,9 @@ LayoutFiles = Annotated[list[Path], _LAYOUTS]
 OptionalLayoutFiles = Annotated[list[Path] | None, _LAYOUTS]
 LayoutFile = Annotated[Path, _LAYOUT]
 OptionalLayoutFile = Annotated[Path | None, _LAYOUT]
-Layouts = Annotated[list[Path] | None, Flag("Layout file (YAML), or hub:ORG/NAME; repeat for several.")]
+Layouts = Annotated[
+    list[Path] | None, Flag("Layout file (YAML), or hub:ORG/NAME; repeat for several.")
+]
 OptionalBudget = Annotated[str | None, BUDGET]
 OptionalBudgets = Annotated[str | None, _BUDGETS]
 ChosenTau = Annotated[
@@ -174,8 +224,12 @@ EnginePython = Annotated[
 # Constraints and memory
 Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]
-Batch = Annotated[int, Flag("Sequences in the KV cache.", low=1, high=limits.MAX_BATCH, panel=MEMORY)]
-KvBytes = Annotated[str | None, Flag("Memory for keys and values, such as 2GiB.", metavar="SIZE", panel=MEMORY)]
+Batch = Annotated[
+    int, Flag("Sequences in the KV cache.", low=1, high=limits.MAX_BATCH, panel=MEMORY)
+]
+KvBytes = Annotated[
+    str | None, Flag("Memory for keys and values, such as 2GiB.", metavar="SIZE", panel=MEMORY)
+]
 Memory = Annotated[
     str | None,
     Flag(
@@ -216,10 +270,18 @@ Level = Annotated[
     ),
 ]  # fmt: skip
 Density = Annotated[float | None, Flag("Share of keys beyond the window that SP-KV keeps.")]
-CalibrationName = Annotated[str | None, Flag("Use the times of this calibration in the workspace.", metavar="NAME")]
-Hardware = Annotated[str | None, Flag("GPU to plan for: h200, h100 or a100.", values=("h200", "h100", "a100"))]
+CalibrationName = Annotated[
+    str | None, Flag("Use the times of this calibration in the workspace.", metavar="NAME")
+]
+Hardware = Annotated[
+    str | None, Flag("GPU to plan for: h200, h100 or a100.", values=("h200", "h100", "a100"))
+]
 
 # Training
 DryRun = Annotated[
-    bool, Flag("Only print the planned runs with their tokens, time and memory; write nothing.", ("--dry-run",))
+    bool,
+    Flag(
+        "Only print the planned runs with their tokens, time and memory; write nothing.",
+        ("--dry-run",),
+    ),
 ]

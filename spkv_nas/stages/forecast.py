@@ -37,17 +37,30 @@ class Forecast:
         """Assemble a forecast of a model and site, with a remark on the memory that it assumes."""
         site = stages.site
         memory = f"memory: {site.memory / 1e9:.4g} GB on {site.name}, 10 % of it reserved for driver and allocator"
-        return cls(name, stages.size, stages.num_predictor_parameters, site, tuple(costs), (memory, *remarks))
+        return cls(
+            name,
+            stages.size,
+            stages.num_predictor_parameters,
+            site,
+            tuple(costs),
+            (memory, *remarks),
+        )
 
 
 def plan_auto(options: auto.AutoOptions, reporter: progress.Reporter = progress.SILENT) -> Forecast:
     """Estimate the cost of ``auto``: the probe, and the comparison of memory budgets with the dense model."""
     plan = plan_probe(options.probe, reporter, compares=options.max_tokens or auto.HELD_OUT_TOKENS)
-    retraining = [] if options.retrain is None else [f"not counted: --retrain {options.retrain}, and its verdict"]
+    retraining = (
+        []
+        if options.retrain is None
+        else [f"not counted: --retrain {options.retrain}, and its verdict"]
+    )
     return replace(plan, remarks=(*plan.remarks, *retraining))
 
 
-def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compares: int = 0) -> Forecast:
+def plan_probe(
+    options: probe.ProbeOptions, reporter: progress.Reporter, compares: int = 0
+) -> Forecast:
     """Estimate the cost of ``probe`` without a recipe and a bisection of ``compares`` tokens; errors as ``probe``."""
     signal = probe.chosen_signal(options)
     subject = Subject.of(options, REFERENCE, "probe on")
@@ -57,7 +70,11 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
         length = subject.length
         data, base = DataConfig(sources=[*options.data], block_size=length), Path()
     # Describe the model and this machine
-    size, gates, memory = read_size(subject.source), read_gates(subject.source), available_bytes(device)
+    size, gates, memory = (
+        read_size(subject.source),
+        read_gates(subject.source),
+        available_bytes(device),
+    )
     num_bytes = item_bytes(subject.source, Site(device, memory), options.dtype)
     reporter.announce("timing a matrix product")
     speed = step_cost.EFFICIENCY * step_cost.matmul_speed(device, bfloat16=num_bytes == BFLOAT16)
@@ -71,7 +88,10 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
     # Count the stages
     stages = Stages(
         size,
-        gates or gate_config.GateConfig(window=options.window or gate_config.suitable_window(data.block_size)),
+        gates
+        or gate_config.GateConfig(
+            window=options.window or gate_config.suitable_window(data.block_size)
+        ),
         Site(device, memory, speed, is_cpu=device == "cpu", chunk=chunk_bytes(device)),
         data.block_size,
         BATCH_SIZE,
@@ -81,17 +101,25 @@ def plan_probe(options: probe.ProbeOptions, reporter: progress.Reporter, compare
     limit = options.max_tokens or _most_tokens(signal, num_tokens)
     stage_costs = [*learning, signal.cost(stages, min(limit, num_tokens))]
     if "ablation_tokens" in signal.options() and options.ablation_tokens != 0:
-        stage_costs.append(_validating(stages, min(options.ablation_tokens or defaults.ABLATION_TOKENS, num_tokens)))
+        stage_costs.append(
+            _validating(
+                stages, min(options.ablation_tokens or defaults.ABLATION_TOKENS, num_tokens)
+            )
+        )
     if compares:
         looks = 2 * len(MEMORIES).bit_length()
-        stage_costs.append(stages.measure("compare budgets, at most", min(compares, num_tokens), 1 + looks))
+        stage_costs.append(
+            stages.measure("compare budgets, at most", min(compares, num_tokens), 1 + looks)
+        )
     about_time = f"time: computed from FLOPs at {speed:.2g} FLOP/s, half the measured speed of a matrix product"
     return Forecast.of(subject.name, stages, stage_costs, about_time)
 
 
 def gate_training(stages: Stages, steps: int | None) -> StageCost:
     """Return the cost of training gates on a frozen model."""
-    return stages.learn_gates("train gates, frozen model", steps or defaults.PRICED_STEPS, defaults.LEARNING_TOKENS)
+    return stages.learn_gates(
+        "train gates, frozen model", steps or defaults.PRICED_STEPS, defaults.LEARNING_TOKENS
+    )
 
 
 def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
@@ -110,14 +138,20 @@ def _most_tokens(signal: signals.Signal, tokens: int) -> int:
 
 def _validating(stages: Stages, tokens: int) -> StageCost:
     """Return the cost of the single-head gains that validate a table."""
-    return stages.measure("validate the ranking", tokens, signals.ablation_passes(stages.size.heads.grid), shares=1.0)
+    return stages.measure(
+        "validate the ranking", tokens, signals.ablation_passes(stages.size.heads.grid), shares=1.0
+    )
 
 
 def item_bytes(source: str, site: Site, dtype: str | None) -> int:
     """Return the bytes per number that a checkpoint is measured in; requested GPUs support every dtype."""
     checkpoint_dtype = saved_dtype(source)
     if dtype is None and checkpoint_dtype is not None:
-        dtype = dtype_name(checkpoint_dtype if site.speed is not None else choose_dtype(site.name, checkpoint_dtype))
+        dtype = dtype_name(
+            checkpoint_dtype
+            if site.speed is not None
+            else choose_dtype(site.name, checkpoint_dtype)
+        )
     return units.ITEM_BYTES[dtype or "float32"]
 
 
@@ -132,13 +166,19 @@ def show(result: Forecast) -> None:
     # Table of stages
     site, fits_title = result.site, f"fits in\n{result.site.memory / 1e9:.3g} GB"
     where = site.name if site.devices == 1 else f"{site.name}, training on {site.devices}"
-    grid = console.Table("", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {where}")
+    grid = console.Table(
+        "", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {where}"
+    )
     for stage in result.stages:
         batching = f"\n  [dim]{console.escape(stage.batching)}[/dim]" if stage.batching else ""
-        tokens, flops = (f"{stage.tokens:,}", units.format_flops(stage.flops)) if stage.tokens else ("-", "-")
+        tokens, flops = (
+            (f"{stage.tokens:,}", units.format_flops(stage.flops)) if stage.tokens else ("-", "-")
+        )
         answer = "yes" if stage.fits else "no"
         memory = units.format_bytes(round(stage.memory.total))
-        grid.add_row(console.escape(stage.name) + batching, memory, tokens, flops, _time(stage), answer)
+        grid.add_row(
+            console.escape(stage.name) + batching, memory, tokens, flops, _time(stage), answer
+        )
     console.out.print(grid)
     for stage in result.stages:
         if stage.remedy:
@@ -157,5 +197,7 @@ def _time(stage: StageCost) -> str:
 
 def document(result: Forecast) -> dict[str, Any]:
     """Return memory, tokens, FLOPs and time of every stage."""
-    stages = [{**vars(stage), "bytes": stage.memory.total, "fits": stage.fits} for stage in result.stages]
+    stages = [
+        {**vars(stage), "bytes": stage.memory.total, "fits": stage.fits} for stage in result.stages
+    ]
     return {**vars(result), "stages": stages}

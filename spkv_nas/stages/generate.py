@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from spkv_nas.model.generation import Generation
 
 Prompt = Annotated[str | None, flag.Flag("Text to continue.", argument=True)]
-PromptFile = Annotated[Path | None, flag.Flag("Read the prompt from a file; - reads standard input.", ("--file", "-f"))]
-MaxNewTokens = Annotated[int, flag.Flag("Maximum number of new tokens.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
+PromptFile = Annotated[
+    Path | None, flag.Flag("Read the prompt from a file; - reads standard input.", ("--file", "-f"))
+]
+MaxNewTokens = Annotated[
+    int, flag.Flag("Maximum number of new tokens.", ("--max-new-tokens", "-n"), low=1, high=2**24)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +62,16 @@ def generate(options: GenerateOptions, reporter: progress.Reporter) -> None:
     # Read the prompt; ``check`` requires one
     prompt = options.prompt or ""
     if options.file is not None:
-        prompt = sys.stdin.read() if str(options.file) == "-" else files.read_text(options.file, "prompt")
+        prompt = (
+            sys.stdin.read()
+            if str(options.file) == "-"
+            else files.read_text(options.file, "prompt")
+        )
     # Generate
     reporter.announce(f"loading {options.model}")
-    model, tokenizer = checkpoint.load_on(options.model, device.choose_device(options.device), options.dtype)
+    model, tokenizer = checkpoint.load_on(
+        options.model, device.choose_device(options.device), options.dtype
+    )
     result = generation.generate(
         model,
         tokenizer,
@@ -90,5 +100,9 @@ def show(result: "Generation") -> None:
     # Print the density of a model with gates
     if result.density is not None:
         is_known = not math.isnan(result.density)
-        density = f"{100 * result.density:.1f} %" if is_known else "unknown (no key left the window)"
-        console.err.print(f"density {density}{'' if result.tau is None else f' at tau {result.tau:g}'}")
+        density = (
+            f"{100 * result.density:.1f} %" if is_known else "unknown (no key left the window)"
+        )
+        console.err.print(
+            f"density {density}{'' if result.tau is None else f' at tau {result.tau:g}'}"
+        )

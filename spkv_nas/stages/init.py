@@ -24,14 +24,29 @@ def run(options: InitOptions, reporter: progress.Reporter) -> commands.Result:
     """Write a first recipe, and plan the runs that follow from it; ``UserError`` for too little text or time."""
     # Draft the recipe
     base = options.out.parent
-    model, sources = record.absolute(options.model), tuple(_source_from(base, source) for source in options.data)
+    model, sources = (
+        record.absolute(options.model),
+        tuple(_source_from(base, source) for source in options.data),
+    )
     reporter.announce("counting the tokens of the text")
-    size, text = checkpoint.read_size(model), count_text(sources, base, checkpoint.load_tokenizer(model))
+    size, text = (
+        checkpoint.read_size(model),
+        count_text(sources, base, checkpoint.load_tokenizer(model)),
+    )
     draft = Draft.of(
-        options.name or _recipe_name(options.model), model, sources, size, text, device.choose_device(options.device)
+        options.name or _recipe_name(options.model),
+        model,
+        sources,
+        size,
+        text,
+        device.choose_device(options.device),
     )
     # Fit it to memory and time
-    draft = replace(draft, steps=options.steps or defaults.FIRST_STEPS, separator=options.separator or config.AUTO)
+    draft = replace(
+        draft,
+        steps=options.steps or defaults.FIRST_STEPS,
+        separator=options.separator or config.AUTO,
+    )
     draft = replace(draft, documents=options.documents or config.JOINED)
     planner, draft = _fit_memory(draft, options, reporter)
     if options.minutes is not None:
@@ -44,24 +59,32 @@ def run(options: InitOptions, reporter: progress.Reporter) -> commands.Result:
             gates,
             planner.branch(comparison.FULL_ATTENTION, variants.Variant.full_attention()),
             planner.branch(comparison.SP_KV, variants.Variant.sp_kv()),
-            run_plan.summarize_runs("layouts", [planner.new_branch("", _any_layout(planner))] * _num_layouts()),
+            run_plan.summarize_runs(
+                "layouts", [planner.new_branch("", _any_layout(planner))] * _num_layouts()
+            ),
             scores,
         ]
     )
     # Write the recipe
     files.write_atomic(options.out, draft.text_of_recipe())
     steps = next_steps.after_init(options, planner.recipe.name, planner.recipe.gates.window)
-    return commands.Result(plan, partial(show, options.out), partial(document, options.out), next=steps)
+    return commands.Result(
+        plan, partial(show, options.out), partial(document, options.out), next=steps
+    )
 
 
-def _fit_memory(draft: Draft, options: InitOptions, reporter: progress.Reporter) -> tuple[run_plan.Planner, Draft]:
+def _fit_memory(
+    draft: Draft, options: InitOptions, reporter: progress.Reporter
+) -> tuple[run_plan.Planner, Draft]:
     """Return a planner and the draft, whose blocks and micro-batch shrink until they fit, to one smallest block."""
     base = options.out.parent
     while True:
         # Count the blocks that fit at once
         recipe = draft.recipe(base)
         runs, announce = options.folders.run_dir(recipe.name), reporter.announce
-        planner = run_plan.Planner(recipe, base, runs, device=options.device, announce=announce, text=draft.text)
+        planner = run_plan.Planner(
+            recipe, base, runs, device=options.device, announce=announce, text=draft.text
+        )
         fitting = planner.fitting_blocks(variants.Kind.SP_KV)
         if fitting >= draft.batch_size:
             return planner, draft
@@ -84,7 +107,11 @@ def _heldout_passes(planner: run_plan.Planner) -> tuple[run_plan.PlannedRun, run
 def _steps_in_time(planner: run_plan.Planner, seconds: float) -> int:
     """Return the training steps per run for which all runs together take ``seconds``; ``UserError`` if too few."""
     # Separate the time per step from the fixed time
-    trained = (variants.Variant.sp_kv(), variants.Variant.full_attention(), *[_any_layout(planner)] * _num_layouts())
+    trained = (
+        variants.Variant.sp_kv(),
+        variants.Variant.full_attention(),
+        *[_any_layout(planner)] * _num_layouts(),
+    )
     batch_size, steps = planner.recipe.branch.batch_size, planner.recipe.branch.steps
     step_seconds = sum(planner.cost(variant).seconds(batch_size) for variant in trained)
     runs = [*(planner.new_branch("", variant) for variant in trained), *_heldout_passes(planner)]
@@ -119,7 +146,11 @@ def _source_from(base: Path, source: str) -> str:
     path = Path(name).expanduser()
     if source in readers.AT_HAND or not path.exists() or base.resolve() == Path.cwd():
         return source
-    return os.path.abspath(path) if column is None else f"{os.path.abspath(path)}{readers.COLUMN}{column}"
+    return (
+        os.path.abspath(path)
+        if column is None
+        else f"{os.path.abspath(path)}{readers.COLUMN}{column}"
+    )
 
 
 def _recipe_name(model: str) -> str:

@@ -17,9 +17,16 @@ from spkv_nas.stages import commands, lookup
 from spkv_nas.stages.commands import Result
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
 
-Shown = tuple[Path, Layout, float | None]  # layout file, and its coverage in [0, 1] if there are a probe and one window
+Shown = tuple[
+    Path, Layout, float | None
+]  # layout file, and its coverage in [0, 1] if there are a probe and one window
 Compared = tuple[Layout, Layout, Difference]  # two layouts, and the difference of their heads
-_STYLES = {"G": "bold green", "+": "bold green", "-": "bold red", "~": "bold yellow"}  # others are dim
+_STYLES = {
+    "G": "bold green",
+    "+": "bold green",
+    "-": "bold red",
+    "~": "bold yellow",
+}  # others are dim
 
 
 def print_grid(rows: Sequence[str], notes: Sequence[str]) -> None:
@@ -50,7 +57,9 @@ def read_layout(file: Path) -> Proposal:
         target = file.with_name(f"{stem}.yaml")
         target = file.with_name(f"{stem}-layout.yaml") if target.exists() else target
         command = commands.command_line(ConvertOptions(source=file, target=target, budget="25%"))
-        raise errors.UserError(f"{file} is not a layout file; convert it first\n{commands.next_line(command)}")
+        raise errors.UserError(
+            f"{file} is not a layout file; convert it first\n{commands.next_line(command)}"
+        )
     return Proposal.read([file])
 
 
@@ -64,7 +73,10 @@ def _show(shown: list[Shown]) -> None:
 
 def _document(shown: list[Shown]) -> dict[str, Any]:
     return {
-        "layouts": [{"file": file, **heads_document(layout), "coverage": covered} for file, layout, covered in shown]
+        "layouts": [
+            {"file": file, **heads_document(layout), "coverage": covered}
+            for file, layout, covered in shown
+        ]
     }
 
 
@@ -73,10 +85,15 @@ def _show_difference(files: Sequence[Path], compared: Compared) -> None:
     if first.hash == second.hash:
         out.print(f"the same layout: {first.description}", soft_wrap=True)
         return
-    out.print(Text(f"- {files[0]}: {first.description}\n+ {files[1]}: {second.description}"), soft_wrap=True)
+    out.print(
+        Text(f"- {files[0]}: {first.description}\n+ {files[1]}: {second.description}"),
+        soft_wrap=True,
+    )
     windows = "".join(delta.marks).count("~")
     others = f", {windows} only in their window" if windows else ""
-    out.print(f"{delta.num_heads} heads differ{others}, Jaccard index of the global heads {delta.jaccard:.3f}")
+    out.print(
+        f"{delta.num_heads} heads differ{others}, Jaccard index of the global heads {delta.jaccard:.3f}"
+    )
     if delta.num_heads or windows:
         meaning = "G: global in both; .: local in both; -: global only in the first; +: global only in the second"
         out.print(meaning + ("; ~: local in both, with another window" if windows else ""))
@@ -110,8 +127,13 @@ def diff(options: DiffOptions, reporter: progress.Reporter) -> Result:
     """Run ``layout diff``: compare two layouts of one model head by head."""
     files = options.a, options.b
     (first,), (second,) = (read_layout(file).layouts.values() for file in files)
-    compared, exit_code = (first, second, Difference.of(first, second)), int(first.hash != second.hash)
-    return Result(compared, partial(_show_difference, files), _difference_document, exit_code=exit_code)
+    compared, exit_code = (
+        (first, second, Difference.of(first, second)),
+        int(first.hash != second.hash),
+    )
+    return Result(
+        compared, partial(_show_difference, files), _difference_document, exit_code=exit_code
+    )
 
 
 def convert(options: ConvertOptions, reporter: progress.Reporter) -> Result:
@@ -125,4 +147,8 @@ def convert(options: ConvertOptions, reporter: progress.Reporter) -> Result:
         window=options.window,
         sinks=options.sinks,
     )
-    return Result(lines, lambda lines: say("\n".join(lines)), lambda lines: {"file": options.target, "notes": lines})
+    return Result(
+        lines,
+        lambda lines: say("\n".join(lines)),
+        lambda lines: {"file": options.target, "notes": lines},
+    )

@@ -40,13 +40,17 @@ def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = No
     folder = workspace.layout_dir(name)
     if not files and name in workspace.probes() and not workspace.has_layouts(name):
         command = command_line(propose.ProposeOptions(probe=name, workspace=workspace.root))
-        raise UserError(f"no layouts in {folder}: run propose first, or give layout files\n{next_line(command)}")
+        raise UserError(
+            f"no layouts in {folder}: run propose first, or give layout files\n{next_line(command)}"
+        )
     proposal = Proposal.read(files) if files else Proposal.read_folder(folder)
     comparison.check_layout_names(proposal.layouts)
     return proposal
 
 
-def chosen_table(options: ChoosesProbe, reporter: progress.Reporter = progress.SILENT) -> head_scores.HeadScores:
+def chosen_table(
+    options: ChoosesProbe, reporter: progress.Reporter = progress.SILENT
+) -> head_scores.HeadScores:
     """Read the probe that options name, by default the workspace's only one.
 
     With several probes of one model the default is the recommended signal's, else the densities'; the choice is
@@ -65,8 +69,14 @@ def chosen_table(options: ChoosesProbe, reporter: progress.Reporter = progress.S
         return find_table(options.folders, next(iter(records)))
     # Prefer the recommended signal, then densities, if all probes are of one model
     models = {model_identity(record) for record in records.values()}
-    for signal in (defaults.RECOMMENDED, kinds.DENSITY) if len(models) == 1 and None not in models else ():
-        names = [name for name, record in records.items() if record.get("signal", kinds.DENSITY) == signal]
+    for signal in (
+        (defaults.RECOMMENDED, kinds.DENSITY) if len(models) == 1 and None not in models else ()
+    ):
+        names = [
+            name
+            for name, record in records.items()
+            if record.get("signal", kinds.DENSITY) == signal
+        ]
         if len(names) == 1:
             reporter.announce(
                 f"using probe '{names[0]}' ({signal}), one of {len(records)} of this model; --probe selects another"
@@ -78,7 +88,11 @@ def chosen_table(options: ChoosesProbe, reporter: progress.Reporter = progress.S
     named = [replace(options, probe=name) for name in list(records)[:_MAX_LISTED]]
     commands = [next_line(command_line(each)) for each in named]
     more = ["..."] if len(records) > _MAX_LISTED else []
-    raise UserError("\n".join([f"{folder} has {len(records)} probes: choose one with --probe NAME", *commands, *more]))
+    raise UserError(
+        "\n".join(
+            [f"{folder} has {len(records)} probes: choose one with --probe NAME", *commands, *more]
+        )
+    )
 
 
 def chosen_recipe(options: RetrainsLayouts, table: head_scores.HeadScores, embedded: str) -> Path:
@@ -89,9 +103,13 @@ def chosen_recipe(options: RetrainsLayouts, table: head_scores.HeadScores, embed
         return assets.EMBEDDED / embedded
     # Suggest a command with the probe's recipe, or one that writes a recipe
     recorded = read_options(table.metadata, options.folders.root)
-    lines = [f"probe '{table.name}' is not of an embedded model: give the recipe to retrain its model with --recipe"]
+    lines = [
+        f"probe '{table.name}' is not of an embedded model: give the recipe to retrain its model with --recipe"
+    ]
     if recorded is not None and recorded.recipe is not None:
-        command = command_line(replace(options, recipe=recorded.recipe, probe=options.probe or table.name))
+        command = command_line(
+            replace(options, recipe=recorded.recipe, probe=options.probe or table.name)
+        )
         lines.append(next_line(command))
     elif recorded is not None and recorded.model is not None:
         lines += ["init writes a recipe", next_line(command_line(first_recipe(recorded)))]

@@ -30,7 +30,9 @@ RECOMMENDATION = (
 )
 
 
-def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None) -> Suggestion | None:
+def recommend(
+    workspace: Workspace, table: HeadScores, budget: str | None = None
+) -> Suggestion | None:
     """Recommend head gates where densities choose the heads, and their layout is not among the table's.
 
     The command proposes by the same model's head gates if the workspace has them, else it measures them for ``budget``,
@@ -44,19 +46,31 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
     if existing is not None:
         if (workspace.layout_dir(table.name) / f"{RECOMMENDED}.yaml").is_file():
             return None
-        return Suggestion.of(ProposeOptions(probe=existing, budget=budget, workspace=workspace.root), RECOMMENDATION)
+        return Suggestion.of(
+            ProposeOptions(probe=existing, budget=budget, workspace=workspace.root), RECOMMENDATION
+        )
     # Measure head gates
     options = record.read_options(table.metadata, workspace.root)
     if options is None:
         missing = f"probe.yaml of '{table.name}' does not record its model and text, so no command can be suggested"
-        return Suggestion("", f"{RECOMMENDATION}; {missing}: probe the model again with --model and --data")
-    if _recommended_probe(workspace, identity) is not None:  # of another window or other sink tokens
+        return Suggestion(
+            "", f"{RECOMMENDATION}; {missing}: probe the model again with --model and --data"
+        )
+    if (
+        _recommended_probe(workspace, identity) is not None
+    ):  # of another window or other sink tokens
         options = replace(options, window=table.window, sinks=str(table.sinks))
     cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
     # Keep the model and its blocks, but no option of the densities' signal
     changed: dict[str, Any] = {name: None for name in SIGNALS.shared_options() if name != "seed"}
-    changed |= {"signal": RECOMMENDED, "name": options.name and f"{options.name}-{RECOMMENDED}", "budget": budget}
-    return Suggestion.of(replace(options, **changed), f"{RECOMMENDATION}; measuring them takes {cost}")
+    changed |= {
+        "signal": RECOMMENDED,
+        "name": options.name and f"{options.name}-{RECOMMENDED}",
+        "budget": budget,
+    }
+    return Suggestion.of(
+        replace(options, **changed), f"{RECOMMENDATION}; measuring them takes {cost}"
+    )
 
 
 def after_init(options: init.InitOptions, name: str, window: int) -> list[Suggestion]:
@@ -64,9 +78,15 @@ def after_init(options: init.InitOptions, name: str, window: int) -> list[Sugges
     # Look for layouts of the same model and window
     workspace, model = options.folders, record.absolute(options.model)
     for probe, content in record.probe_records(workspace).items():
-        is_of_model = record.model_identity(content) in (model, name) and content.get("signal") == RECOMMENDED
+        is_of_model = (
+            record.model_identity(content) in (model, name) and content.get("signal") == RECOMMENDED
+        )
         if is_of_model and content.get("window") == window and workspace.has_layouts(probe):
-            return [Suggestion.of(TrainHybridOptions(recipe=options.out, probe=probe, workspace=workspace.root))]
+            return [
+                Suggestion.of(
+                    TrainHybridOptions(recipe=options.out, probe=probe, workspace=workspace.root)
+                )
+            ]
     # Measure the head gates first
     measured = ProbeOptions(recipe=options.out, signal=RECOMMENDED, workspace=workspace.root)
     return [Suggestion.of(measured, RECOMMENDATION)]
@@ -78,10 +98,14 @@ def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     chosen = table.name
     if table.is_density and identity is not None:
         chosen = _recommended_probe(workspace, identity, table) or chosen
-    return [Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root))]
+    return [
+        Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root))
+    ]
 
 
-def after_propose(options: ProposeOptions, table: HeadScores, recommended_layout: str | None) -> list[Suggestion]:
+def after_propose(
+    options: ProposeOptions, table: HeadScores, recommended_layout: str | None
+) -> list[Suggestion]:
     """Suggest what to do with layouts: decide about the recommended one, retrain them by their recipe, or score them.
 
     For densities, head gates are suggested first, where they are better.
@@ -96,13 +120,20 @@ def after_propose(options: ProposeOptions, table: HeadScores, recommended_layout
     if (retrain := retraining(workspace, table)) is not None:
         return [Suggestion.of(retrain)]
     names = ("model", "data", "context", "documents", "dtype")
-    measured: dict[str, Any] = {name: getattr(recorded, name) for name in names} | {"workspace": workspace.root}
+    measured: dict[str, Any] = {name: getattr(recorded, name) for name in names} | {
+        "workspace": workspace.root
+    }
     # Decide about a layout by costs of windows, whose probe left documents unseen
     layout = _proposed(options, table, recommended_layout)
     has_unseen = table.window_costs is not None and recorded.max_tokens is None
     if has_unseen and recorded.model is not None and layout.is_file():
         judged = verdict.VerdictOptions(candidates=[str(layout)], **measured)
-        return [Suggestion.of(judged, "decide whether it loses less than 1 % of NLL, on text not used for selection")]
+        return [
+            Suggestion.of(
+                judged,
+                "decide whether it loses less than 1 % of NLL, on text not used for selection",
+            )
+        ]
     scored = score.ScoreOptions(max_tokens=recorded.max_tokens, probe=table.name, **measured)
     fairer = "other text is fairer, as this one selected the heads"
     return [Suggestion.of(scored, f"compare the NLL of the layouts before any training; {fairer}")]
@@ -112,7 +143,9 @@ def _proposed(options: ProposeOptions, table: HeadScores, recommended_layout: st
     """Return the file of the layout that was asked for: of a number of heads or a window, else the recommended one."""
     folder = options.folders.layout_dir(table.name)
     if options.budget is None and options.window is None:
-        return folder / f"{WINDOW_PER_HEAD if recommended_layout is None else RECOMMENDED_LAYOUT}.yaml"
+        return (
+            folder / f"{WINDOW_PER_HEAD if recommended_layout is None else RECOMMENDED_LAYOUT}.yaml"
+        )
     solved = (folder / f"{name}.yaml" for name in (CONSTRAINED, ROBUST))
     return next((file for file in solved if file.is_file()), folder / f"{DENSEST.name}.yaml")
 
@@ -121,7 +154,9 @@ def after_score(options: score.ScoreOptions, result: subject.NLLTable) -> list[S
     """Suggest a recipe to retrain the layouts of a probe; nothing if the scores make no sense."""
     if options.probe is None or result.alarm is not None:
         return []
-    recorded = record.read_options(lookup.find_table(options.folders, options.probe).metadata, options.workspace)
+    recorded = record.read_options(
+        lookup.find_table(options.folders, options.probe).metadata, options.workspace
+    )
     if recorded is None or not recorded.data or recorded.model is None:
         return []
     return [Suggestion.of(record.first_recipe(recorded), "write a recipe to retrain the layouts")]
@@ -138,9 +173,13 @@ def retraining(workspace: Workspace, table: HeadScores) -> TrainHybridOptions | 
     return TrainHybridOptions(recipe=recorded.recipe, probe=table.name, workspace=workspace.root)
 
 
-def _recommended_probe(workspace: Workspace, identity: str, like: HeadScores | None = None) -> str | None:
+def _recommended_probe(
+    workspace: Workspace, identity: str, like: HeadScores | None = None
+) -> str | None:
     """Return the name of a model's first probe by head gates, of a table's window and sinks if any; None without."""
     for name, content in record.probe_records(workspace).items():
-        if record.is_of(content, identity, RECOMMENDED) and (like is None or record.is_comparable(content, like)):
+        if record.is_of(content, identity, RECOMMENDED) and (
+            like is None or record.is_comparable(content, like)
+        ):
             return name
     return None

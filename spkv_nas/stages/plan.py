@@ -20,15 +20,24 @@ from spkv_nas.training import first_recipe, run_plan, step_cost
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.recipe import DenseConfig, Recipe
 
-_ENOUGH = first_recipe.TextSize(documents=1000, tokens=10**9)  # enough for the largest blocks and batches of init
-_BRANCHES = (("train the SP-KV reference", True), ("retrain a hybrid", False))  # and whether they have gates
+_ENOUGH = first_recipe.TextSize(
+    documents=1000, tokens=10**9
+)  # enough for the largest blocks and batches of init
+_BRANCHES = (
+    ("train the SP-KV reference", True),
+    ("retrain a hybrid", False),
+)  # and whether they have gates
 _UTILISATION = 0.4  # assumed share of a GPU's peak FLOP/s
 
 
 def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
     """Estimate the cost of the full workflow on a recipe or a model; ``UserError`` for a mixture of experts."""
     # Count the stages
-    of = partial(_of_model, str(options.model)) if options.recipe is None else partial(_of_recipe, options.recipe)
+    of = (
+        partial(_of_model, str(options.model))
+        if options.recipe is None
+        else partial(_of_recipe, options.recipe)
+    )
     name, stages, tokens, workflow, remarks = of(options, reporter)
     size = stages.size
     context = sized_model.choose_context(options.context, size.positions, reporter)
@@ -41,11 +50,16 @@ def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
     if served is not None:
         num_kv_heads, engine, cache = size.heads.num_kv_heads, served.engine, served.cache
         budgets = range(num_kv_heads, cache.num_heads + 1, num_kv_heads)
-        served = replace(served, rows=tuple(({"num_global": heads}, engine.plan(cache, heads)) for heads in budgets))
+        served = replace(
+            served,
+            rows=tuple(({"num_global": heads}, engine.plan(cache, heads)) for heads in budgets),
+        )
     return commands.Result(result, partial(show, served), partial(document, served))
 
 
-_Workflow = tuple[str, Stages, int, list[StageCost], tuple[str, ...]]  # name, cost model, held-out tokens, remarks
+_Workflow = tuple[
+    str, Stages, int, list[StageCost], tuple[str, ...]
+]  # name, cost model, held-out tokens, remarks
 
 
 def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) -> _Workflow:
@@ -55,7 +69,9 @@ def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) ->
     checkpoint.check_dense(size, source)
     site = _site(options)
     config = gates or gate_config.GateConfig(window=gate_config.suitable_window(length))
-    stages = Stages(size, config, site, length, BATCH_SIZE, forecast.item_bytes(source, site, options.dtype))
+    stages = Stages(
+        size, config, site, length, BATCH_SIZE, forecast.item_bytes(source, site, options.dtype)
+    )
     # Count the text
     data = DataConfig(sources=[*(options.data or ("stdlib",))])
     tokens, text = data.max_heldout_tokens, _ENOUGH
@@ -64,8 +80,12 @@ def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) ->
         text = first_recipe.count_text(options.data, Path(), checkpoint.load_tokenizer(source))
         tokens = text.heldout(data)
     # Draft the recipe
-    draft = first_recipe.Draft.of("plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda")
-    draft = replace(draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size)
+    draft = first_recipe.Draft.of(
+        "plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda"
+    )
+    draft = replace(
+        draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size
+    )
     recipe = draft.recipe(Path())
     schedule = _training(recipe, recipe.branch, size, site)
     training_stages = replace(stages, block_size=draft.block_size)
@@ -79,7 +99,9 @@ def _of_recipe(file: Path, options: PlanOptions, reporter: progress.Reporter) ->
     """Train as a recipe says, then measure."""
     # Read the recipe and its model
     recipe, site = Recipe.read(file), _site(options)
-    planner = run_plan.Planner(recipe, file.parent, options.folders.run_dir(recipe.name), announce=reporter.announce)
+    planner = run_plan.Planner(
+        recipe, file.parent, options.folders.run_dir(recipe.name), announce=reporter.announce
+    )
     size = planner.size
     checkpoint.check_dense(size, f"of recipe {file}")
     item = units.ITEM_BYTES[options.dtype or "float32"]  # the dtype that training saves
@@ -102,10 +124,17 @@ def _generated(stages: Stages, options: PlanOptions, context: int) -> Iterator[S
     """Yield generation with full attention and with a layout of the budget."""
     size = stages.size
     counts = size.heads.heads_per_layer
-    heads, layers = sum(counts), local_layers.config_layers(size.native_windows or [None] * len(counts))
-    budget = parse_budget(options.budget, sum(counts[layer] for layer in local_layers.candidate_layers(layers)))
+    heads, layers = (
+        sum(counts),
+        local_layers.config_layers(size.native_windows or [None] * len(counts)),
+    )
+    budget = parse_budget(
+        options.budget, sum(counts[layer] for layer in local_layers.candidate_layers(layers))
+    )
     full, name = f"generate at {context:,}", f"generate, {budget} of {heads} global"
-    yield stages.generate(full, context, density=size.full_attention_share, window=size.sliding_window)
+    yield stages.generate(
+        full, context, density=size.full_attention_share, window=size.sliding_window
+    )
     yield stages.generate(name, context, density=budget / heads, window=stages.gates.window)
 
 
@@ -116,11 +145,23 @@ def _site(options: PlanOptions) -> Site:
         free, chunk = memory.available_bytes(device), memory.chunk_bytes(device)
         return Site(device, free, devices=options.devices, is_cpu=device == "cpu", chunk=chunk)
     name, bandwidth, peak, room = find_hardware(options.hardware)
-    return Site(name, room, _UTILISATION * peak, bandwidth, options.devices, chunk=memory.chunk_bytes("cuda", room))
+    return Site(
+        name,
+        room,
+        _UTILISATION * peak,
+        bandwidth,
+        options.devices,
+        chunk=memory.chunk_bytes("cuda", room),
+    )
 
 
 def _training(
-    recipe: Recipe, phase: DenseConfig | BranchConfig, size: shape.ModelSize, site: Site, *, gated: bool = False
+    recipe: Recipe,
+    phase: DenseConfig | BranchConfig,
+    size: shape.ModelSize,
+    site: Site,
+    *,
+    gated: bool = False,
 ) -> Training:
     """Return how a phase of a recipe trains; on requested GPUs in bfloat16 where the recipe allows it."""
     native = "bfloat16" if site.speed is not None else training_precision(site.name)

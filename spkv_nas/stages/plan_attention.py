@@ -22,10 +22,16 @@ class AttentionCosts:
     name: str  # name of the level or model, as the user gave it
     shape: Shape  # shape of the model
     context: int  # tokens in the cache
-    costs: list[formulas.Cost]  # costs of full attention, of each layout and of a density, in this order
-    times: calibration.Calibration | None  # source of the seconds in ``costs``; None if nothing was measured that fits
+    costs: list[
+        formulas.Cost
+    ]  # costs of full attention, of each layout and of a density, in this order
+    times: (
+        calibration.Calibration | None
+    )  # source of the seconds in ``costs``; None if nothing was measured that fits
     remedy: list[str]  # command that measures times, if there are none; at most one
-    served: Served | None = None  # caches of full attention and of layouts in a serving engine; None without one
+    served: Served | None = (
+        None  # caches of full attention and of layouts in a serving engine; None without one
+    )
 
 
 def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
@@ -44,17 +50,29 @@ def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
     needed += [] if options.density is None else [options.window]
     times, remedy = _times(options, subject, needed, tokens, reporter)
     serving = chosen_engine(options)
-    item = units.ITEM_BYTES["bfloat16" if serving is None or serving.kv_dtype is None else serving.kv_dtype]
+    item = units.ITEM_BYTES[
+        "bfloat16" if serving is None or serving.kv_dtype is None else serving.kv_dtype
+    ]
 
-    def row(name: str, heads: Layout | float, density: float, window: int, sinks: int) -> formulas.Cost:
+    def row(
+        name: str, heads: Layout | float, density: float, window: int, sinks: int
+    ) -> formulas.Cost:
         layout = heads if isinstance(heads, Layout) else None
         by_layer = [heads] * shape.num_layers if isinstance(heads, float) else heads
         seconds = None
-        if times is not None and not (layout and layout.windows):  # times are measured with one window
+        if times is not None and not (
+            layout and layout.windows
+        ):  # times are measured with one window
             seconds = times.layout_seconds(by_layer, tokens, window=window, sinks=sinks)
         sizes: dict[str, Any] = {"native_windows": native, "element_size": item, "layout": layout}
-        counted = formulas.cost(name, shape, tokens, density=density, window=window + sinks, **sizes)
-        return replace(counted, decode_seconds=seconds, total_flops=None if subject.is_mixture else counted.total_flops)
+        counted = formulas.cost(
+            name, shape, tokens, density=density, window=window + sinks, **sizes
+        )
+        return replace(
+            counted,
+            decode_seconds=seconds,
+            total_flops=None if subject.is_mixture else counted.total_flops,
+        )
 
     # Compute a row for full attention, each layout, and the density
     rows = [row("full attention", 1.0, 1.0, 0, 0)]
@@ -63,12 +81,20 @@ def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
         rows.append(row(title, layout, share, layout.window, layout.sinks))
     served = _served(options, subject, [row.name for row in rows], layouts, tokens)
     if (density := options.density) is not None:
-        rows.append(row(f"SP-KV, density {density:g}", density, density, options.window, options.sinks or 0))
-    return Result(AttentionCosts(subject.title, shape, tokens, rows, times, remedy, served), show, document)
+        rows.append(
+            row(f"SP-KV, density {density:g}", density, density, options.window, options.sinks or 0)
+        )
+    return Result(
+        AttentionCosts(subject.title, shape, tokens, rows, times, remedy, served), show, document
+    )
 
 
 def _times(
-    options: AttentionOptions, subject: SizedModel, windows: Sequence[int], context: int, reporter: progress.Reporter
+    options: AttentionOptions,
+    subject: SizedModel,
+    windows: Sequence[int],
+    context: int,
+    reporter: progress.Reporter,
 ) -> tuple[calibration.Calibration | None, list[str]]:
     """Return the times that options name or that fit, and the command that measures them if there are none."""
     name = options.calibration or subject.name
@@ -97,11 +123,15 @@ def _times(
         return None, []
 
 
-def _calibrate_command(options: AttentionOptions, name: str, windows: Sequence[int], context: int) -> list[str]:
+def _calibrate_command(
+    options: AttentionOptions, name: str, windows: Sequence[int], context: int
+) -> list[str]:
     """Suggest the command that measures the times of a window and a context, unless windows differ."""
     if len(set(windows)) > 1:
         return []
-    suggested = CalibrateOptions(level=options.level, model=options.model, name=name, workspace=options.workspace)
+    suggested = CalibrateOptions(
+        level=options.level, model=options.model, name=name, workspace=options.workspace
+    )
     for window in windows[:1]:
         suggested = replace(suggested, window=window)
     measured = calibration.default_contexts(units.parse_context(suggested.context))
@@ -111,7 +141,11 @@ def _calibrate_command(options: AttentionOptions, name: str, windows: Sequence[i
 
 
 def _served(
-    options: AttentionOptions, subject: SizedModel, titles: Sequence[str], layouts: Sequence[Layout], context: int
+    options: AttentionOptions,
+    subject: SizedModel,
+    titles: Sequence[str],
+    layouts: Sequence[Layout],
+    context: int,
 ) -> Served | None:
     """Plan the caches of full attention, whose window does not matter, and of layouts in the engine of options."""
     shape = subject.shape
@@ -126,12 +160,19 @@ def _served(
         engine.check_windows(len(layout.windows), advice)
         plans.append(engine.plan_layout(replace(cache, sinks=layout.sinks), layout.head_windows))
     named = zip(titles, plans, strict=True)
-    return replace(served, rows=tuple(({"name": name, "form": plan.form}, plan) for name, plan in named))
+    return replace(
+        served, rows=tuple(({"name": name, "form": plan.form}, plan) for name, plan in named)
+    )
 
 
 def show(result: AttentionCosts) -> None:
     """Print KV bytes, FLOPs and times of full attention, of layouts and of a density."""
-    shape, times, served, name = result.shape, result.times, result.served, console.escape(result.name)
+    shape, times, served, name = (
+        result.shape,
+        result.times,
+        result.served,
+        console.escape(result.name),
+    )
     console.out.print(
         f"[bold]{name}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
         f"{shape.words}; {result.context:,} tokens"
@@ -155,7 +196,9 @@ def show(result: AttentionCosts) -> None:
     else:
         console.out.print(f"times: attention of all layers, {console.escape(times.source)}")
     if result.costs[0].total_flops is None:
-        console.out.print("total: unknown for a mixture of experts, of which a token uses only some parameters")
+        console.out.print(
+            "total: unknown for a mixture of experts, of which a token uses only some parameters"
+        )
     # Caches in an engine
     if served is not None:
         title = f"KV cache in {served.engine.title}: requests of {served.cache.context:,} tokens"

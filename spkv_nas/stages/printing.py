@@ -15,7 +15,11 @@ def change(percent: float, error: float | None = None) -> str:
     """Format a change of NLL, such as ``+0.894 ± 0.082``; NaN, such as the error of a single document, is a dash."""
     if math.isnan(percent):
         return "-"
-    return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
+    return (
+        f"{percent:+.3f}"
+        if error is None
+        else f"{percent:+.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
+    )
 
 
 def print_rows(rows: Sequence[Mapping[str, str]], title: str) -> None:
@@ -40,7 +44,9 @@ def about_errors(num_documents: int, effective: float) -> None:
     if effective < FEW_DOCUMENTS:
         width = critical_errors(effective)
         interval = f"is ± {width:.1f} standard errors" if width < _WIDEST else "cannot be computed"
-        caution(f"warning: with so few documents, a 95 % interval {interval} (Student's t): measure on more text")
+        caution(
+            f"warning: with so few documents, a 95 % interval {interval} (Student's t): measure on more text"
+        )
 
 
 def about_selection(number: int, selected_by: Sequence[str]) -> None:

@@ -53,7 +53,11 @@ _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where ga
 _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
 # Entries of the record in the JSON
 _SHOWN = ("sink_mass", "massive_activation", "memory", TRIED, RECOMMENDED, CHECK, "alarm")
-_LEARNING_GATES, _PROBING, _VALIDATING = "learning gates", "probing", "validating the ranking"  # titles of bars
+_LEARNING_GATES, _PROBING, _VALIDATING = (
+    "learning gates",
+    "probing",
+    "validating the ranking",
+)  # titles of bars
 _MAX_TARGET = 0.99  # maximum target density of learned gates
 
 
@@ -91,8 +95,12 @@ def probe(
         subject = _learned_name(subject, options)
         learned = _learn(subject, measured, options, reporter)
         sinks = learned.get("sinks", 0)  # those that the gates keep
-    elif signal.needs_gates and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
-        raise UserError(f"--{unused[0]} has no effect, because {subject.source} has gates already: remove it")
+    elif signal.needs_gates and (
+        unused := [name for name in _LEARNING if getattr(options, name) is not None]
+    ):
+        raise UserError(
+            f"--{unused[0]} has no effect, because {subject.source} has gates already: remove it"
+        )
     # Measure the signal, under a name that no table of other inputs has
     inputs = on_main(lambda: _inputs(subject, measured, options))
     name = on_main(lambda: _free_name(options.folders, subject.name, inputs, reporter))
@@ -107,7 +115,13 @@ def probe(
             window=options.window,
             sinks=sinks,
             name=name,
-            metadata={**origin, **learned, OPTIONS: recorded(options), "environment": environment(), "inputs": inputs},
+            metadata={
+                **origin,
+                **learned,
+                OPTIONS: recorded(options),
+                "environment": environment(),
+                "inputs": inputs,
+            },
             progress=bar,
             **run_options,
         )
@@ -115,7 +129,11 @@ def probe(
         table = replace(table, selected_on=measured.blocks.text_ids | measured.train.text_ids)
     # Write the table, then measure gains
     on_main(lambda: table.write(folder))
-    return _with_gains(table, measured, options, folder, reporter) if _GAINS in signal.options() else table
+    return (
+        _with_gains(table, measured, options, folder, reporter)
+        if _GAINS in signal.options()
+        else table
+    )
 
 
 def _reused(folder: Path, reporter: Reporter) -> HeadScores:
@@ -143,10 +161,14 @@ def _expect(signal: Signal, measured: Measured, options: ProbeOptions, reporter:
     grid, length = model_shape.config_shape(model.config).grid, blocks.block_size
     if measured.train is not None:
         steps = options.steps or PRICED_STEPS
-        reporter.expect(_LEARNING_GATES, steps * LEARNING_TOKENS * FROZEN_STEP_PASSES, progress.GRADIENT)
+        reporter.expect(
+            _LEARNING_GATES, steps * LEARNING_TOKENS * FROZEN_STEP_PASSES, progress.GRADIENT
+        )
     work = signal.work(grid, blocks.tokens.size, length)
     unit = progress.FORWARD if work.effort == 1.0 else progress.GRADIENT
-    following = measure.passes_after(signal, blocks, has_memory=options.memory is not None and options.window is None)
+    following = measure.passes_after(
+        signal, blocks, has_memory=options.memory is not None and options.window is None
+    )
     reporter.expect(_PROBING, work.passes * work.tokens * work.effort + following * length, unit)
     tokens = ABLATION_TOKENS if options.ablation_tokens is None else options.ablation_tokens
     if _GAINS in signal.options() and tokens:
@@ -161,31 +183,45 @@ def _unit(signal: Signal) -> str:
 
 def _learned_name(subject: Subject, options: ProbeOptions) -> Subject:
     """Return a subject whose learned gates get another name than the embedded reference's own densities."""
-    if options.name is None and subject.name == subject.family and subject.source.startswith(EMBEDDED_PREFIX):
+    if (
+        options.name is None
+        and subject.name == subject.family
+        and subject.source.startswith(EMBEDDED_PREFIX)
+    ):
         return replace(subject, name=f"{subject.name}-frozen")
     return subject
 
 
-def _run_options(signal: Signal, subject: Subject, measured: Measured, options: ProbeOptions) -> dict[str, Any]:
+def _run_options(
+    signal: Signal, subject: Subject, measured: Measured, options: ProbeOptions
+) -> dict[str, Any]:
     """Return what a signal uses: a limit of memory, a cache of scores, a batch size."""
     run_options: dict[str, Any] = {"memory": options.memory}
     if signal.caches_scores:
         root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
-        run_options["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
+        run_options["cache"] = on_main(
+            lambda: cache_folder(root, measured.model, subject.source, measured.blocks)
+        )
     if signal.computes_logits or signal.needs_gates:
         run_options["batch_size"] = measured.batch_size
     return run_options
 
 
-def _half(measured: Measured, options: ProbeOptions, reporter: Reporter, *, is_needed: bool) -> Measured:
+def _half(
+    measured: Measured, options: ProbeOptions, reporter: Reporter, *, is_needed: bool
+) -> Measured:
     """Leave half of the documents unseen, for verdicts on the same text; few blocks are enough for costs of windows."""
     whole = measured.blocks
     try:
-        part = measure.half_of(whole, measure.cost_blocks(whole.block_size) if options.memory is None else None)
+        part = measure.half_of(
+            whole, measure.cost_blocks(whole.block_size) if options.memory is None else None
+        )
     except UserError:
         if is_needed:
             raise
-        reporter.caution("too few documents to leave some unseen: score and verdict need other text")
+        reporter.caution(
+            "too few documents to leave some unseen: score and verdict need other text"
+        )
         return measured
     unseen = len(whole.text_ids) - len(part.text_ids)
     reporter.announce(
@@ -220,17 +256,27 @@ def _free_name(workspace: Workspace, name: str, inputs: str, reporter: Reporter)
         )
     elif free != name:
         folder = workspace.probe_dir(name)
-        reporter.caution(f"probe '{name}' has no readable record and is kept ({folder}); this one is called '{free}'")
+        reporter.caution(
+            f"probe '{name}' has no readable record and is kept ({folder}); this one is called '{free}'"
+        )
     return free
 
 
-def _origin(subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter) -> dict[str, Any]:
+def _origin(
+    subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter
+) -> dict[str, Any]:
     """Return the record of the model and the text, with a warning if the model does not know the text."""
     window = options.window or windows.default_window(measured.model, measured.whole.block_size)
     with reporter.bar("checking the text"):
-        _, text_alarm = alarms.check_text(measured.model, measured.whole, window, measured.separator)
+        _, text_alarm = alarms.check_text(
+            measured.model, measured.whole, window, measured.separator
+        )
     return {
-        **(model_origin(subject.source) if options.recipe is None else {"model": subject.recipe.name}),
+        **(
+            model_origin(subject.source)
+            if options.recipe is None
+            else {"model": subject.recipe.name}
+        ),
         "data": measured.text,
         **measured.dtypes,
         "separator": measured.separator.as_mapping(),
@@ -238,7 +284,9 @@ def _origin(subject: Subject, measured: Measured, options: ProbeOptions, reporte
     }
 
 
-def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, reporter: Reporter) -> HeadScores:
+def _add_gains(
+    table: HeadScores, measured: Measured, options: ProbeOptions, reporter: Reporter
+) -> HeadScores:
     """Add the single-head gains that judge a table's ranking, unless switched off or not measurable."""
     # Sample the text
     model, length = measured.model, measured.whole.block_size
@@ -251,7 +299,9 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
     try:
         model_shape.check_tokens(model, blocks.largest_token)
         size = micro_batch.fitting_batch(model, blocks)
-        on_main(lambda: micro_batch.require_logits(model, size, length))  # all ranks continue, or none
+        on_main(
+            lambda: micro_batch.require_logits(model, size, length)
+        )  # all ranks continue, or none
         with reporter.bar(_VALIDATING, "blocks") as bar:
             gains, gains_record = add_one_head_gains(
                 model, blocks, table.window, sinks=table.sinks, batch_size=size, progress=bar
@@ -261,16 +311,26 @@ def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, rep
         return table
     # Record the documents of both texts as used for selection
     documents = (table.selected_on or frozenset()) | blocks.text_ids
-    return replace(table, gains=gains, metadata={**table.metadata, "gains": gains_record}, selected_on=documents)
+    return replace(
+        table,
+        gains=gains,
+        metadata={**table.metadata, "gains": gains_record},
+        selected_on=documents,
+    )
 
 
-def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter) -> dict[str, Any]:
+def _learn(
+    subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter
+) -> dict[str, Any]:
     """Attach gates to a model, train them or load the finished ones, and return a record of their training."""
     model, blocks = measured.model, measured.train
     assert blocks is not None
     num_heads = sum(model_shape.config_shape(model.config).heads_per_layer)
     # Choose the window, the sink tokens and the target density
-    window, sinks = options.window or windows.default_window(model, blocks.block_size), parse_sinks(options.sinks)
+    window, sinks = (
+        options.window or windows.default_window(model, blocks.block_size),
+        parse_sinks(options.sinks),
+    )
     sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
     config = gate_config.GateConfig(
         window=window,
@@ -279,18 +339,31 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
         target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MAX_TARGET),
     )
     # Name the run by everything that its gates depend on
-    schedule = {"steps": options.steps or PRICED_STEPS, "step_tokens": LEARNING_TOKENS, "seed": options.seed or 0}
-    key_parts = [on_main(lambda: checkpoint_hash(subject.source)), str(model.dtype), config.model_dump(), schedule]
+    schedule = {
+        "steps": options.steps or PRICED_STEPS,
+        "step_tokens": LEARNING_TOKENS,
+        "seed": options.seed or 0,
+    }
+    key_parts = [
+        on_main(lambda: checkpoint_hash(subject.source)),
+        str(model.dtype),
+        config.model_dump(),
+        schedule,
+    ]
     key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode())
     blocks.feed(key)
     folder = options.folders.run_dir(subject.name) / f"gates-{key.hexdigest()[:12]}"
     # Train or resume
     start = time.perf_counter()
     with run_lock(folder, reporter.announce), reporter.bar(_LEARNING_GATES, "steps") as bar:
-        learned = priced.learn_gates(model, blocks, config, state=folder / "state", progress=bar, **schedule)
+        learned = priced.learn_gates(
+            model, blocks, config, state=folder / "state", progress=bar, **schedule
+        )
     reporter.reused(learned.resumed_at, learned.steps, "gate training steps")
     if learned.resumed_at < learned.steps:
-        reporter.announce(f"trained gates on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s")
+        reporter.announce(
+            f"trained gates on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s"
+        )
     return {**learned.as_mapping(), **({"sinks": sinks, **sink_facts} if sinks else {})}
 
 
@@ -300,7 +373,11 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
     if options.recipe is None:
         subject = Subject.of(options, REFERENCE, "probe on")
     else:
-        trained: dict[str, Any] = {"workspace": options.folders, "device": options.device, "reporter": reporter}
+        trained: dict[str, Any] = {
+            "workspace": options.folders,
+            "device": options.device,
+            "reporter": reporter,
+        }
         if signals.SIGNALS[str(options.signal)].needs_gates:
             checkpoint = reference_run.train_reference(options.recipe, **trained).reference
         else:
@@ -329,9 +406,13 @@ def show(table: HeadScores) -> None:
     if tried := read_tried(table.metadata):
         recommended = table.metadata[RECOMMENDED]
         out.print(_layouts_tried(tried, recommended, table.metadata["block_size"]))
-        say(f"recommended: {recommended}; fewer windows are preferred if both losses are within one standard error")
+        say(
+            f"recommended: {recommended}; fewer windows are preferred if both losses are within one standard error"
+        )
         caution(_about_predictions(tried))
-    if (check := read_check(table.metadata)) is not None and not check.has_failed:  # a failure was said at once
+    if (
+        check := read_check(table.metadata)
+    ) is not None and not check.has_failed:  # a failure was said at once
         say(check.sentence)
     # Print remarks and warnings
     say(_about_sinks(table))
@@ -342,9 +423,7 @@ def show(table: HeadScores) -> None:
 
 def _layouts_tried(tried: Sequence[TriedLayout], recommended: str, block_size: int) -> Table:
     """Return the layouts that were compared within a limit of memory, the recommended one in bold."""
-    title = (
-        f"layouts of this memory, measured without training at {block_size:,} tokens, on documents that ranked no head"
-    )
+    title = f"layouts of this memory, measured without training at {block_size:,} tokens, on documents that ranked no head"
     columns = ("layout", "global heads", "windows", "predicted %", "measured ΔNLL %", "blocks")
     printed = Table(*columns, box=None, title=title)
     for row in tried:
@@ -375,7 +454,9 @@ def _about_sinks(table: HeadScores) -> str | None:
     share = 100 * table.metadata.get("sink_tokens_mass", mass)
     first = "first token" if table.sinks < 2 else f"first {table.sinks} tokens"
     strong, heads = table.metadata["sink_heads"], table.metadata["measured_heads"]
-    among = f"{heads} heads" + ("" if heads == table.num_heads else " without a native sliding window")
+    among = f"{heads} heads" + (
+        "" if heads == table.num_heads else " without a native sliding window"
+    )
     sentence = (
         f"{share:.{0 if share >= 10 else 1}f} % of attention is on the {first}; {strong} of {among} "
         f"give the first four more than {100 * STRONG_SINK:.0f} %: layouts get {sink_tokens}"
@@ -410,5 +491,7 @@ def run(options: ProbeOptions, reporter: Reporter) -> commands.Result:
         table,
         show,
         partial(document, folder=options.folders.probe_dir(table.name)),
-        next=() if result_tables.ALARM in table.metadata else next_steps.after_probe(options, table),
+        next=()
+        if result_tables.ALARM in table.metadata
+        else next_steps.after_probe(options, table),
     )

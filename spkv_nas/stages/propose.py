@@ -28,7 +28,9 @@ class ProposalResult:
 
     answer: answers.Answer  # layouts, their coverage and its uncertainty
     sentences: list[str]  # remarks on memory, the worst domain, uncertainty and trust
-    advice: str | None  # why another threshold or granularity would rank the heads better, if one would
+    advice: (
+        str | None
+    )  # why another threshold or granularity would rank the heads better, if one would
     trust: Trust | None  # how well the table ranks the heads; None where that was not measured
     folder: Path  # folder of the layouts
     next: tuple[Suggestion, ...]  # commands to run next, the recommended one first
@@ -46,12 +48,19 @@ class BudgetsResult:
 
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
     """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
-    requirements, measured = engines.read_requirements(options), lookup.chosen_table(options, reporter)
+    requirements, measured = (
+        engines.read_requirements(options),
+        lookup.chosen_table(options, reporter),
+    )
     table = proposing.with_sinks(measured, options.sinks)
     reporter.caution(table.missed_price)
     # Add the recommended signal's scores of the densities' model, if measured with the same sink tokens
     tables = record.neighbours(options.folders, measured) if measured.is_density else ()
-    same = [other for other in tables if (other.signal, other.sinks) == (defaults.RECOMMENDED, measured.sinks)]
+    same = [
+        other
+        for other in tables
+        if (other.signal, other.sinks) == (defaults.RECOMMENDED, measured.sinks)
+    ]
     others = [proposing.with_sinks(other, options.sinks) for other in same[:1]]
     solutions = None if options.solutions is None else SeveralSolutions.parse(options.solutions)
     # Solve for the layouts
@@ -75,7 +84,9 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     if (further := answer.solutions) is not None:
         earlier.write_layouts(folder, workspace.SOLUTIONS, further.layouts, further.rows, reporter)
     table_trust = record.trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
-    trust_sentence = record.unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
+    trust_sentence = (
+        record.unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
+    )
     sentences = [
         None if answer.solutions is None else answer.solutions.shortfall,
         *_sentences(answer, requirements, options),
@@ -105,22 +116,34 @@ def _advice(answer: answers.Answer, options: ProposeOptions) -> Suggestion | Non
     same_options = replace(options, probe=options.probe or table.name)
     if (reason := proposing.layer_advice(table, options.granularity)) is not None:
         is_of_layers = table.metadata.get("granularity") == kinds.LAYER
-        return Suggestion(command_line(replace(same_options, granularity=kinds.LAYER)) if is_of_layers else "", reason)
+        return Suggestion(
+            command_line(replace(same_options, granularity=kinds.LAYER)) if is_of_layers else "",
+            reason,
+        )
     if (reason := proposing.price_advice(table, num_global)) is not None:
         recorded = record.read_options(table.metadata, options.folders.root)
         if recorded is None or not {"budget", "training_steps"} & table.metadata.keys():
             return Suggestion("", reason)  # the record is incomplete, or the model has gates
-        window = table.window if recorded.memory is not None else recorded.window  # the one that the memory chose
-        again = replace(recorded, budget=f"{num_global / table.num_heads:.0%}", memory=None, window=window)
+        window = (
+            table.window if recorded.memory is not None else recorded.window
+        )  # the one that the memory chose
+        again = replace(
+            recorded, budget=f"{num_global / table.num_heads:.0%}", memory=None, window=window
+        )
         return Suggestion(command_line(again), reason)
     if options.tau is None and (reason := proposing.tau_advice(table, num_global)) is not None:
         return Suggestion(command_line(replace(same_options, tau=budget.MATCH_BUDGET)), reason)
-    if options.tau == budget.MATCH_BUDGET and (reason := proposing.unmatched(table, num_global)) is not None:
+    if (
+        options.tau == budget.MATCH_BUDGET
+        and (reason := proposing.unmatched(table, num_global)) is not None
+    ):
         return Suggestion("", reason)
     return None
 
 
-def _sentences(answer: answers.Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:
+def _sentences(
+    answer: answers.Answer, requirements: Requirements, options: ProposeOptions
+) -> list[str]:
     """Return remarks on a proposal: the default budget, memory, the worst domain, ties, and uncertainty."""
     num_global = answer.layouts["densest"].num_global
     sentences = [requirements.memory(answer.table, num_global, options.window)]
@@ -133,7 +156,9 @@ def _sentences(answer: answers.Answer, requirements: Requirements, options: Prop
         sentences += [f"budget: {num_global} of {answer.table.num_heads} KV heads, {origin}"]
     if requirements.robust:
         worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
-        sentences += [f"coverage of the worst domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
+        sentences += [
+            f"coverage of the worst domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"
+        ]
     sinks = answer.table.sinks
     tokens = "token" if sinks == 1 else f"{sinks} tokens"
     sentences += [
@@ -145,7 +170,10 @@ def _sentences(answer: answers.Answer, requirements: Requirements, options: Prop
         proposing.tie_advice(answer.table, num_global),
         answers.uneven_budgets(answer.rows, num_global),
     ]
-    sentences += [*(answer.certainty.sentences() if answer.certainty else []), caution(answer.table)]
+    sentences += [
+        *(answer.certainty.sentences() if answer.certainty else []),
+        caution(answer.table),
+    ]
     return [sentence for sentence in sentences if sentence is not None]
 
 
@@ -185,13 +213,20 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     _keep_selection(folder, [table])
     covered = {name: coverage(curve.table, layout) for name, layout in curve.layouts.items()}
     resampled = bootstrap(curve.table)
-    certainty = None if resampled is None else Certainty.of(resampled, curve.layouts, curve.knee.budget)
+    certainty = (
+        None if resampled is None else Certainty.of(resampled, curve.layouts, curve.knee.budget)
+    )
     chart = result_charts.coverage_budget_chart(curve.table, curve.layouts, covered, certainty)
-    figure = None if chart is None else result_charts.save_figure(folder, replace(chart, name="budgets"))
+    figure = (
+        None if chart is None else result_charts.save_figure(folder, replace(chart, name="budgets"))
+    )
     return BudgetsResult(curve, caution(curve.table), folder, figure)
 
 
-_OF_COMPARED = ("predicted %", "measured ΔNLL %")  # columns of layouts that a probe compared on text
+_OF_COMPARED = (
+    "predicted %",
+    "measured ΔNLL %",
+)  # columns of layouts that a probe compared on text
 _CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
 
 
@@ -209,7 +244,11 @@ def _layouts(result: ProposalResult) -> None:
     """Print proposed layouts by coverage, and the spread of random ones."""
     answer = result.answer
     table, spread = answer.table, answers.random_spread(answer.rows)
-    measure = f"density coverage at tau {table.tau:g}" if table.is_density else f"coverage of {table.signal}"
+    measure = (
+        f"density coverage at tau {table.tau:g}"
+        if table.is_density
+        else f"coverage of {table.signal}"
+    )
     rows = [
         {
             "strategy": row.strategy,
@@ -250,7 +289,9 @@ def _solutions(solutions: Solutions, folder: Path) -> None:
         for row in solutions.rows.itertuples()
     ]
     interval_note = _interval_note("lost", solutions.rows["lost_low"])
-    printing.print_rows(rows, f"solutions at least {solutions.request.apart} heads apart{interval_note}")
+    printing.print_rows(
+        rows, f"solutions at least {solutions.request.apart} heads apart{interval_note}"
+    )
     console.print_path("solutions", folder / workspace.SOLUTIONS)
 
 
@@ -283,10 +324,15 @@ def _memory(num_bytes: Any) -> str:
 def show_budgets(result: BudgetsResult) -> None:
     """Print about ``_CURVE_ROWS`` rows of a budget curve, and its knee."""
     table, rows, knee = result.curve.table, result.curve.rows, result.curve.knee
-    is_exact, has_more = (rows["num_global"] == rows["budget"]).all(), "max_heads_same_memory" in rows
+    is_exact, has_more = (
+        (rows["num_global"] == rows["budget"]).all(),
+        "max_heads_same_memory" in rows,
+    )
     # Print every step-th row, the knee and the last row
     step = -(-len(rows) // _CURVE_ROWS)
-    is_shown = (rows.index % step == 0) | (rows["budget"] == knee.budget) | (rows.index == len(rows) - 1)
+    is_shown = (
+        (rows.index % step == 0) | (rows["budget"] == knee.budget) | (rows.index == len(rows) - 1)
+    )
     shown = [
         {
             "budget": f"{row.budget}{' knee' if row.budget == knee.budget else ''}",
@@ -303,11 +349,16 @@ def show_budgets(result: BudgetsResult) -> None:
         for row in rows[is_shown].itertuples()
     ]
     tau = f" at tau {table.tau:g}" if table.is_density else ""
-    printing.print_rows(shown, f"{console.escape(table.name)}{tau}{_interval_note('coverage', rows['coverage_low'])}")
+    printing.print_rows(
+        shown,
+        f"{console.escape(table.name)}{tau}{_interval_note('coverage', rows['coverage_low'])}",
+    )
     # Knee, caution, files
     console.out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if has_more:
-        console.say("heads, same memory: the largest number of global heads that takes no more memory in the engine")
+        console.say(
+            "heads, same memory: the largest number of global heads that takes no more memory in the engine"
+        )
     console.say(result.caution)
     console.print_path("curve", result.figure or result.folder / "budgets.csv")
     console.print_path("layouts", result.folder / "budgets")
@@ -345,7 +396,9 @@ def run(options: ProposeOptions, reporter: Reporter) -> Result:
     """Run the command. Raises ``UserError`` also for options that exclude each other."""
     if engines.read_requirements(options).asks_for_curve(options.budget, options.tau):
         if options.solutions is not None:
-            raise errors.UserError("--solutions needs a single budget: give one, or leave out --solutions")
+            raise errors.UserError(
+                "--solutions needs a single budget: give one, or leave out --solutions"
+            )
         return Result(propose_several(options, reporter), show_budgets, budgets_document)
     result = propose(options, reporter)
     return Result(result, show, document, next=result.next)

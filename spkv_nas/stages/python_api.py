@@ -58,10 +58,15 @@ def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]
             # Convert the arguments
             kinds = _kinds(function)
             for key, value in bound.arguments.items():
-                if key in kinds and signature.parameters[key].kind is not inspect.Parameter.VAR_KEYWORD:
+                if (
+                    key in kinds
+                    and signature.parameters[key].kind is not inspect.Parameter.VAR_KEYWORD
+                ):
                     bound.arguments[key] = _argument(name, key, kinds[key], value)
             # Log the call and its progress
-            progress.LOGGER.log(level, f"{name}: {', '.join(_shown(*each) for each in bound.arguments.items())}")
+            progress.LOGGER.log(
+                level, f"{name}: {', '.join(_shown(*each) for each in bound.arguments.items())}"
+            )
             if "progress" in signature.parameters and bound.arguments.get("progress") is None:
                 bound.arguments["progress"] = progress.logged(name)
             start = time.monotonic()
@@ -99,7 +104,9 @@ def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
     except NameError:  # of a class that is imported for types only
         from transformers import PreTrainedTokenizerBase
 
-        return get_type_hints(function, localns={"PreTrainedTokenizerBase": PreTrainedTokenizerBase})
+        return get_type_hints(
+            function, localns={"PreTrainedTokenizerBase": PreTrainedTokenizerBase}
+        )
 
 
 def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
@@ -110,7 +117,9 @@ def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
         return unwrapped(value, adds_gates=function in ("attach_gates", "learn_gates"))
     if "Iterable[str" in str(kind) and not isinstance(value, TokenBlocks):
         value = sources.text_argument(name, value)
-    remedy = next((text for part, text in _REMEDIES.items() if re.search(rf"\b{part}\b", str(kind))), "")
+    remedy = next(
+        (text for part, text in _REMEDIES.items() if re.search(rf"\b{part}\b", str(kind))), ""
+    )
     converted = arguments.convert(name, kind, value, _CONVERTERS, remedy)
     if isinstance(converted, int) and name in _LEAST and converted < _LEAST[name]:
         raise errors.UserError(f"{name} must be at least {_LEAST[name]}; found {converted}")
@@ -164,7 +173,9 @@ def _read(read: Callable[[Any], Any], value: Any) -> Any:
 
 
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {  # by class, make an instance of what means one
-    "PreTrainedTokenizerBase": lambda value: getattr(value, "tokenizer", value),  # of a multimodal model's processor
+    "PreTrainedTokenizerBase": lambda value: getattr(
+        value, "tokenizer", value
+    ),  # of a multimodal model's processor
     "Layout": lambda value: _read(layout.Layout.read, value),
     "HeadScores": lambda value: _read(head_scores.HeadScores.read, value),
     "DocumentNLL": lambda value: getattr(value, "nll", value),

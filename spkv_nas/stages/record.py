@@ -40,7 +40,11 @@ def recorded(options: probe.ProbeOptions) -> dict[str, Any]:
         if field.name in _NOT_RECORDED or value == (None if default is MISSING else default):
             continue
         if field.name in _PATHS:
-            value = [absolute(source) for source in value] if isinstance(value, list) else absolute(value)
+            value = (
+                [absolute(source) for source in value]
+                if isinstance(value, list)
+                else absolute(value)
+            )
         content[field.name] = value
     return content
 
@@ -56,14 +60,20 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> probe.ProbeOptio
     if (content := record.get(OPTIONS)) is None:
         return None
     content = dict(content)
-    if (length := content.pop("block_size", None)) is not None:  # the name of the option before it was --context
+    if (
+        length := content.pop("block_size", None)
+    ) is not None:  # the name of the option before it was --context
         content["context"] = str(length)
     try:
-        options = TypeAdapter(probe.ProbeOptions).validate_python({**content, "workspace": workspace})
+        options = TypeAdapter(probe.ProbeOptions).validate_python(
+            {**content, "workspace": workspace}
+        )
     except ValidationError:
         return None
     # Require a known text, and a command that can be printed
-    is_custom_model = options.model is not None and not options.model.startswith(assets.EMBEDDED_PREFIX)
+    is_custom_model = options.model is not None and not options.model.startswith(
+        assets.EMBEDDED_PREFIX
+    )
     is_complete = bool(options.data) or not is_custom_model
     return options if is_complete and command_line(options).isprintable() else None
 
@@ -80,7 +90,9 @@ def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
     for name in workspace.probes():
         records[name] = {}
         with suppress(errors.UserError):
-            records[name] = read_unchecked(workspace.probe_dir(name) / RECORD, "probe", head_tables.ProbeFile)
+            records[name] = read_unchecked(
+                workspace.probe_dir(name) / RECORD, "probe", head_tables.ProbeFile
+            )
     return records
 
 
@@ -122,7 +134,9 @@ def trust(workspace: Workspace, table: HeadScores, chosen: arrays.Mask) -> Trust
     """
     for other in (table, *neighbours(workspace, table)):
         if other.sinks == table.sinks and (gains := _gains(other, table)) is not None:
-            number = (other.metadata.get("gains") or {}).get("documents")  # None if it was not recorded
+            number = (other.metadata.get("gains") or {}).get(
+                "documents"
+            )  # None if it was not recorded
             if other.gains is None:
                 number = int(other.rows.drop_duplicates("domain")["num_documents"].sum())
             return Trust.of(table.values, chosen, gains, number)
@@ -145,8 +159,14 @@ def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
         if not is_of(record, model, defaults.RECOMMENDED) or is_comparable(record, table):
             continue
         # Say whether the window or the sink tokens differ
-        seen, flag = ("window", "--window") if record.get("window") not in (None, table.window) else _SINKS
-        mine, other = (table.window, record["window"]) if seen == "window" else (table.sinks, record.get("sinks", 0))
+        seen, flag = (
+            ("window", "--window") if record.get("window") not in (None, table.window) else _SINKS
+        )
+        mine, other = (
+            (table.window, record["window"])
+            if seen == "window"
+            else (table.sinks, record.get("sinks", 0))
+        )
         return (
             f"layouts of '{table.name}' ({seen} {mine}) and of '{name}' ({defaults.RECOMMENDED} of the same model, "
             f"{seen} {other}) cannot be compared: probe again with {flag} {mine}"
@@ -159,7 +179,9 @@ def _gains(table: HeadScores, ranked_table: HeadScores) -> head_tables.Gains | N
     if table.gains is not None:
         return table.gains
     lacks_gains = (
-        table is ranked_table or table.signal != _ADD_ONE_HEAD or table.metadata.get("granularity", "head") != "head"
+        table is ranked_table
+        or table.signal != _ADD_ONE_HEAD
+        or table.metadata.get("granularity", "head") != "head"
     )
     return None if lacks_gains else head_tables.Gains(table.values, table.standard_error)
 
@@ -171,11 +193,16 @@ def neighbours(workspace: Workspace, table: HeadScores) -> Iterator[HeadScores]:
         folder = workspace.probe_dir(name)
         try:
             record = read_unchecked(folder / RECORD, "probe", head_tables.ProbeFile)
-            if name == table.name or (model_identity(record), record.get("window")) != (model, table.window):
+            if name == table.name or (model_identity(record), record.get("window")) != (
+                model,
+                table.window,
+            ):
                 continue
             other = HeadScores.read(folder)
         except errors.UserError as error:
-            warnings.warn(f"ignoring a probe that cannot be read: {errors.first_line(error)}", stacklevel=2)
+            warnings.warn(
+                f"ignoring a probe that cannot be read: {errors.first_line(error)}", stacklevel=2
+            )
             continue
         if other.heads_per_layer == table.heads_per_layer:
             yield other

@@ -22,7 +22,12 @@ class Trained:
 
 
 def train_reference(
-    file: Path, workspace: Workspace, *, device: str | None, dtype: str | None = None, reporter: Reporter = SILENT
+    file: Path,
+    workspace: Workspace,
+    *,
+    device: str | None,
+    dtype: str | None = None,
+    reporter: Reporter = SILENT,
 ) -> Trained:
     """Train a recipe's dense model and its SP-KV branch, reusing finished runs; ``dtype`` replaces its precision."""
     # Read the recipe, and warn before hours of work
@@ -35,7 +40,9 @@ def train_reference(
     recipe = distributed.on_main(lambda: recipe.resolve_precision(choose_device(device)))
     dense = dense_run(recipe, runs)
     finished = [] if dense is None else [is_dense_trained(dense)]
-    context = branches.BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter)
+    context = branches.BranchContext.prepare(
+        recipe, file.parent, runs, device=device, reporter=reporter
+    )
     finished.append(context.is_trained(variant))
     reporter.reused(sum(finished), len(finished), "runs")
     # Train the SP-KV branch
@@ -44,12 +51,16 @@ def train_reference(
     return Trained(context.dense, reference)
 
 
-def train_dense(file: Path, workspace: Workspace, *, device: str | None, reporter: Reporter = SILENT) -> Path:
+def train_dense(
+    file: Path, workspace: Workspace, *, device: str | None, reporter: Reporter = SILENT
+) -> Path:
     """Train a recipe's dense model, unless it is finished or given, and return its checkpoint."""
     recipe = Recipe.read(file)
     corpus.join_processes(recipe, device)
     runs = workspace.run_dir(recipe.name)
-    return branches.BranchContext.prepare(recipe, file.parent, runs, device=device, reporter=reporter).dense
+    return branches.BranchContext.prepare(
+        recipe, file.parent, runs, device=device, reporter=reporter
+    ).dense
 
 
 def _show_training(checkpoint: Path, folder: Path) -> None:
@@ -60,6 +71,7 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
     if log.is_file():
         rows = read_density_log(log)
         files.write_atomic(
-            folder / "density-evolution.csv", files.read_text(log, "density log", max_bytes=tables.MAX_BYTES)
+            folder / "density-evolution.csv",
+            files.read_text(log, "density log", max_bytes=tables.MAX_BYTES),
         )
         plot.save_chart(folder, density_charts.density_evolution_chart(rows))

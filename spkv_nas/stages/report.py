@@ -12,7 +12,14 @@ from urllib.parse import quote
 
 from spkv_nas.artifacts import comparison, grid, head_scores, result_tables, search_table
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.artifacts.result_tables import ALARM, CRITICAL_BUDGET, SCORES, VERDICT, AlarmRecord, ResultTable
+from spkv_nas.artifacts.result_tables import (
+    ALARM,
+    CRITICAL_BUDGET,
+    SCORES,
+    VERDICT,
+    AlarmRecord,
+    ResultTable,
+)
 from spkv_nas.base import assets, console, errors, records, schema, version
 from spkv_nas.base.files import is_file, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
@@ -35,13 +42,19 @@ def run(options: ReportOptions, reporter: Reporter = SILENT) -> commands.Result:
     checks.check(options)
     workspace = options.folders
     # Choose the probes
-    tables = [] if options.probe is not None else [lookup.find_table(workspace, name) for name in pages(workspace)]
+    tables = (
+        []
+        if options.probe is not None
+        else [lookup.find_table(workspace, name) for name in pages(workspace)]
+    )
     tables = tables or [lookup.chosen_table(options, reporter)]
     # Write their pages and the index
     page_files = [_page(options, table, reporter) for table in tables]
     index = write_workspace_index(workspace)
     page = page_files[0] if index is None or options.probe is not None else index
-    return commands.Result(page, lambda page: console.print_path("report", page), lambda page: {"report": page})
+    return commands.Result(
+        page, lambda page: console.print_path("report", page), lambda page: {"report": page}
+    )
 
 
 def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Reporter) -> Path:
@@ -54,7 +67,9 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
     table = _with_positions(table)
     table_at_tau, probes = proposal.table(table), [table, *record.neighbours(workspace, table)]
     commands = {
-        probe.name: in_folder(command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root)
+        probe.name: in_folder(
+            command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root
+        )
         for probe in probes
     }
     # Judge the table by the layout ``densest``, if there is one of the table's shape
@@ -95,15 +110,26 @@ def write_workspace_index(workspace: Workspace) -> Path | None:
         return None
     cards = []
     for number, name in enumerate(names):
-        inputs = read_inputs(workspace, lookup.find_table(workspace, name), lookup.find_proposal(workspace, name))
+        inputs = read_inputs(
+            workspace, lookup.find_table(workspace, name), lookup.find_proposal(workspace, name)
+        )
         table, measure = inputs.table, inputs.table.measure
         about = (
             f"{grid.grid_words(table.heads_per_layer).replace(' x ', ' of ')}; the mean {measure.noun} is "
             f"{measure.scale.factor * table.mean:.1f} {measure.shown}."
         )
-        chart = density_charts.thumbnail(f"{measure.title} by {name}", table.values, measure.scale, number)
+        chart = density_charts.thumbnail(
+            f"{measure.title} by {name}", table.values, measure.scale, number
+        )
         sentences = (about, "".join(conclude(inputs).lead))
-        cards.append({"name": name, "chart": chart, "sentences": sentences, "page": f"{quote(name)}/index.html"})
+        cards.append(
+            {
+                "name": name,
+                "chart": chart,
+                "sentences": sentences,
+                "page": f"{quote(name)}/index.html",
+            }
+        )
     page = workspace.reports / "index.html"
     write_atomic(page, render("index.html.j2", version=version.__version__, cards=cards))
     return page
@@ -115,7 +141,9 @@ def page_steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Ver
     for step in _steps(workspace, table, verdict):
         command = in_folder(step.command, workspace.root)
         if command != step.command:  # it holds the folder's absolute path
-            step = Step(f"{step.purpose.removesuffix(':')} (run this in the workspace's folder):", command)
+            step = Step(
+                f"{step.purpose.removesuffix(':')} (run this in the workspace's folder):", command
+            )
         steps.append(step)
     return steps
 
@@ -124,7 +152,12 @@ def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict
     """Return the commands as they are run in the current folder."""
     # Propose layouts, or do what the probe's options recommend before anything was measured
     if verdict.layout is None:
-        return [Step("Propose layouts:", command_line(ProposeOptions(probe=table.name, workspace=workspace.root)))]
+        return [
+            Step(
+                "Propose layouts:",
+                command_line(ProposeOptions(probe=table.name, workspace=workspace.root)),
+            )
+        ]
     if verdict.evidence is None:
         recommended = next_steps.recommend(workspace, table)
         if recommended is not None and recommended.command:
@@ -134,11 +167,19 @@ def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict
     name = verdict.layout.name
     folder, models = workspace.report_dir(table.name), []
     if (folder / result_tables.CHECKPOINTS).is_file():
-        models = [each for each in result_tables.read_checkpoints(folder, workspace.root) if each.strategy == name]
-    trained = next((model.checkpoint for model in models if model.checkpoint.is_dir()), None)  # of the first seed
+        models = [
+            each
+            for each in result_tables.read_checkpoints(folder, workspace.root)
+            if each.strategy == name
+        ]
+    trained = next(
+        (model.checkpoint for model in models if model.checkpoint.is_dir()), None
+    )  # of the first seed
     if trained is None:
         return _retrain(workspace, table, verdict)
-    command = command_line(ExportOptions(model=str(trained), out=Path(f"{name}-export"), workspace=workspace.root))
+    command = command_line(
+        ExportOptions(model=str(trained), out=Path(f"{name}-export"), workspace=workspace.root)
+    )
     return [Step(f"Export the retrained model of {name} as a Hugging Face folder:", command)]
 
 
@@ -148,7 +189,9 @@ def _retrain(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdi
     if verdict.layout is None or retrain is None:
         return []
     if verdict.evidence is None:
-        return [Step("Retrain the layouts, to see which has the lowest NLL:", command_line(retrain))]
+        return [
+            Step("Retrain the layouts, to see which has the lowest NLL:", command_line(retrain))
+        ]
     name = verdict.layout.name
     folder = workspace.layout_dir(table.name)
     files = (folder / f"{name}.yaml", folder / "search" / f"{name}.yaml")
@@ -161,17 +204,26 @@ def _retrain(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdi
 SEARCH = "search.csv"
 
 
-def read_inputs(workspace: Workspace, table: head_scores.HeadScores, proposal: Proposal, **others: Any) -> ReportInputs:
+def read_inputs(
+    workspace: Workspace, table: head_scores.HeadScores, proposal: Proposal, **others: Any
+) -> ReportInputs:
     """Return what the page of a probe is made from; ``others`` are further fields of ``ReportInputs``."""
     folder = workspace.report_dir(table.name)
     results = read_results(folder)
     scores = [file for file in _found(workspace, table, SCORES) if file.rows["heads"].any()]
     # Verdicts of layouts that the page has: proposed, scored or searched
     known = {layout.hash for layout in proposal.layouts.values()}
-    for rows in (*(file.rows for file in scores), *([results["search"]] if "search" in results else [])):
+    for rows in (
+        *(file.rows for file in scores),
+        *([results["search"]] if "search" in results else []),
+    ):
         known |= set(rows["hash"])
     decided = {
-        kind: [file for file in _found(workspace, table, kind) if file.name == table.name or known & _hashes(file)]
+        kind: [
+            file
+            for file in _found(workspace, table, kind)
+            if file.name == table.name or known & _hashes(file)
+        ]
         for kind in (VERDICT, CRITICAL_BUDGET)
     }
     elsewhere = [
@@ -181,8 +233,17 @@ def read_inputs(workspace: Workspace, table: head_scores.HeadScores, proposal: P
         if file.path != folder / f"{kind.name}.csv"
     ]
     verdicts = [*decided[VERDICT], *decided[CRITICAL_BUDGET]]
-    results["benchmarks"] += tuple(file_section(kind, file, number) for number, (kind, file) in enumerate(elsewhere, 1))
-    return ReportInputs(proposal.table(table), proposal.layouts, scores=scores, verdicts=verdicts, **results, **others)
+    results["benchmarks"] += tuple(
+        file_section(kind, file, number) for number, (kind, file) in enumerate(elsewhere, 1)
+    )
+    return ReportInputs(
+        proposal.table(table),
+        proposal.layouts,
+        scores=scores,
+        verdicts=verdicts,
+        **results,
+        **others,
+    )
 
 
 def read_results(folder: Path) -> dict[str, Any]:
@@ -195,23 +256,44 @@ def read_results(folder: Path) -> dict[str, Any]:
         "record": (folder / "comparison.yaml", "comparison", comparison.ComparisonRecord),
         "search_record": (folder / "search.yaml", "search", search_table.SearchRecord),
     }
-    results: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
-    results |= {name: records.read_record(*each) for name, each in record_files.items() if is_file(each[0])}
+    results: dict[str, Any] = {
+        name: read(file) for name, (file, read) in tables.items() if file.is_file()
+    }
+    results |= {
+        name: records.read_record(*each) for name, each in record_files.items() if is_file(each[0])
+    }
     if (pairs := result_tables.PROBE_PAIRS.read(folder)) is not None:
         results["probe_pairs"], _ = pairs
     if (folder / DOCUMENTS_FILE).is_file():
         results["pair_error"] = pair_error(read_documents(folder / DOCUMENTS_FILE))
-    files = (folder / f"{name}.yaml" for name in ("comparison", "search", "zero-shot", "verdict", "critical-budget"))
-    alarms = [records.read_record(file, "results", AlarmRecord).get(ALARM) for file in files if file.is_file()]
-    return {**results, "benchmarks": read_benchmarks(folder), "alarms": [each for each in alarms if each is not None]}
+    files = (
+        folder / f"{name}.yaml"
+        for name in ("comparison", "search", "zero-shot", "verdict", "critical-budget")
+    )
+    alarms = [
+        records.read_record(file, "results", AlarmRecord).get(ALARM)
+        for file in files
+        if file.is_file()
+    ]
+    return {
+        **results,
+        "benchmarks": read_benchmarks(folder),
+        "alarms": [each for each in alarms if each is not None],
+    }
 
 
-def _found(workspace: Workspace, table: head_scores.HeadScores, kind: ResultTable) -> Iterator[ResultFile]:
+def _found(
+    workspace: Workspace, table: head_scores.HeadScores, kind: ResultTable
+) -> Iterator[ResultFile]:
     """Yield the tables of a kind that were measured on the model of a probe, or have its name, in order of names."""
     model = record.model_identity(table.metadata)
     for file in result_files(workspace, kind):
         other = file.record.get("model" if kind is SCORES else "against")
-        is_same = model is not None and isinstance(other, str) and record.absolute(other) == record.absolute(model)
+        is_same = (
+            model is not None
+            and isinstance(other, str)
+            and record.absolute(other) == record.absolute(model)
+        )
         if is_same or file.name == table.name:
             yield file
 

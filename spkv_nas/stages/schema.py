@@ -14,7 +14,13 @@ class SchemaOptions:
     """Options of the ``schema`` command."""
 
     of: Annotated[
-        str, Flag("File format: layout or recipe.", metavar="layout|recipe", argument=True, values=("layout", "recipe"))
+        str,
+        Flag(
+            "File format: layout or recipe.",
+            metavar="layout|recipe",
+            argument=True,
+            values=("layout", "recipe"),
+        ),
     ] = "layout"
 
 

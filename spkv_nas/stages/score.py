@@ -28,8 +28,14 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     workspace = options.folders
     table = None if options.probe is None else lookup.find_table(workspace, options.probe)
     subject = Subject.of(options, DENSE, "score on")
-    if table is not None and (report := separators.SeparatorReport.parse(table.metadata.get("separator"))) is not None:
-        subject = replace(subject, given_separator=report.best, documents=options.documents or report.documents)
+    if (
+        table is not None
+        and (report := separators.SeparatorReport.parse(table.metadata.get("separator")))
+        is not None
+    ):
+        subject = replace(
+            subject, given_separator=report.best, documents=options.documents or report.documents
+        )
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)
     proposal = lookup.find_proposal(workspace, options.name or family, options.layouts)
@@ -43,16 +49,26 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     proposal.warn_of_windows(memory=memory.values())
     _announce_size(measured, len(proposal.layouts), reporter)
     root = workspace.run_dir(family) / "zero-shot"  # shared with probes and searches
-    cache = distributed.on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
-    scoring: dict[str, Any] = {"cache": cache, "reporter": reporter, "batch_size": measured.batch_size}
+    cache = distributed.on_main(
+        lambda: cache_folder(root, measured.model, subject.source, measured.blocks)
+    )
+    scoring: dict[str, Any] = {
+        "cache": cache,
+        "reporter": reporter,
+        "batch_size": measured.batch_size,
+    }
     layouts = [None, *proposal.layouts.values()]
     full_attention, *scores = zero_shot(measured.model, layouts, measured.blocks, **scoring)
     # Write the table
     by_name = dict(zip(proposal.layouts, scores, strict=True))
-    circumstances = alarms.Circumstances.of(measured.model, measured.blocks, full_attention, measured.separator)
+    circumstances = alarms.Circumstances.of(
+        measured.model, measured.blocks, full_attention, measured.separator
+    )
     found_alarm = alarms.alarm(circumstances, full_attention, by_name, proposal.layouts)
     rows = score_table(proposal.layouts, by_name, full_attention, memory, covered)
-    selected = find_selected(workspace, proposal.layouts, near=proposal.files.values(), with_scores=False)
+    selected = find_selected(
+        workspace, proposal.layouts, near=proposal.files.values(), with_scores=False
+    )
     num_selection, selected_by = selected.count(measured.blocks), selected.among(measured.blocks)
     sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
     origin = measured_on(
@@ -74,7 +90,9 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     return commands.Result(result, show, next=next_steps.after_score(options, result))
 
 
-def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: Measured, reporter: Reporter) -> None:
+def _write(
+    folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: Measured, reporter: Reporter
+) -> None:
     """Write the table, with the layouts that were scored earlier on the same text, and the documents of the text."""
     earlier = None
     with suppress(errors.UserError):  # a damaged table is kept beside the new one
@@ -98,7 +116,9 @@ def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> 
     if blocks.num_blocks < whole.num_blocks:
         part += f" of {whole.tokens.size:,} (--max-tokens measures more)"
     number = f"{num_layouts} layout{'s' if num_layouts > 1 else ''}"
-    reporter.announce(f"scoring full attention and {number} on {part}: at most {units.format_seconds(seconds)}")
+    reporter.announce(
+        f"scoring full attention and {number} on {part}: at most {units.format_seconds(seconds)}"
+    )
 
 
 def show(result: NLLTable) -> None:
@@ -106,10 +126,17 @@ def show(result: NLLTable) -> None:
     printing.show_alarm(result.alarm)
     title = f"{console.escape(result.name)}: without training"
     # Tabulate the layouts; equal ones share a row
-    grid = console.Table("layout", "global heads", "KV cache %", "coverage %", "NLL", "ΔNLL %", title=title)
-    rows, same = result.rows[result.rows["hash"] != ""], result.rows.groupby("hash", sort=False)["strategy"]
+    grid = console.Table(
+        "layout", "global heads", "KV cache %", "coverage %", "NLL", "ΔNLL %", title=title
+    )
+    rows, same = (
+        result.rows[result.rows["hash"] != ""],
+        result.rows.groupby("hash", sort=False)["strategy"],
+    )
     for row in result.rows.drop_duplicates("hash").itertuples():
-        coverage = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
+        coverage = (
+            f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
+        )
         difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error)
         names = console.escape(" = ".join(same.get_group(row.hash)))
         sizes = (str(row.num_global), f"{row.kv_cache_percent:.1f}")

@@ -18,11 +18,14 @@ class ServeCheckOptions(TakesLong):
 
     folder: Annotated[Path, flag.Flag("Exported model folder.", argument=True)]
     engine: Annotated[str, flag.Flag("Inference engine to run.", values=checked_engines)]
-    layout: Annotated[Path | None, flag.Flag("Layout (YAML) that the engine must run.")] = flag.default(
-        None, "the folder's"
+    layout: Annotated[Path | None, flag.Flag("Layout (YAML) that the engine must run.")] = (
+        flag.default(None, "the folder's")
     )
     prompt_tokens: Annotated[
-        int | None, flag.Flag("Tokens of the prompt, more than the widest window.", low=2, high=limits.MAX_WHOLE)
+        int | None,
+        flag.Flag(
+            "Tokens of the prompt, more than the widest window.", low=2, high=limits.MAX_WHOLE
+        ),
     ] = flag.default(None, "128 more than the widest window")
     python: flags.EnginePython = flag.default(None, "this one")
 
@@ -57,4 +60,6 @@ def serve_check(options: ServeCheckOptions, reporter: progress.Reporter) -> comm
         num_prompt=options.prompt_tokens,
         python=options.python,
     )
-    return commands.Result(checked, lambda check: console.say(str(check)), exit_code=int(not checked.passed))
+    return commands.Result(
+        checked, lambda check: console.say(str(check)), exit_code=int(not checked.passed)
+    )

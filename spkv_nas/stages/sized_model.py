@@ -41,7 +41,10 @@ def result_name(source: str, workspace: Workspace) -> str:
     if source.startswith(assets.EMBEDDED_PREFIX):
         return model_name(source)
     layout = _saved_layout(Path(source, "config.json"))
-    probe, origin = None if layout is None else probe_of(workspace, [layout]), run_origin(Path(source))
+    probe, origin = (
+        None if layout is None else probe_of(workspace, [layout]),
+        run_origin(Path(source)),
+    )
     return probe or (model_name(source) if origin is None else origin.recipe)
 
 
@@ -83,7 +86,9 @@ class SizedModel:
 LONG = "128k"  # default tokens of a model that supports as many or does not say
 
 
-def choose_context(text: str | None, positions: int | None, reporter: progress.Reporter = progress.SILENT) -> int:
+def choose_context(
+    text: str | None, positions: int | None, reporter: progress.Reporter = progress.SILENT
+) -> int:
     """Parse a context such as "32k", by default 128k or the model's ``positions`` if fewer; caution beyond these."""
     if text is None and positions is not None:
         return min(units.parse_context(LONG), positions)

@@ -17,7 +17,12 @@ from spkv_nas.base.distributed import after_main, connect, on_main
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data import block_files, chats, config, readers, sources, splits
 from spkv_nas.data.context import FAR_SHARE
-from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
+from spkv_nas.evaluation.micro_batch import (
+    BATCH_SIZE,
+    check_positions,
+    fitting_batch,
+    require_logits,
+)
 from spkv_nas.model.source import check_checkpoint, resolve
 from spkv_nas.stages.options import REFERENCE, DocumentOptions, InDtype, SubjectOptions
 from spkv_nas.stages.sized_model import model_name, result_name
@@ -44,7 +49,9 @@ class Measured:
     text: Any  # record of where the blocks come from
     saved_dtype: str  # of the checkpoint
     separator: separators.SeparatorReport  # what stands after a document, and how it was chosen
-    train: TokenBlocks | None = None  # of other documents, for gates to learn on; None unless gates are to be learned
+    train: TokenBlocks | None = (
+        None  # of other documents, for gates to learn on; None unless gates are to be learned
+    )
     batch_size: int = BATCH_SIZE  # micro-batch size in blocks
 
     @property
@@ -61,8 +68,12 @@ class NLLTable:
     rows: pd.DataFrame  # the table, one row per variant
     folder: Path  # of the table
     num_documents: int  # measured on
-    effective_documents: float  # number of equally long documents that would give the same standard error
-    selected_by: tuple[str, ...] = ()  # what selected a layout on some of these documents, such as "probe mine"
+    effective_documents: (
+        float  # number of equally long documents that would give the same standard error
+    )
+    selected_by: tuple[
+        str, ...
+    ] = ()  # what selected a layout on some of these documents, such as "probe mine"
     num_selection: int = 0  # number of these documents
     alarm: str | None = None  # sentence if the scores make no sense (``evaluation.alarms``)
 
@@ -77,7 +88,9 @@ class Subject:
     recipe: Recipe  # its held-out text is used without ``data``
     base: Path  # folder of the recipe's relative paths
     options: SubjectOptions  # text, block size and device
-    given_separator: str | None = None  # of the user or a probe, after a document; None or "auto": to be measured
+    given_separator: str | None = (
+        None  # of the user or a probe, after a document; None or "auto": to be measured
+    )
     # whether tokens see other documents of their block: "joined" or "separate"; None: as a recipe says, and the user's
     # own text separately, as documents reach a model, where the model can keep them apart
     documents: str | None = None
@@ -87,17 +100,23 @@ class Subject:
         names.check_name(self.name, "the name")
 
     @classmethod
-    def of(cls, options: SubjectOptions, default: str, purpose: str, *, reads_text: bool = True) -> Subject:
+    def of(
+        cls, options: SubjectOptions, default: str, purpose: str, *, reads_text: bool = True
+    ) -> Subject:
         """Make the subject of options, or the ``default`` model; ``UserError`` if a text to ``purpose`` is missing."""
         source = options.model or default
         if reads_text and not source.startswith(EMBEDDED_PREFIX) and not options.data:
-            raise errors.UserError(f"--model needs --data: files or folders with the text to {purpose}")
+            raise errors.UserError(
+                f"--model needs --data: files or folders with the text to {purpose}"
+            )
         family = model_name(source)
         has_custom_text = bool(options.data) and source.startswith(EMBEDDED_PREFIX)
         name = source.replace(":", "-") if has_custom_text else family
         recipe = Recipe.read(EMBEDDED / "recipe.yaml")
         documents = options.documents if isinstance(options, DocumentOptions) else config.JOINED
-        return cls(source, family, options.name or name, recipe, EMBEDDED, options, documents=documents)
+        return cls(
+            source, family, options.name or name, recipe, EMBEDDED, options, documents=documents
+        )
 
     @classmethod
     def of_recipe(cls, options: SubjectOptions, file: Path, checkpoint: Path) -> Subject:
@@ -105,7 +124,9 @@ class Subject:
         recipe = Recipe.read(file)
         documents = options.documents if isinstance(options, DocumentOptions) else None
         name = options.name or recipe.name
-        return cls(str(checkpoint), recipe.name, name, recipe, file.parent, options, documents=documents)
+        return cls(
+            str(checkpoint), recipe.name, name, recipe, file.parent, options, documents=documents
+        )
 
     @classmethod
     def evaluated(cls, options: SubjectOptions) -> Subject:
@@ -127,7 +148,9 @@ class Subject:
         context = options.block_size  # raises if it is malformed
         length = context if options.data else self.recipe.data.block_size
         if in_blocks and options.max_tokens is not None and options.max_tokens < (length or 0):
-            raise errors.UserError(f"--max-tokens {options.max_tokens} is less than one block of {length} tokens")
+            raise errors.UserError(
+                f"--max-tokens {options.max_tokens} is less than one block of {length} tokens"
+            )
 
     @cached_property
     def length(self) -> int:
@@ -135,10 +158,17 @@ class Subject:
         options = self.options
         if not options.data:
             return self.recipe.data.block_size
-        return options.block_size or read_length(self.source, tuple(options.data), options.max_tokens)
+        return options.block_size or read_length(
+            self.source, tuple(options.data), options.max_tokens
+        )
 
     def load(
-        self, reporter: Reporter = SILENT, *, with_logits: bool = True, tokens: int | None = None, learns: bool = False
+        self,
+        reporter: Reporter = SILENT,
+        *,
+        with_logits: bool = True,
+        tokens: int | None = None,
+        learns: bool = False,
     ) -> Measured:
         """Load the model and the blocks; joins torchrun's processes and must be called on all ranks.
 
@@ -158,10 +188,17 @@ class Subject:
         device = measuring_device(options.device)
         connect(device)
         checkpoint_dtype = checkpoint.saved_dtype(self.source)
-        model, tokenizer = checkpoint.load_on(self.source, device, options.dtype, spreads=options.device == AUTO)
-        saved_name, compute_name = dtype_name(checkpoint_dtype or model.dtype), dtype_name(model.dtype)
+        model, tokenizer = checkpoint.load_on(
+            self.source, device, options.dtype, spreads=options.device == AUTO
+        )
+        saved_name, compute_name = (
+            dtype_name(checkpoint_dtype or model.dtype),
+            dtype_name(model.dtype),
+        )
         if saved_name != compute_name and options.dtype is None:
-            reporter.announce(f"computing in {compute_name}: this device only emulates {saved_name}")
+            reporter.announce(
+                f"computing in {compute_name}: this device only emulates {saved_name}"
+            )
         check_positions(model, length, "--context")
         if with_logits:
             require_logits(model, 1, length)  # before the text is tokenised, which may take long
@@ -188,7 +225,9 @@ class Subject:
             tell_own_context(blocks, reporter)
         count = f"{blocks.num_blocks} blocks of {length} tokens"
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {count}")
-        return Measured(model, tokenizer, blocks, whole, text, saved_name, separator, train, batch_size)
+        return Measured(
+            model, tokenizer, blocks, whole, text, saved_name, separator, train, batch_size
+        )
 
     def separator(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
@@ -220,7 +259,12 @@ class Subject:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
     ) -> separators.SeparatorReport:
         """Return what stands after a document, of documents that see each other."""
-        from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
+        from spkv_nas.evaluation.separators import (
+            SEPARATORS,
+            SeparatorReport,
+            measure_separator,
+            shared_separator,
+        )
         from spkv_nas.model.checkpoint import checkpoint_hash
         from spkv_nas.training.corpus import recipe_separator
 
@@ -229,15 +273,21 @@ class Subject:
             return SeparatorReport(str(self.given_separator))
         if not options.data:
             runs = options.folders.run_dir(self.recipe.name)
-            return on_main(lambda: recipe_separator(self.recipe, tokenizer, self.base, runs, reporter))
+            return on_main(
+                lambda: recipe_separator(self.recipe, tokenizer, self.base, runs, reporter)
+            )
 
         def measure() -> SeparatorReport:
-            with reporter.bar("choosing the separator of documents", "kB") as progress:  # of repeated text all is read
+            with reporter.bar(
+                "choosing the separator of documents", "kB"
+            ) as progress:  # of repeated text all is read
                 documents = sources.documents(options.data or (), Path(), progress=progress)
                 return measure_separator(model, tokenizer, documents, self.length)
 
         file = options.folders.run_dir(self.family) / SEPARATORS
-        return on_main(lambda: shared_separator(file, checkpoint_hash(self.source), measure, reporter))
+        return on_main(
+            lambda: shared_separator(file, checkpoint_hash(self.source), measure, reporter)
+        )
 
     def read(
         self,
@@ -262,7 +312,9 @@ class Subject:
         cache = options.folders.run_dir(self.name) / "blocks"
         read = partial(splits.load_text, options.data, tokenizer, cache, Path(), block_size=length)
         limits = {"separator": separator.best, "documents": separator.documents}
-        return None, after_main(partial(read, max_tokens=options.max_tokens, reporter=reporter, **limits))
+        return None, after_main(
+            partial(read, max_tokens=options.max_tokens, reporter=reporter, **limits)
+        )
 
     def _held_out(
         self,
@@ -277,12 +329,22 @@ class Subject:
         recipe = self.recipe
         cache = self.options.folders.run_dir(recipe.name) / "blocks"
         data = self._read_as(recipe.data, separator)
-        load = partial(splits.load_heldout, data, tokenizer, cache, self.base, reporter, stretch=recipe.heldout_stretch)
+        load = partial(
+            splits.load_heldout,
+            data,
+            tokenizer,
+            cache,
+            self.base,
+            reporter,
+            stretch=recipe.heldout_stretch,
+        )
         text = after_main(load)
         if recipe.data.mix is None:
             return text
         total = min(text.num_blocks, max_blocks or text.num_blocks)
-        return corpus.mixed_heldout(recipe, tokenizer, corpus.read_essays(recipe, self.base), text, total)
+        return corpus.mixed_heldout(
+            recipe, tokenizer, corpus.read_essays(recipe, self.base), text, total
+        )
 
     def _split(
         self,
@@ -292,19 +354,30 @@ class Subject:
         reporter: Reporter,
     ) -> tuple[TokenBlocks, TokenBlocks]:
         """Split the user's text, else the recipe's, by document into (training, held-out) blocks."""
-        data, base, name, stretch = self.recipe.data, self.base, self.recipe.name, self.recipe.heldout_stretch
+        data, base, name, stretch = (
+            self.recipe.data,
+            self.base,
+            self.recipe.name,
+            self.recipe.heldout_stretch,
+        )
         if self.options.data:
             data = config.DataConfig(sources=[*self.options.data], block_size=length)
             base, name = Path(), self.name
             stretch = length
         data = self._read_as(data, separator)
         cache = self.options.folders.run_dir(name) / "blocks"
-        folder = on_main(partial(splits.cache_split, data, tokenizer, cache, base, reporter, stretch=stretch))
+        folder = on_main(
+            partial(splits.cache_split, data, tokenizer, cache, base, reporter, stretch=stretch)
+        )
         return splits.read_split(folder, data, stretch=stretch)
 
-    def _read_as(self, data: config.DataConfig, separator: separators.SeparatorReport) -> config.DataConfig:
+    def _read_as(
+        self, data: config.DataConfig, separator: separators.SeparatorReport
+    ) -> config.DataConfig:
         """Return the description of a text that is read with a separator."""
-        return data.model_copy(update={"separator": separator.best, "documents": separator.documents})
+        return data.model_copy(
+            update={"separator": separator.best, "documents": separator.documents}
+        )
 
     def _about_length(self) -> str:
         """Return a sentence on the length that was chosen, and why."""
@@ -372,7 +445,10 @@ def check_pair(model: str, against: str | None) -> None:
     """Raise ``UserError`` if two checkpoints differ in their tokenizer, before anything large is read."""
     from spkv_nas.model.checkpoint import load_tokenizer
 
-    if against is not None and len({block_files.fingerprint(load_tokenizer(each)) for each in (model, against)}) > 1:
+    if (
+        against is not None
+        and len({block_files.fingerprint(load_tokenizer(each)) for each in (model, against)}) > 1
+    ):
         raise errors.UserError(
             f"--against {against} has a different tokenizer: results are comparable only on the same tokens"
         )
@@ -385,12 +461,16 @@ def load(options: InDtype, source: str, reporter: Reporter) -> Loaded:
     reporter.announce(f"loading {source}")
     device = measuring_device(options.device)
     connect(device)
-    model, tokenizer = checkpoint.load_on(source, device, options.dtype, spreads=options.device == AUTO)
+    model, tokenizer = checkpoint.load_on(
+        source, device, options.dtype, spreads=options.device == AUTO
+    )
     model_shape.check_tokens(model, max(tokenizer.get_vocab().values()))
     return model, tokenizer
 
 
-def measured_on(subject: Subject, measured: Measured, nll: paired.DocumentNLL, **more: Any) -> dict[str, Any]:
+def measured_on(
+    subject: Subject, measured: Measured, nll: paired.DocumentNLL, **more: Any
+) -> dict[str, Any]:
     """Return the record of what a table was measured on, for the file beside it."""
     from spkv_nas.model.checkpoint import model_origin
 

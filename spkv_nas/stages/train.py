@@ -8,7 +8,11 @@ from spkv_nas.stages.options import probe, train
 def run(options: train.TrainOptions, reporter: progress.Reporter) -> commands.Result:
     """Train a recipe's dense model and its SP-KV branch, reusing finished runs; suggest to probe the reference."""
     trained = reference_run.train_reference(
-        options.recipe, options.folders, device=options.device, dtype=options.dtype, reporter=reporter
+        options.recipe,
+        options.folders,
+        device=options.device,
+        dtype=options.dtype,
+        reporter=reporter,
     )
     following = probe.ProbeOptions(recipe=options.recipe, workspace=options.workspace)
     return commands.Result(trained, show, next=[commands.Suggestion.of(following)])

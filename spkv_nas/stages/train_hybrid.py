@@ -25,7 +25,10 @@ def run(options: TrainHybridOptions, reporter: Reporter) -> commands.Result:
     recipe = Recipe.read(recipe_file).with_precision(options.dtype)
     # Warn before hours of work
     reporter.caution(table.missed_price)
-    memory = [layout_share(x, recipe.data.block_size, table.native_windows) for x in proposal.layouts.values()]
+    memory = [
+        layout_share(x, recipe.data.block_size, table.native_windows)
+        for x in proposal.layouts.values()
+    ]
     gates = {f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None
     proposal.warn_of_windows(gates, memory)
     for line in recipe.warnings() if options.reference else ():
@@ -45,7 +48,9 @@ def run(options: TrainHybridOptions, reporter: Reporter) -> commands.Result:
     # Suggest the report on the layouts of a probe
     following = ReportOptions(probe=result.folder.name, workspace=options.workspace)
     is_shown = not result.alarm and following.probe in workspace.probes()
-    return commands.Result(result, show, document, next=[commands.Suggestion.of(following)] if is_shown else ())
+    return commands.Result(
+        result, show, document, next=[commands.Suggestion.of(following)] if is_shown else ()
+    )
 
 
 def show(result: hybrids.Comparison) -> None:
@@ -53,7 +58,14 @@ def show(result: hybrids.Comparison) -> None:
     printing.show_alarm(result.alarm)
     baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
     # Table of layouts
-    columns = ("density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %", "relative to\ncontrol %")
+    columns = (
+        "density\n%",
+        "coverage\n%",
+        "zero-shot\nΔNLL %",
+        "\nNLL",
+        "\nΔNLL %",
+        "relative to\ncontrol %",
+    )
     title = "retrained from one dense checkpoint; ΔNLL is relative to that checkpoint as it is"
     grid = Table("", *columns, title=title)
     for row in result.rows.itertuples():
@@ -75,11 +87,16 @@ def show(result: hybrids.Comparison) -> None:
     for measure, rank in result.correlations.items():
         if rank is not None:
             perfect = "-1" if measure == "coverage" else "+1"
-            out.print(f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(rank)}; perfect: {perfect}")
+            out.print(
+                f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(rank)}; perfect: {perfect}"
+            )
     # Checkpoints
     out.print("checkpoints (for export, evaluate and generate):")
     for model in result.models:
-        out.print(f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}", soft_wrap=True)
+        out.print(
+            f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}",
+            soft_wrap=True,
+        )
 
 
 def document(result: hybrids.Comparison) -> dict[str, Any]:

@@ -31,8 +31,12 @@ def run(options: VerdictOptions, reporter: progress.Reporter = progress.SILENT) 
     candidates = contenders(options.candidates, options.model, reporter)
     for candidate in candidates:
         subject.check_pair(candidate.source, options.model)
-    compared = decision.prepare(options, candidates, [Path(text) for text in options.candidates], reporter)
-    outcome = trial.decide_all(compared.trial, candidates, criteria.parse_risk(options.risk), reporter)
+    compared = decision.prepare(
+        options, candidates, [Path(text) for text in options.candidates], reporter
+    )
+    outcome = trial.decide_all(
+        compared.trial, candidates, criteria.parse_risk(options.risk), reporter
+    )
     # Write the table
     record = {"answers": dict(outcome.answers), **decision.origin(options, compared)}
     record["by_position"] = decision.rounded_positions(outcome)
@@ -53,16 +57,24 @@ def contenders(texts: Sequence[str], dense: str, reporter: progress.Reporter) ->
             candidate = Contender(layout.strategy, dense, layout, layout)
         else:
             config = checkpoint.read_config(str(source.resolve(text)), f"model {text}")
-            candidate = Contender(sized_model.model_name(text), text, None, config_section.saved_layout(config))
+            candidate = Contender(
+                sized_model.model_name(text), text, None, config_section.saved_layout(config)
+            )
         first, _ = candidates.setdefault(candidate.content, (text, candidate))
         if first != text:
             reporter.announce(f"{text} is the same as {first}: measured once")
     # Make the names distinct: a candidate whose name is taken gets its path
-    names = iter(layout_names([(Path(text), each.layout) for text, each in candidates.values() if each.layout]))
+    names = iter(
+        layout_names(
+            [(Path(text), each.layout) for text, each in candidates.values() if each.layout]
+        )
+    )
     named: list[Contender] = []
     for text, candidate in candidates.values():
         name = next(names) if candidate.layout else candidate.name
-        named.append(replace(candidate, name=text if any(other.name == name for other in named) else name))
+        named.append(
+            replace(candidate, name=text if any(other.name == name for other in named) else name)
+        )
     return named
 
 
@@ -81,7 +93,12 @@ def show(result: VerdictResult) -> None:
             heads += f", {layout.reach}"
         memory = decision.percent(result.compared, measured.candidate)
         sizes = (heads, "-" if memory is None else f"{memory:.1f}")
-        grid.add_row(console.escape(measured.candidate), *sizes, *decision.loss_cells(measured), measured.answer)
+        grid.add_row(
+            console.escape(measured.candidate),
+            *sizes,
+            *decision.loss_cells(measured),
+            measured.answer,
+        )
     console.out.print(grid)
     # Print the conclusions
     for line in _sentences(result):
@@ -107,7 +124,9 @@ def _sentences(result: VerdictResult) -> list[str]:
     sentences = []
     measured = decision.measured_by(compared, result)
     for name, answer in result.answers.items():
-        verb, reason = words.conclusion([each for each in measured if each.candidate == name], answer)
+        verb, reason = words.conclusion(
+            [each for each in measured if each.candidate == name], answer
+        )
         sentences.append(f"[bold]{console.escape(name)} {verb}[/bold]: {console.escape(reason)}")
     shared = words.shared_by(len(result.answers))
     basis = words.basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown)

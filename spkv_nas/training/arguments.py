@@ -36,7 +36,9 @@ def training_arguments(
     rank_blocks = blocks_per_process(phase.batch_size, recipe.least_blocks(phase))
     micro_batch_size = _micro_batch_size(recipe, phase, rank_blocks)
     # The dataset fixes the order of the blocks with mixed-in samples, or with longer blocks
-    has_order = recipe.data.mix is not None or (isinstance(phase, BranchConfig) and phase.extend is not None)
+    has_order = recipe.data.mix is not None or (
+        isinstance(phase, BranchConfig) and phase.extend is not None
+    )
     # Translate recipe and phase
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -67,7 +69,9 @@ def training_arguments(
         fsdp=sharded or None,
         fsdp_config={**_FSDP, "cpu_offload": recipe.sharding == OFFLOAD} if sharded else None,
     )
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # one GPU per rank; with several, DataParallel would enlarge the batch
+    arguments._n_gpu = min(
+        arguments.n_gpu, 1
+    )  # one GPU per rank; with several, DataParallel would enlarge the batch
     return arguments
 
 
@@ -75,10 +79,14 @@ def _micro_batch_size(recipe: Recipe, phase: DenseConfig | BranchConfig, rank_bl
     """Return the largest micro-batch size that the recipe allows and that divides a rank's blocks."""
     min_blocks = recipe.least_blocks(phase)
     max_blocks = max(min_blocks, min(rank_blocks, recipe.micro_batch_size or rank_blocks))
-    return max(size for size in range(min_blocks, max_blocks + 1, min_blocks) if rank_blocks % size == 0)
+    return max(
+        size for size in range(min_blocks, max_blocks + 1, min_blocks) if rank_blocks % size == 0
+    )
 
 
-def compiles(recipe: Recipe, phase: DenseConfig | BranchConfig, model: PreTrainedModel, device: str | None) -> bool:
+def compiles(
+    recipe: Recipe, phase: DenseConfig | BranchConfig, model: PreTrainedModel, device: str | None
+) -> bool:
     """Return whether to compile the decoder layers of a phase: as the recipe says, or where it saves time.
 
     ``compile: auto`` does as ``gains_by_compiling`` says, which may warn.
@@ -89,7 +97,9 @@ def compiles(recipe: Recipe, phase: DenseConfig | BranchConfig, model: PreTraine
     return modes.gains_by_compiling(model, tokens, choose_device(device))
 
 
-def make_optimizer(model: torch.nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: torch.nn.Module, args: TrainingArguments, options: GatesConfig
+) -> torch.optim.Optimizer:
     """Create the AdamW variant ``args.optim`` with separate options for predictors.
 
     Vectors, such as those of norms and learned sinks, are not decayed. Raises ``UserError``: the optimizer does not
@@ -102,15 +112,21 @@ def make_optimizer(model: torch.nn.Module, args: TrainingArguments, options: Gat
         (False, 1.0, args.weight_decay),
         (True, options.learning_rate_multiplier, options.weight_decay),
     ):
-        part = [p for p in model.parameters() if p.requires_grad and (p in predictors) is is_predictor]
+        part = [
+            p for p in model.parameters() if p.requires_grad and (p in predictors) is is_predictor
+        ]
         common = {"lr": args.learning_rate * multiplier}
         groups.append({**common, "params": [p for p in part if p.ndim >= 2], "weight_decay": decay})
         groups.append({**common, "params": [p for p in part if p.ndim < 2], "weight_decay": 0.0})
     # Create the optimizer as transformers does
     try:
         kind, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
-        optimizer: torch.optim.Optimizer = kind([group for group in groups if group["params"]], **keywords)
+        optimizer: torch.optim.Optimizer = kind(
+            [group for group in groups if group["params"]], **keywords
+        )
     except (ImportError, RuntimeError, ValueError) as error:
         name = getattr(args.optim, "value", args.optim)
-        raise UserError(f"optimizer: {name} does not work on {args.device.type}: {first_line(error)}") from error
+        raise UserError(
+            f"optimizer: {name} does not work on {args.device.type}: {first_line(error)}"
+        ) from error
     return optimizer

@@ -23,7 +23,9 @@ _YARN_KEYS = ("original_max_position_embeddings", "attention_factor", "beta_fast
 class RopeConfig(schema.Section):
     """Change rotary positions, by the names of transformers' ``rope_parameters``; other parameters stay the model's."""
 
-    rope_theta: float | None = Field(None, gt=1.0, le=MAX_THETA, description="base of the rotary frequencies")
+    rope_theta: float | None = Field(
+        None, gt=1.0, le=MAX_THETA, description="base of the rotary frequencies"
+    )
     rope_type: Literal["default", "linear", "yarn"] | None = Field(
         None, description="scaling: linear (all frequencies) or yarn (low frequencies)"
     )
@@ -34,16 +36,25 @@ class RopeConfig(schema.Section):
         "positions",
     )
     original_max_position_embeddings: int | None = Field(
-        None, ge=1, le=MAX_WHOLE, description="original context length of yarn; default: the model's positions"
+        None,
+        ge=1,
+        le=MAX_WHOLE,
+        description="original context length of yarn; default: the model's positions",
     )
     attention_factor: float | None = Field(None, gt=0.0, description="yarn's factor on cos and sin")
-    beta_fast: float | None = Field(None, gt=0.0, description="upper frequency boundary of yarn; default: 32")
-    beta_slow: float | None = Field(None, gt=0.0, description="lower frequency boundary of yarn; default: 1")
+    beta_fast: float | None = Field(
+        None, gt=0.0, description="upper frequency boundary of yarn; default: 32"
+    )
+    beta_slow: float | None = Field(
+        None, gt=0.0, description="lower frequency boundary of yarn; default: 1"
+    )
 
     @model_validator(mode="after")
     def _of_the_type(self) -> "RopeConfig":
         parameters = self.parameters
-        if self.rope_type != "yarn" and (yarn_keys := [key for key in _YARN_KEYS if key in parameters]):
+        if self.rope_type != "yarn" and (
+            yarn_keys := [key for key in _YARN_KEYS if key in parameters]
+        ):
             raise ValueError(f"'{yarn_keys[0]}' requires rope_type: yarn")
         if self.rope_type not in ("linear", "yarn") and self.factor is not None:
             raise ValueError("'factor' requires rope_type: linear or yarn")
@@ -58,9 +69,13 @@ class RopeConfig(schema.Section):
 class ExtendConfig(schema.Section):
     """Train on longer blocks from a step of the branch on, with rotary positions for them."""
 
-    at: float = Field(0.5, ge=0.0, lt=1.0, description="fraction of the branch's steps before the switch")
+    at: float = Field(
+        0.5, ge=0.0, lt=1.0, description="fraction of the branch's steps before the switch"
+    )
     block_size: int = Field(
-        ge=2, le=MAX_BLOCK_SIZE, description="tokens per longer block, a multiple of data.block_size"
+        ge=2,
+        le=MAX_BLOCK_SIZE,
+        description="tokens per longer block, a multiple of data.block_size",
     )
     rope: RopeConfig = Field(RopeConfig(), description="RoPE settings after the switch")
 
@@ -72,7 +87,9 @@ class ExtendConfig(schema.Section):
 class DistillConfig(schema.Section):
     """Learn from the dense checkpoint's predictions: (1 - weight) NLL + weight temperature^2 KL(dense || branch)."""
 
-    weight: float = Field(0.5, gt=0.0, le=1.0, description="weight of the divergence; the NLL has the rest")
+    weight: float = Field(
+        0.5, gt=0.0, le=1.0, description="weight of the divergence; the NLL has the rest"
+    )
     temperature: float = Field(1.0, gt=0.0, le=100.0, description="temperature of both predictions")
 
 
@@ -80,7 +97,9 @@ class BranchConfig(schema.Section):
     """Continue training in the same way for every variant: the decay phase."""
 
     steps: int = Field(1000, ge=1, le=MAX_STEPS, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, le=MAX_BATCH, description="blocks per step, summed over all processes")
+    batch_size: int = Field(
+        8, ge=1, le=MAX_BATCH, description="blocks per step, summed over all processes"
+    )
     learning_rate: float = Field(2e-3, gt=0.0, description="peak learning rate")
     warmup_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of linear warm-up")
     final_learning_rate: float = Field(
@@ -92,7 +111,9 @@ class BranchConfig(schema.Section):
         le=1.0,
         description="share of the steps, at the end, in which the learning rate decays (cosine); before them it stays "
         "at its peak; 1: from the end of the warm-up",
-        exclude_if=lambda fraction: fraction == 1.0,  # hashes and records of recipes stay as before the key existed
+        exclude_if=lambda fraction: (
+            fraction == 1.0
+        ),  # hashes and records of recipes stay as before the key existed
     )
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
@@ -102,7 +123,9 @@ class BranchConfig(schema.Section):
     distill: DistillConfig | None = Field(
         None,
         description="also learn from the dense checkpoint's predictions",
-        exclude_if=lambda distill: distill is None,  # hashes and records of recipes stay as before the key existed
+        exclude_if=lambda distill: (
+            distill is None
+        ),  # hashes and records of recipes stay as before the key existed
     )
     sinks: Literal["learned"] | None = Field(
         None,
@@ -137,16 +160,26 @@ class GatesConfig(GateConfig):
         "soft", description="soft, or sampled: Bernoulli gates with straight-through gradients"
     )
     p_min: float = Field(
-        0.0, ge=0.0, le=0.5, description="clip the probabilities of sampled gates to [p_min, 1 - p_min]"
+        0.0,
+        ge=0.0,
+        le=0.5,
+        description="clip the probabilities of sampled gates to [p_min, 1 - p_min]",
     )
     learning_rate_multiplier: float = Field(
-        5.0, gt=0.0, description="learning rate of the predictors, as a multiple of the branch's (paper: 5)"
+        5.0,
+        gt=0.0,
+        description="learning rate of the predictors, as a multiple of the branch's (paper: 5)",
     )
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of the predictors")
     soft_fraction: float = Field(
-        0.75, ge=0.0, le=1.0, description="fraction of the branch's steps with soft gates, before they become hard"
+        0.75,
+        ge=0.0,
+        le=1.0,
+        description="fraction of the branch's steps with soft gates, before they become hard",
     )
-    anneal_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps of a linear transition from soft to hard gates")
+    anneal_steps: int = Field(
+        0, ge=0, le=MAX_STEPS, description="steps of a linear transition from soft to hard gates"
+    )
     start_from: str | None = Field(None, description="checkpoint to initialise the predictors from")
 
     @model_validator(mode="after")
@@ -202,7 +235,9 @@ class GateSchedule:
 
     def at(self, step: int) -> GatePhase:
         """Return the phase of training step ``step``, counted from 0."""
-        annealed = step + 1 - round(self.steps * self.soft_fraction)  # steps after the soft ones, if positive
+        annealed = (
+            step + 1 - round(self.steps * self.soft_fraction)
+        )  # steps after the soft ones, if positive
         if annealed <= 0:
             return GatePhase(self.mode, 0.0, False)
         if annealed <= self.anneal_steps:

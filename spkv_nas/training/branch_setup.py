@@ -53,15 +53,26 @@ def branch_recipe(recipe: Recipe, variant: Variant) -> Recipe:
     decay_fraction, warmup_steps = branch.decay_steps / steps, recipe.dense.warmup_steps
     extend = branch.extend
     if extend is not None:
-        extend = extend.model_copy(update={"at": (before + extend.first_step(branch.steps)) / steps})
-    changes = {"steps": steps, "warmup_steps": warmup_steps, "decay_fraction": decay_fraction, "extend": extend}
+        extend = extend.model_copy(
+            update={"at": (before + extend.first_step(branch.steps)) / steps}
+        )
+    changes = {
+        "steps": steps,
+        "warmup_steps": warmup_steps,
+        "decay_fraction": decay_fraction,
+        "extend": extend,
+    }
     soft = (before + round(branch.steps * recipe.gates.soft_fraction)) / steps
     gates = recipe.gates.model_copy(update={"soft_fraction": soft})
     return recipe.model_copy(update={"branch": branch.model_copy(update=changes), "gates": gates})
 
 
 def set_up(
-    recipe: Recipe, dense: Path | str, variant: Variant, seed: int, sink_logits: Sequence[Tensor] | None = None
+    recipe: Recipe,
+    dense: Path | str,
+    variant: Variant,
+    seed: int,
+    sink_logits: Sequence[Tensor] | None = None,
 ) -> BranchSetup:
     """Set up the branch of a variant; ``seed`` initializes new predictors, ``sink_logits`` learned sinks.
 
@@ -72,7 +83,9 @@ def set_up(
     # Load the model, and schedule its training
     model = start_model(recipe, dense, variant)
     if phase.extend is not None:  # check that the model supports it
-        callbacks.extended_config(model.config, phase.extend.block_size, phase.extend.rope.parameters)
+        callbacks.extended_config(
+            model.config, phase.extend.block_size, phase.extend.rope.parameters
+        )
     # Moments of the dense run suit neither adapters, which leave its weights frozen, nor new weights
     state = Path(dense) / run_files.OPTIMIZER_STATE
     continues = recipe.lora is None and not _is_from_scratch(recipe, variant) and state.is_file()
@@ -83,17 +96,27 @@ def set_up(
     # Apply the variant, with the dense model as its teacher if the recipe distills
     apply_variant(model, recipe, variant, seed, sink_logits)
     if phase.distill is not None:
-        teacher = distillation(recipe, variant, model, lambda: checkpoint.load(dense, dtype=torch.float32)[0])
+        teacher = distillation(
+            recipe, variant, model, lambda: checkpoint.load(dense, dtype=torch.float32)[0]
+        )
         setup = replace(setup, distillation=teacher)
     if variant.kind is not Kind.SP_KV:
         return setup
     # Schedule the change from soft to hard gates
-    soft = 1.0 if _is_frozen(recipe, variant) else gates.soft_fraction  # hard gates would leave nothing to train
-    return replace(setup, gates=branch_config.GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
+    soft = (
+        1.0 if _is_frozen(recipe, variant) else gates.soft_fraction
+    )  # hard gates would leave nothing to train
+    return replace(
+        setup, gates=branch_config.GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode)
+    )
 
 
 def apply_variant(
-    model: PreTrainedModel, recipe: Recipe, variant: Variant, seed: int, sink_logits: Sequence[Tensor] | None = None
+    model: PreTrainedModel,
+    recipe: Recipe,
+    variant: Variant,
+    seed: int,
+    sink_logits: Sequence[Tensor] | None = None,
 ) -> None:
     """Apply a variant to a dense model: a layout's windows and learned sinks, or gates with new predictors.
 
@@ -137,7 +160,11 @@ def frozen_dtype(dense: Path | str, *, bfloat16: bool) -> torch.dtype:
     That is bfloat16 if they are stored in it and ``bfloat16`` says that the run computes in it, otherwise float32.
     Trained weights are always float32.
     """
-    return torch.bfloat16 if bfloat16 and checkpoint.saved_dtype(dense) == torch.bfloat16 else torch.float32
+    return (
+        torch.bfloat16
+        if bfloat16 and checkpoint.saved_dtype(dense) == torch.bfloat16
+        else torch.float32
+    )
 
 
 def distillation(
@@ -188,14 +215,18 @@ def _copy_predictors(source: str, model: PreTrainedModel) -> None:
         for name, module in predictors(model).items():
             module.load_state_dict(trained[name].state_dict())
     except (KeyError, RuntimeError) as error:
-        raise UserError(f"the predictors of gates.start_from ({source}) do not fit this model: {error}") from error
+        raise UserError(
+            f"the predictors of gates.start_from ({source}) do not fit this model: {error}"
+        ) from error
 
 
 _SINK_TOKENS = 8192  # training tokens to measure initial sinks on
 
 
 @torch.inference_mode()
-def measure_initial_sinks(model: PreTrainedModel, layout: Layout, blocks: TokenBlocks) -> list[torch.Tensor]:
+def measure_initial_sinks(
+    model: PreTrainedModel, layout: Layout, blocks: TokenBlocks
+) -> list[torch.Tensor]:
     """Measure the mean score of the first token that the layout hides from its local heads, for each query head.
 
     About ``_SINK_TOKENS`` tokens of ``blocks``, the training text, are run with full attention, a block at a time. A
@@ -237,7 +268,13 @@ def _adder(total: torch.Tensor, layout: Layout, state: attention.LayerState) -> 
     hidden = layout.sinks
     queries = slice(hidden + layout.window, hidden + state.checkpoint_window)
 
-    def add(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink_logits: torch.Tensor | None) -> None:
+    def add(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sink_logits: torch.Tensor | None,
+    ) -> None:
         if sink_logits is not None:
             raise learned_sinks.native_sinks_error()
         query = q[0, :, queries].cpu().double()  # [Hq, queries, D]
@@ -262,14 +299,19 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
     # Translate the options for peft
     targets = options.targets if isinstance(options.targets, str) else list(options.targets)
     config = peft.LoraConfig(
-        r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=targets
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=targets,
     )
     # Add adapters whose initial weights depend on the seed alone
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings", UserWarning)  # refused below
+                warnings.filterwarnings(
+                    "ignore", "Model (with|has) `tie_word_embeddings", UserWarning
+                )  # refused below
                 peft.inject_adapter_in_model(config, model)
         except ValueError as error:
             raise UserError(f"lora.targets: {first_line(error)}") from error
@@ -298,7 +340,9 @@ def merge_adapters(model: torch.nn.Module) -> None:
     """Merge the adapters into the weights and remove them; must be called on all ranks if the model is sharded."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    adapted = {
+        name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
+    }
     for name, module in adapted.items():
         module.merge()
         model.set_submodule(name, module.get_base_layer())
@@ -314,7 +358,9 @@ def adapter_switch(model: torch.nn.Module) -> Callable[[], AbstractContextManage
 
     @contextmanager
     def without_adapters() -> Iterator[None]:
-        for module in adapted:  # peft's public call also changes which parameters are trained, which DDP must not see
+        for module in (
+            adapted
+        ):  # peft's public call also changes which parameters are trained, which DDP must not see
             module._disable_adapters = True
         try:
             yield

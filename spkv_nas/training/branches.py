@@ -40,7 +40,9 @@ class Branch:
 
     checkpoint: Path  # folder of the checkpoint
     nll: paired.DocumentNLL  # held-out NLL by document
-    density: float | None  # mean over heads and held-out tokens at the recipe's tau; None without gates
+    density: (
+        float | None
+    )  # mean over heads and held-out tokens at the recipe's tau; None without gates
     steps: int  # number of training steps
 
 
@@ -57,7 +59,13 @@ class BranchContext:
 
     @classmethod
     def prepare(
-        cls, recipe: Recipe, base: Path, runs: Path, *, device: str | None = None, reporter: Reporter = SILENT
+        cls,
+        recipe: Recipe,
+        base: Path,
+        runs: Path,
+        *,
+        device: str | None = None,
+        reporter: Reporter = SILENT,
     ) -> "BranchContext":
         """Tokenize the text and train the dense model, or reuse earlier results; call ``join_processes`` first.
 
@@ -77,7 +85,9 @@ class BranchContext:
 
     def folder(self, variant: variants.Variant, seed: int | None = None) -> Path:
         """Return the folder of a branch, trained or not; ``seed`` defaults to the recipe's."""
-        return branch_folder(self.recipe, self.dense, self.runs, variant, self._seed(seed), origin=self._origin)
+        return branch_folder(
+            self.recipe, self.dense, self.runs, variant, self._seed(seed), origin=self._origin
+        )
 
     def load_dense(self) -> PreTrainedModel:
         """Load the dense checkpoint for evaluation, in float32 if the recipe trains in it, else in its stored dtype."""
@@ -89,7 +99,9 @@ class BranchContext:
         final_folder = self.folder(variant, seed) / "final"
         return distributed.on_main(lambda: is_finished(final_folder))
 
-    def train(self, variant: variants.Variant, seed: int | None = None, folder: Path | None = None) -> Branch:
+    def train(
+        self, variant: variants.Variant, seed: int | None = None, folder: Path | None = None
+    ) -> Branch:
         """Train and evaluate a branch; an interrupted run resumes, a finished one is read.
 
         ``seed``, of the data order and of new predictors, defaults to the recipe's, ``folder`` to one named by all that
@@ -110,16 +122,28 @@ class BranchContext:
 
 
 def branch_folder(
-    recipe: Recipe, dense: Path, runs: Path, variant: variants.Variant, seed: int, *, origin: str | None = None
+    recipe: Recipe,
+    dense: Path,
+    runs: Path,
+    variant: variants.Variant,
+    seed: int,
+    *,
+    origin: str | None = None,
 ) -> Path:
     """Return a branch's folder; a known ``origin``, ``checkpoint_hash(dense)``, saves hashing the weights."""
-    return runs / "branches" / branch_key(recipe, origin or checkpoint.checkpoint_hash(dense), variant, seed)
+    return (
+        runs
+        / "branches"
+        / branch_key(recipe, origin or checkpoint.checkpoint_hash(dense), variant, seed)
+    )
 
 
 def branch_key(recipe: Recipe, origin: str, variant: variants.Variant, seed: int) -> str:
     """Return a branch's folder name: its variant, and a hash of what matters; ``origin`` is the dense weights'."""
     if variant.layout is None:  # only layouts have learned sinks
-        recipe = recipe.model_copy(update={"branch": recipe.branch.model_copy(update={"sinks": None})})
+        recipe = recipe.model_copy(
+            update={"branch": recipe.branch.model_copy(update={"sinks": None})}
+        )
     sections = ["branch", "data", "evaluation", "precision", "lora", "optimizer"]
     if variant.kind is variants.Kind.SP_KV:
         sections.append("gates")
@@ -155,10 +179,15 @@ def _train(context: BranchContext, folder: Path, variant: variants.Variant, seed
         branch_setup.merge_adapters(trainer.model)
 
     # Evaluate on held-out text, at the recipe's tau with gates
-    tau, size = recipe.gates.tau if variant.kind is variants.Kind.SP_KV else None, recipe.evaluation.batch_size
+    tau, size = (
+        recipe.gates.tau if variant.kind is variants.Kind.SP_KV else None,
+        recipe.evaluation.batch_size,
+    )
     with reporter.bar(f"{variant.name}, held-out text", "blocks") as progress:
         sharding.spare_passes(trainer.model, corpus.heldout, size)
-        measured = nll.evaluate(trainer.model, corpus.heldout, tau, batch_size=size, progress=progress)
+        measured = nll.evaluate(
+            trainer.model, corpus.heldout, tau, batch_size=size, progress=progress
+        )
     record = _record(variant, trainer.args.max_steps, measured, recipe, seed, trained_parameters)
     # Write the checkpoint, the results and the logs
     weights = sharding.whole_weights(trainer.model)
@@ -175,13 +204,19 @@ def _train(context: BranchContext, folder: Path, variant: variants.Variant, seed
 
 
 def _trainer(
-    context: BranchContext, setup: branch_setup.BranchSetup, folder: Path, variant: variants.Variant, seed: int
+    context: BranchContext,
+    setup: branch_setup.BranchSetup,
+    folder: Path,
+    variant: variants.Variant,
+    seed: int,
 ) -> SPKVTrainer:
     """Build the trainer of a branch, with its callbacks."""
     recipe, corpus = context.recipe, context.corpus
     trainer = SPKVTrainer(
         model=setup.model,
-        args=arguments.training_arguments(recipe, recipe.branch, folder, device=context.device, seed=seed + 1),
+        args=arguments.training_arguments(
+            recipe, recipe.branch, folder, device=context.device, seed=seed + 1
+        ),
         train_dataset=training_data(recipe, corpus, recipe.branch, seed + 1),
         schedule=setup.schedule,
         gates=setup.gates,
@@ -199,10 +234,19 @@ def _trainer(
 
 
 def _record(
-    variant: variants.Variant, steps: int, measured: nll.Evaluation, recipe: Recipe, seed: int, trained_parameters: int
+    variant: variants.Variant,
+    steps: int,
+    measured: nll.Evaluation,
+    recipe: Recipe,
+    seed: int,
+    trained_parameters: int,
 ) -> dict[str, Any]:
     """Return the content of a branch's ``run.json``."""
-    commit = None if recipe.model.path is None else source.pinned(str(source.resolve(recipe.model.path)))[1]
+    commit = (
+        None
+        if recipe.model.path is None
+        else source.pinned(str(source.resolve(recipe.model.path)))[1]
+    )
     return {
         "variant": variant.name,
         "heldout_nll": measured.nll.mean,
@@ -220,8 +264,12 @@ def _record(
 
 def read_branch(final: Path) -> Branch:
     """Read a finished branch from its folder, without its weights. Raises ``UserError``: a file is damaged."""
-    names = [name for name in manifest.read_manifest(final) if not name.endswith(manifest.WEIGHT_ENDINGS)]
+    names = [
+        name for name in manifest.read_manifest(final) if not name.endswith(manifest.WEIGHT_ENDINGS)
+    ]
     manifest.check_manifest(final, names)
     file = final / RUN_RECORD
     record = schema.validate(_RunRecord, files.read_json(file, "run record"), f"run record {file}")
-    return Branch(final, paired.DocumentNLL.read(final / _NLL), record.heldout_density, record.steps)
+    return Branch(
+        final, paired.DocumentNLL.read(final / _NLL), record.heldout_density, record.steps
+    )

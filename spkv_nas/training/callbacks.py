@@ -34,7 +34,9 @@ class InterruptCallback(TrainerCallback):
         self._pending = pending
         self.ended = False  # True if training was stopped
 
-    def on_step_end(self, _args: object, _state: object, control: TrainerControl, **_: object) -> None:
+    def on_step_end(
+        self, _args: object, _state: object, control: TrainerControl, **_: object
+    ) -> None:
         """Stop on all ranks if any of them received a signal."""
         ended = np.array([self._pending.number is not None], np.int64)
         self.ended = bool(distributed.sum_over_processes(ended)[0])
@@ -60,15 +62,21 @@ class LogCallback(TrainerCallback, ExportableState):
         self._saved["total"] = float(distributed.sum_over_processes(total)) / number
         self._saved["since"] = int(self._trainer._globalstep_last_logged)
         if self._distillation is not None:
-            self._saved["sums"] = (distributed.sum_over_processes(self._distillation.sums) / number).tolist()
+            self._saved["sums"] = (
+                distributed.sum_over_processes(self._distillation.sums) / number
+            ).tolist()
 
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
         return {"args": {}, "attributes": self._saved}
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any
+    ) -> None:
         """Restore the sums of a resumed run, and move a copied teacher to the device, unless it is sharded."""
-        entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # absent in old checkpoints
+        entry = state.stateful_callbacks.setdefault(
+            type(self).__name__, self.state()
+        )  # absent in old checkpoints
         is_current = state.global_step and entry["attributes"]["since"] <= state.global_step
         if is_current:
             self._trainer._tr_loss = torch.tensor(entry["attributes"]["total"], device=args.device)
@@ -93,8 +101,14 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         """Follow the gate phases of ``schedule``."""
         self._schedule, self._options = schedule, options
         self._tracker: density_tracker.DensityTracker | None = None
-        self._counts: torch.Tensor | None = None  # those of the tracker in the last measured step, on the device
-        self._controller = None if options.target_density is None else density_tracker.Price(options.target_density)
+        self._counts: torch.Tensor | None = (
+            None  # those of the tracker in the last measured step, on the device
+        )
+        self._controller = (
+            None
+            if options.target_density is None
+            else density_tracker.Price(options.target_density)
+        )
         self._benefits: density_tracker.KeyBenefitEstimator | None = None
 
     @property
@@ -112,34 +126,53 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
-        return {"args": {}, "attributes": {"price": None if self._controller is None else self._controller.state()}}
+        return {
+            "args": {},
+            "attributes": {"price": None if self._controller is None else self._controller.state()},
+        }
 
     def frozen(self, step: int) -> bool:
         """Return True if predictors are frozen in training step ``step``."""
         return self._schedule.at(step).frozen
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any
+    ) -> None:
         """Restore the price of a resumed run, and give each rank its own random seed."""
         self._tracker = density_tracker.DensityTracker(kwargs["model"], only_learning=True)
-        if args.process_index:  # the data order is already drawn; a checkpoint restores each rank's random state
+        if (
+            args.process_index
+        ):  # the data order is already drawn; a checkpoint restores each rank's random state
             torch.manual_seed(args.seed + args.process_index)
         saved = state.stateful_callbacks.get(type(self).__name__)
-        if saved and self._controller is not None and (saved_price := saved["attributes"].get("price")):
+        if (
+            saved
+            and self._controller is not None
+            and (saved_price := saved["attributes"].get("price"))
+        ):
             self._controller.restore(saved_price)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any
+    ) -> None:
         """Set the gate mode and the price, and start measuring where needed."""
         assert self._tracker is not None
         phase, options = self._schedule.at(state.global_step), self._options
-        modes.set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min)
-        modes.set_price(kwargs["model"], 0.0 if phase.frozen else self.price / args.gradient_accumulation_steps)
+        modes.set_gate_mode(
+            kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min
+        )
+        modes.set_price(
+            kwargs["model"], 0.0 if phase.frozen else self.price / args.gradient_accumulation_steps
+        )
         adjusts_price = self._controller is not None and not phase.frozen
         if adjusts_price or (state.global_step + 1) % args.logging_steps == 0:
             self._tracker.start()
         if self._controller is not None and not phase.frozen and not self._controller.first:
             self._benefits = density_tracker.KeyBenefitEstimator(kwargs["model"])
 
-    def on_pre_optimizer_step(self, _args: object, state: TrainerState, _control: object, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, _args: object, state: TrainerState, _control: object, **kwargs: Any
+    ) -> None:
         """Record the density, leave frozen predictors out of the update, and adjust the price."""
         # Record the density
         assert self._tracker is not None
@@ -148,14 +181,18 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
             self._counts = counts
         # Set the first price from the benefits of keys, averaged over ranks
         if self._benefits is not None and self._controller is not None:
-            self._controller.begin(distributed.sum_over_processes(self._benefits.stop()) / distributed.num_processes())
+            self._controller.begin(
+                distributed.sum_over_processes(self._benefits.stop()) / distributed.num_processes()
+            )
             self._benefits = None
         # Leave frozen predictors out of the update, else adjust the price
         if self.frozen(state.global_step):
             for parameter in gates.predictor_parameters(kwargs["model"]):
                 parameter.grad = None
         elif self._controller is not None and counts is not None:
-            self._controller.move(density_tracker.mean_density(counts), kwargs["optimizer"].param_groups[0]["lr"])
+            self._controller.move(
+                density_tracker.mean_density(counts), kwargs["optimizer"].param_groups[0]["lr"]
+            )
 
 
 class ExtensionCallback(TrainerCallback):
@@ -165,7 +202,9 @@ class ExtensionCallback(TrainerCallback):
         """Extend positions during a branch of ``steps`` steps."""
         self._extend, self._step, self._done = extend, extend.first_step(steps), False
 
-    def on_step_begin(self, _args: object, state: TrainerState, _control: object, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, _args: object, state: TrainerState, _control: object, **kwargs: Any
+    ) -> None:
         """Extend positions once, from the step of the extension on."""
         if not self._done and state.global_step >= self._step:
             extend_positions(kwargs["model"], self._extend.block_size, self._extend.rope.parameters)
@@ -211,7 +250,11 @@ class TokenProgressCallback(TrainerCallback):
         """Note the loss, and the density or the speed, for the bar."""
         if logs and "loss" in logs:
             gated = "density" in logs
-            other = f"density {logs['density']:.2f}" if gated else f"{logs['tokens_per_second']:,.0f} tok/s"
+            other = (
+                f"density {logs['density']:.2f}"
+                if gated
+                else f"{logs['tokens_per_second']:,.0f} tok/s"
+            )
             parts = f" (NLL {logs['nll']:.3f}, KL {logs['kl']:.3g})" if "kl" in logs else ""
             self._note = f"loss {float(logs['loss']):.3f}{parts}, {other}"
 
@@ -228,14 +271,21 @@ def extend_positions(model: PreTrainedModel, length: int, rope: Mapping[str, Any
     """
     extended = extended_config(model.config, length, rope)
     text = model.config.get_text_config()
-    text.rope_parameters, text.max_position_embeddings = extended.rope_parameters, extended.max_position_embeddings
+    text.rope_parameters, text.max_position_embeddings = (
+        extended.rope_parameters,
+        extended.max_position_embeddings,
+    )
     for name, module in list(model.named_modules()):
-        if hasattr(module, "rope_type") and isinstance(getattr(module, "config", None), PreTrainedConfig):
+        if hasattr(module, "rope_type") and isinstance(
+            getattr(module, "config", None), PreTrainedConfig
+        ):
             device = next(module.buffers()).device
             model.set_submodule(name, type(module)(module.config).to(device))
 
 
-def extended_config(config: PreTrainedConfig, length: int, rope: Mapping[str, Any]) -> PreTrainedConfig:
+def extended_config(
+    config: PreTrainedConfig, length: int, rope: Mapping[str, Any]
+) -> PreTrainedConfig:
     """Return a copy of the text config with ``rope`` merged in, for at least ``length`` positions.
 
     Raises ``UserError``: the model has no RoPE, or not of this kind.
@@ -250,7 +300,10 @@ def extended_config(config: PreTrainedConfig, length: int, rope: Mapping[str, An
     # Merge the settings, into those of global layers if each kind has its own
     positions = text.max_position_embeddings
     if isinstance(current.get(_GLOBAL), Mapping):
-        text.rope_parameters = {**current, _GLOBAL: _changed(current[_GLOBAL], positions, length, rope)}
+        text.rope_parameters = {
+            **current,
+            _GLOBAL: _changed(current[_GLOBAL], positions, length, rope),
+        }
     else:
         text.rope_parameters = _changed(current, positions, length, rope)
     text.max_position_embeddings = max(positions, length)
@@ -258,11 +311,15 @@ def extended_config(config: PreTrainedConfig, length: int, rope: Mapping[str, An
     try:
         text.validate_rope()
     except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"branch.extend.rope: '{text.model_type}' does not support it: {first_line(error)}") from error
+        raise UserError(
+            f"branch.extend.rope: '{text.model_type}' does not support it: {first_line(error)}"
+        ) from error
     return text
 
 
-def _changed(current: Mapping[str, Any], positions: int, length: int, rope: Mapping[str, Any]) -> dict[str, Any]:
+def _changed(
+    current: Mapping[str, Any], positions: int, length: int, rope: Mapping[str, Any]
+) -> dict[str, Any]:
     """Merge ``rope`` into the RoPE settings of one layer kind, in a model of ``positions`` positions."""
     kind = rope.get("rope_type", current["rope_type"])
     if kind != current["rope_type"]:
@@ -271,5 +328,7 @@ def _changed(current: Mapping[str, Any], positions: int, length: int, rope: Mapp
     if kind == "yarn":
         merged.setdefault("original_max_position_embeddings", positions)
     if kind in ("yarn", "linear"):
-        merged.setdefault("factor", max(1.0, length / merged.get("original_max_position_embeddings", positions)))
+        merged.setdefault(
+            "factor", max(1.0, length / merged.get("original_max_position_embeddings", positions))
+        )
     return merged

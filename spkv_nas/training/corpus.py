@@ -27,7 +27,12 @@ from spkv_nas.data.config import AUTO, EOS, NO_SEPARATOR, DataConfig
 from spkv_nas.data.ruler.material import Essays, Material
 from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
-from spkv_nas.evaluation.separators import SEPARATORS, SeparatorReport, measure_separator, shared_separator
+from spkv_nas.evaluation.separators import (
+    SEPARATORS,
+    SeparatorReport,
+    measure_separator,
+    shared_separator,
+)
 from spkv_nas.model import checkpoint, loss, weight_files
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.recipe import DenseConfig, Recipe
@@ -43,7 +48,9 @@ class Corpus:
     tokenizer: PreTrainedTokenizerBase  # tokenizer of the blocks
     train: TokenBlocks  # training text
     heldout: TokenBlocks  # held-out text
-    separator: SeparatorReport = field(default_factory=lambda: SeparatorReport(EOS))  # what stands after a document
+    separator: SeparatorReport = field(
+        default_factory=lambda: SeparatorReport(EOS)
+    )  # what stands after a document
     essays: Essays | None = None  # haystacks for RULER samples in the mixture; None without them
 
     @cached_property
@@ -105,7 +112,9 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
             separator = recipe_separator(recipe, tokenizer, base, folder, reporter)
             separator = dataclasses.replace(separator, documents=recipe.data.documents)
             data = recipe.data.model_copy(update={"separator": separator.best})
-            split = splits.cache_split(data, tokenizer, folder / "blocks", base, reporter, stretch=stretch)
+            split = splits.cache_split(
+                data, tokenizer, folder / "blocks", base, reporter, stretch=stretch
+            )
             return source, data, separator, split
 
     # Prepare on rank 0, then read on all ranks
@@ -115,7 +124,11 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
 
 
 def recipe_separator(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Path, reporter: Reporter = SILENT
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    base: Path,
+    folder: Path,
+    reporter: Reporter = SILENT,
 ) -> SeparatorReport:
     """Return what stands after a document of a recipe's text: the recipe's, or what its dense model knows best.
 
@@ -129,15 +142,23 @@ def recipe_separator(
 
     def measure() -> SeparatorReport:
         model, _ = checkpoint.load_on(str(source), choose_device(None))
-        return measure_separator(model, tokenizer, sources.documents(data.sources, base), data.block_size, data.bos)
+        return measure_separator(
+            model, tokenizer, sources.documents(data.sources, base), data.block_size, data.bos
+        )
 
-    return shared_separator(folder / SEPARATORS, checkpoint.checkpoint_hash(str(source)), measure, reporter)
+    return shared_separator(
+        folder / SEPARATORS, checkpoint.checkpoint_hash(str(source)), measure, reporter
+    )
 
 
 def read_essays(recipe: Recipe, base: Path) -> Essays | None:
     """Read the essays for RULER's needles; None for noise. Raises ``UserError``: a file cannot be read."""
     haystack = recipe.data.mix.ruler.haystack if recipe.data.mix is not None else []
-    return Essays.read([str(base / file) for file in haystack], "data.mix.ruler.haystack") if haystack else None
+    return (
+        Essays.read([str(base / file) for file in haystack], "data.mix.ruler.haystack")
+        if haystack
+        else None
+    )
 
 
 def tokenizer_folder(recipe: Recipe, folder: Path) -> Path:
@@ -152,7 +173,9 @@ def _own_tokenizer(recipe: Recipe, base: Path, folder: Path, reporter: Reporter)
     final = tokenizer_folder(recipe, folder)
     if not manifest.is_complete(final):
         with reporter.bar("training the tokenizer"):
-            tokenizer = splits.train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base, recipe.tokenizer.bos)
+            tokenizer = splits.train_tokenizer(
+                recipe.data, recipe.tokenizer.vocab_size, base, recipe.tokenizer.bos
+            )
         with replace.new_folder(final) as new:
             weight_files.save_tokenizer(tokenizer, new)
             manifest.write_manifest(new)
@@ -162,7 +185,9 @@ def _own_tokenizer(recipe: Recipe, base: Path, folder: Path, reporter: Reporter)
 
 _MIN_SAMPLES = 2  # minimum number of held-out RULER blocks, so that a domain has a standard error
 
-Item = dict[str, torch.Tensor]  # "input_ids", "labels", and "position_ids" of separate documents, all int64 [T]
+Item = dict[
+    str, torch.Tensor
+]  # "input_ids", "labels", and "position_ids" of separate documents, all int64 [T]
 
 
 class BlockDataset(Dataset[Item]):
@@ -180,7 +205,9 @@ class BlockDataset(Dataset[Item]):
         """Return block ``index``, with all tokens as labels but those that begin a text."""
         blocks = self._blocks
         tokens = torch.from_numpy(blocks.marked(index).astype(np.int64))
-        labels = np.where(blocks.begins_text(index), loss.NO_TARGET, blocks.tokens[index]).astype(np.int64)
+        labels = np.where(blocks.begins_text(index), loss.NO_TARGET, blocks.tokens[index]).astype(
+            np.int64
+        )
         return {**blocks.boundaries.inputs(tokens), "labels": torch.from_numpy(labels)}
 
 
@@ -188,10 +215,20 @@ class OrderedDataset(Dataset[Item]):
     """Dataset of all blocks of a run in training order, with synthetic samples mixed into the text."""
 
     def __init__(
-        self, text: TokenBlocks, order: BlockOrder, mixture: Mixture, samples: RulerBlocks | None, length: int
+        self,
+        text: TokenBlocks,
+        order: BlockOrder,
+        mixture: Mixture,
+        samples: RulerBlocks | None,
+        length: int,
     ) -> None:
         """Combine blocks of ``text`` in ``order`` with ``samples`` where ``mixture`` places them, ``length`` in all."""
-        self._text, self._order, self._mixture, self._samples = BlockDataset(text), order, mixture, samples
+        self._text, self._order, self._mixture, self._samples = (
+            BlockDataset(text),
+            order,
+            mixture,
+            samples,
+        )
         self._length = length
 
     def __len__(self) -> int:
@@ -231,7 +268,9 @@ class ExtendedDataset(Dataset[Item]):
         if index < len(self._short):
             return self._short[index]
         number, part = divmod(index - len(self._short), self._ratio)
-        return {key: tokens.view(self._ratio, -1)[part] for key, tokens in self._long[number].items()}
+        return {
+            key: tokens.view(self._ratio, -1)[part] for key, tokens in self._long[number].items()
+        }
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """Return the blocks for a batch of consecutive indices; called by torch's ``DataLoader``."""
@@ -245,7 +284,9 @@ class ExtendedDataset(Dataset[Item]):
         return [self._long[number + offset] for offset in range(count)]
 
 
-def training_data(recipe: Recipe, corpus: Corpus, phase: DenseConfig | BranchConfig, seed: int) -> Dataset[Item]:
+def training_data(
+    recipe: Recipe, corpus: Corpus, phase: DenseConfig | BranchConfig, seed: int
+) -> Dataset[Item]:
     """Build the dataset of a phase of a recipe, in the order drawn by ``seed``.
 
     Raises ``UserError``: a task of the mixture does not fit in a block, or the text has less than a batch of longer
@@ -267,7 +308,11 @@ def training_data(recipe: Recipe, corpus: Corpus, phase: DenseConfig | BranchCon
     # Blocks up to the extension, or all
     start = batch * (phase.steps if extend is None else extend.first_step(phase.steps))
     short = OrderedDataset(
-        text, order, mixture, ruler_blocks(recipe, corpus.tokenizer, corpus.essays, text, seed), start
+        text,
+        order,
+        mixture,
+        ruler_blocks(recipe, corpus.tokenizer, corpus.essays, text, seed),
+        start,
     )
     if extend is None:
         return short
@@ -279,14 +324,23 @@ def training_data(recipe: Recipe, corpus: Corpus, phase: DenseConfig | BranchCon
             f"branch.extend: the training text gives {longer.num_blocks} blocks of {size} tokens, fewer than one batch "
             f"of {batch // ratio}\ngive more text, or a smaller branch.extend.block_size"
         )
-    order, num_indices = order.longer(ratio, start - mixture.synthetic(start)), batch * phase.steps - start
+    order, num_indices = (
+        order.longer(ratio, start - mixture.synthetic(start)),
+        batch * phase.steps - start,
+    )
     samples = ruler_blocks(recipe, corpus.tokenizer, corpus.essays, longer, seed)
-    long = OrderedDataset(longer, order, mixture.longer(ratio, start), samples, num_indices // ratio)
+    long = OrderedDataset(
+        longer, order, mixture.longer(ratio, start), samples, num_indices // ratio
+    )
     return ExtendedDataset(short, long, ratio)
 
 
 def ruler_blocks(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, essays: Essays | None, text: TokenBlocks, seed: int
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    essays: Essays | None,
+    text: TokenBlocks,
+    seed: int,
 ) -> RulerBlocks | None:
     """Return the samples that a recipe mixes into its text, in blocks like those of ``text``; None without a mixture.
 
@@ -299,13 +353,19 @@ def ruler_blocks(
     size, longest = text.block_size, text.block_size - len(text.opening)
     tasks = tuple(mix.tasks_of(available(NO_MATERIAL)))
     lengths = tuple(min(length, longest) for length in mix.lengths or [size])
-    samples = RulerBlocks(tokenizer, size, tasks, lengths, mix.loss == "all", seed, Material(essays), text.boundaries)
+    samples = RulerBlocks(
+        tokenizer, size, tasks, lengths, mix.loss == "all", seed, Material(essays), text.boundaries
+    )
     samples.check()
     return samples
 
 
 def mixed_heldout(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, essays: Essays | None, text: TokenBlocks, num_blocks: int
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    essays: Essays | None,
+    text: TokenBlocks,
+    num_blocks: int,
 ) -> TokenBlocks:
     """Return ``num_blocks`` blocks of held-out text and RULER samples, mixed as the recipe's training text is.
 

@@ -19,7 +19,12 @@ from spkv_nas.training.trainer import SPKVTrainer, train_in_fitting_passes
 
 
 def dense_checkpoint(
-    recipe: Recipe, corpus: Corpus, runs: Path, *, device: str | None = None, reporter: Reporter = SILENT
+    recipe: Recipe,
+    corpus: Corpus,
+    runs: Path,
+    *,
+    device: str | None = None,
+    reporter: Reporter = SILENT,
 ) -> Path:
     """Return the folder of the checkpoint that branches start from, after training it if needed."""
     folder = dense_run(recipe, runs)
@@ -30,21 +35,32 @@ def dense_checkpoint(
 
 def dense_run(recipe: Recipe, runs: Path) -> Path | None:
     """Return the folder of the recipe's dense run; None if the recipe names an existing model."""
-    key = recipe.content_hash("model", "tokenizer", "data", "dense", "seed", "precision", "optimizer")
+    key = recipe.content_hash(
+        "model", "tokenizer", "data", "dense", "seed", "precision", "optimizer"
+    )
     return runs / f"dense-{key}" if recipe.model.path is None else None
 
 
 def is_dense_trained(folder: Path) -> bool:
     """Return True if a dense run has finished."""
-    return distributed.on_main(lambda: manifest.is_complete(folder / "final", (run_files.OPTIMIZER_STATE,)))
+    return distributed.on_main(
+        lambda: manifest.is_complete(folder / "final", (run_files.OPTIMIZER_STATE,))
+    )
 
 
 def train_dense(
-    recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | None = None, reporter: Reporter = SILENT
+    recipe: Recipe,
+    corpus: Corpus,
+    folder: Path,
+    *,
+    device: str | None = None,
+    reporter: Reporter = SILENT,
 ) -> Path:
     """Train the dense model to the decay, resuming, and return its checkpoint; the recipe's precision is resolved."""
     tokenizer = tokenizer_folder(recipe, folder.parent)
-    distributed.on_main(lambda: run_files.check_text(folder, corpus.training_text, tokenizer, key="training_text"))
+    distributed.on_main(
+        lambda: run_files.check_text(folder, corpus.training_text, tokenizer, key="training_text")
+    )
     if not is_dense_trained(folder):
         # Look again with the lock, as another process may have finished the run meanwhile
         with run_files.run_lock(folder, reporter.announce):
@@ -53,7 +69,9 @@ def train_dense(
     return folder / "final"
 
 
-def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, reporter: Reporter) -> None:
+def _train(
+    recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, reporter: Reporter
+) -> None:
     """Train the dense model and write the subfolder ``final`` of ``folder``."""
     assert recipe.dense is not None
     phase = recipe.dense
@@ -90,8 +108,15 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
 def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Build the new model's config with the tokenizer's vocabulary; ``UserError`` names the key that prevents it."""
     # Start from the tokenizer's and the text's values, which the recipe can override
-    options: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
-    options |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    options: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": recipe.data.block_size,
+    }
+    options |= {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": None,
+    }
     options |= dict(recipe.model.config or {})
     try:
         return _buildable(options, recipe)
@@ -102,7 +127,9 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
         subject = f"{_about(recipe)}: no model can be built"
         for key, value in (recipe.model.config or {}).items():
             with suppress(Exception):
-                _buildable({name: option for name, option in options.items() if name != key}, recipe)
+                _buildable(
+                    {name: option for name, option in options.items() if name != key}, recipe
+                )
                 subject = f"{_about(recipe)}.{key}: no model can be built with {errors.shortened(repr(value), 160)}"
                 break
         raise errors.UserError(f"{subject}: {errors.first_line(error)}") from error
@@ -110,7 +137,9 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 
 def _buildable(options: Mapping[str, Any], recipe: Recipe) -> PreTrainedConfig:
     """Return the config with these keys and values; any error means that no model can be built from it."""
-    limits.check_counts(options, _about(recipe))  # before AutoConfig, which allocates lists of these lengths
+    limits.check_counts(
+        options, _about(recipe)
+    )  # before AutoConfig, which allocates lists of these lengths
     config: PreTrainedConfig = transformers.AutoConfig.for_model(**options)
     model_shape.check_keys(config, recipe.model.config or {}, _about(recipe))
     model_shape.config_size(config)
@@ -121,19 +150,27 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     """Initialize the recipe's new model at random. Raises ``UserError``: it cannot be built or run, or is too large."""
     # Check the size before memory is allocated
     config = new_config(recipe, tokenizer)
-    bytes_per_parameter = 4 if torch.cuda.is_available() else 16  # with a GPU, AdamW's state is there
+    bytes_per_parameter = (
+        4 if torch.cuda.is_available() else 16
+    )  # with a GPU, AdamW's state is there
     model_shape.check_size(config, bytes_per_parameter, _about(recipe))
     transformers.set_seed(recipe.seed)
     try:
-        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        )
         # Run it on a few tokens, because sizes that do not fit each other fail only then
         tokens = torch.zeros((1, min(32, recipe.data.block_size)), dtype=torch.long)
         with torch.random.fork_rng(devices=()), torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits
     except Exception as error:  # transformers raises many kinds
-        raise errors.UserError(f"{_about(recipe)}: the model cannot be run: {errors.first_line(error)}") from error
+        raise errors.UserError(
+            f"{_about(recipe)}: the model cannot be run: {errors.first_line(error)}"
+        ) from error
     if not logits.isfinite().all():
-        raise errors.UserError(f"{_about(recipe)}: the new model's logits are not finite: correct its values")
+        raise errors.UserError(
+            f"{_about(recipe)}: the new model's logits are not finite: correct its values"
+        )
     return model
 
 

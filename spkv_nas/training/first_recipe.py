@@ -68,8 +68,12 @@ data:
 
 def finished_model_rate(num_parameters: int, step_tokens: int) -> float:
     """Return the learning rate at which a finished model of N parameters without embeddings is retrained."""
-    small_steps = min(1.0, math.sqrt(step_tokens / (_FULL_RATE_BATCH * batch_tokens(num_parameters))))
-    return _digits(min(_MODEL_SHARE * peak_learning_rate(num_parameters), _MAX_MODEL_RATE) * small_steps, 2)
+    small_steps = min(
+        1.0, math.sqrt(step_tokens / (_FULL_RATE_BATCH * batch_tokens(num_parameters)))
+    )
+    return _digits(
+        min(_MODEL_SHARE * peak_learning_rate(num_parameters), _MAX_MODEL_RATE) * small_steps, 2
+    )
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,23 @@ class Draft:
     device: str  # "cpu" or "cuda"
     block_size: int  # tokens per block
     steps: int = defaults.FIRST_STEPS  # training steps of a branch
-    micro_batch_size: int | None = None  # blocks per forward and backward pass; None for whole batches
+    micro_batch_size: int | None = (
+        None  # blocks per forward and backward pass; None for whole batches
+    )
     recomputes: bool = False  # True to recompute activations in the backward pass
     separator: str = AUTO  # what stands after a document (data.separator)
     documents: str = JOINED  # whether they see each other (data.documents)
 
     @classmethod
-    def of(cls, name: str, model: str, sources: tuple[str, ...], size: ModelSize, text: TextSize, device: str) -> Draft:
+    def of(
+        cls,
+        name: str,
+        model: str,
+        sources: tuple[str, ...],
+        size: ModelSize,
+        text: TextSize,
+        device: str,
+    ) -> Draft:
         """Create the draft with the largest block that model, text and device allow.
 
         Raises ``UserError``: there is too little text.
@@ -101,7 +115,11 @@ class Draft:
         kind = "cuda" if device.startswith("cuda") else "cpu"
         max_block = min(_BLOCK_SIZE[kind], size.positions or _BLOCK_SIZE[kind])
         draft = cls(name, model, sources, size, text, kind, max_block)
-        max_block = min(max_block, text.tokens // _MIN_BLOCKS, int(draft.heldout * text.tokens) // _HELDOUT_BLOCKS)
+        max_block = min(
+            max_block,
+            text.tokens // _MIN_BLOCKS,
+            int(draft.heldout * text.tokens) // _HELDOUT_BLOCKS,
+        )
         if max_block < _SMALLEST_BLOCK:
             raise _too_little(size, text)
         return replace(draft, block_size=2 ** int(math.log2(max_block)))
@@ -120,7 +138,10 @@ class Draft:
 
     def remark(self) -> str:
         """Return a sentence that states the assumptions of training costs: steps and tokens per step."""
-        tokens, other = self.batch_size * self.block_size, next(kind for kind in STEP_TOKENS if kind != self.device)
+        tokens, other = (
+            self.batch_size * self.block_size,
+            next(kind for kind in STEP_TOKENS if kind != self.device),
+        )
         return (
             f"training: as in the recipe that init writes with --device {self.device}, {self.steps} steps of "
             f"{tokens:,} tokens (with --device {other} at most {STEP_TOKENS[other]:,})"
@@ -131,7 +152,11 @@ class Draft:
         """Return a draft that needs less memory, by activation checkpointing or half the block size, or None."""
         if not self.recomputes:
             return replace(self, recomputes=True)
-        return replace(self, block_size=self.block_size // 2, recomputes=False) if self.block_size >= 256 else None
+        return (
+            replace(self, block_size=self.block_size // 2, recomputes=False)
+            if self.block_size >= 256
+            else None
+        )
 
     def text_of_recipe(self) -> str:
         """Return the commented YAML text of the recipe."""
@@ -143,7 +168,9 @@ class Draft:
         if self.separator != AUTO:
             separator = f"  separator: {files.yaml_line(self.separator)}            # what stands after a document\n"
         if self.documents != JOINED:
-            separator += f"  documents: {self.documents}         # tokens see only their own document\n"
+            separator += (
+                f"  documents: {self.documents}         # tokens see only their own document\n"
+            )
         if self.micro_batch_size is not None:
             memory += f"micro_batch_size: {self.micro_batch_size}   # blocks at once\n"
         if self.recomputes:
@@ -207,7 +234,9 @@ class TextSize:
         return round((1 - config.heldout) * self.tokens)
 
 
-def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: PreTrainedTokenizerBase) -> TextSize:
+def count_text(
+    sources: Iterable[str | SourceConfig], base: Path, tokenizer: PreTrainedTokenizerBase
+) -> TextSize:
     """Count the documents and tokens of a text, up to ``MAX_CHARACTERS`` characters; paths start from ``base``.
 
     Raises ``UserError``: a source does not exist.

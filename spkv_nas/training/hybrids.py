@@ -55,7 +55,10 @@ class Comparison(ComparedByValue):
         layouts = self.rows[self.rows["num_global"].notna()]
         return {
             predictor: ranking.rank_correlation(layouts[column], layouts["delta_nll_percent"])
-            for predictor, column in (("coverage", "coverage_percent"), ("zero-shot NLL", "zero_shot_delta_percent"))
+            for predictor, column in (
+                ("coverage", "coverage_percent"),
+                ("zero-shot NLL", "zero_shot_delta_percent"),
+            )
         }
 
 
@@ -80,17 +83,29 @@ def train_by_recipe(
     # Check everything that can fail before training starts
     corpus.join_processes(recipe, device)
     workspace.check_writable()
-    covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # raises if a layout does not fit
+    covered = {
+        name: coverage(table, layout) for name, layout in layouts.items()
+    }  # raises if a layout does not fit
     comparison.check_layout_names(layouts)
     # Prepare the text and the dense model
-    context = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
+    context = BranchContext.prepare(
+        recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter
+    )
     trained = {name: layouts[name] for name in proposal.distinct(layouts)}
 
     def write(compared: Comparison) -> None:
         distributed.on_main(partial(_write, workspace, compared, context, table, trained))
 
     folder = workspace.report_dir(table.name)
-    return compare(context, layouts, covered, folder, num_seeds=num_seeds, reference=reference, finished_run=write)
+    return compare(
+        context,
+        layouts,
+        covered,
+        folder,
+        num_seeds=num_seeds,
+        reference=reference,
+        finished_run=write,
+    )
 
 
 def compare(
@@ -118,8 +133,12 @@ def compare(
     variants = hybrid_variants(layouts, reference=reference)
     untrained, circumstances, sentence = zero_shot_scores(context, layouts)
     # Find what is finished
-    runs = [(name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants]
-    finished_runs = {(name, seed) for name, seed in runs if context.is_trained(variants[name], seed)}
+    runs = [
+        (name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants
+    ]
+    finished_runs = {
+        (name, seed) for name, seed in runs if context.is_trained(variants[name], seed)
+    }
     reporter.reused(len(finished_runs), len(runs), "runs")
     finished: dict[str, list[Branch]] = {name: [] for name in variants}
     models: list[TrainedModel] = []
@@ -134,25 +153,39 @@ def compare(
             compare_control(branch.nll, untrained[comparison.DENSE], recipe, reporter)
         elif name in untrained:
             caution_if_worse(name, branch.nll, untrained[name], reporter)
-        models.append(TrainedModel(name, seed, variant.layout.hash if variant.layout else "", branch.checkpoint))
+        models.append(
+            TrainedModel(
+                name, seed, variant.layout.hash if variant.layout else "", branch.checkpoint
+            )
+        )
         # Compare what is finished
         rows = comparison_rows(finished, variants, covered, untrained, recipe, names)
         documents = {comparison.DENSE: untrained[comparison.DENSE]}
-        documents |= {name: _mean([b.nll for b in branches]) for name, branches in finished.items() if branches}
+        documents |= {
+            name: _mean([b.nll for b in branches])
+            for name, branches in finished.items()
+            if branches
+        }
         # Check the gain of the control, unless the recipe trains the model itself
         if not sentence and recipe.dense is None:
-            sentence = control_alarm(circumstances, documents[comparison.FULL_ATTENTION], documents[comparison.DENSE])
+            sentence = control_alarm(
+                circumstances, documents[comparison.FULL_ATTENTION], documents[comparison.DENSE]
+            )
         compared = Comparison(rows, tuple(models), folder, documents, sentence)
         finished_run(compared)
     return compared
 
 
-def _distinct(layouts: dict[str, Layout], reporter: progress.Reporter) -> dict[str, tuple[str, ...]]:
+def _distinct(
+    layouts: dict[str, Layout], reporter: progress.Reporter
+) -> dict[str, tuple[str, ...]]:
     """Group the names of equal layouts by the first of them, and announce the duplicates."""
     names = proposal.distinct(layouts)
     for first, *duplicates in names.values():
         if duplicates:
-            reporter.announce(f"{', '.join(duplicates)}: same layout as {first}, trained and counted once")
+            reporter.announce(
+                f"{', '.join(duplicates)}: same layout as {first}, trained and counted once"
+            )
     return names
 
 
@@ -185,14 +218,19 @@ def zero_shot_scores(
         [None, *layouts.values()],
         heldout,
         batch_size=context.recipe.evaluation.batch_size,
-        cache=distributed.on_main(partial(cache_folder, context.runs / "zero-shot", model, context.dense, heldout)),
+        cache=distributed.on_main(
+            partial(cache_folder, context.runs / "zero-shot", model, context.dense, heldout)
+        ),
         reporter=context.reporter,
     )
     dense, by_layout = scores[0], dict(zip(layouts, scores[1:], strict=True))
     # Warn about numbers that make no sense
     circumstances = Circumstances.of(model, heldout, dense, context.corpus.separator)
     sentence = alarm(circumstances, dense, by_layout, layouts)
-    warnings = (sentence and f"warning: {sentence}", packing_warning(context.corpus.separator, heldout))
+    warnings = (
+        sentence and f"warning: {sentence}",
+        packing_warning(context.corpus.separator, heldout),
+    )
     for warning in filter(None, warnings):
         context.reporter.caution(warning)
     return {comparison.DENSE: dense, **by_layout}, circumstances, sentence
@@ -248,25 +286,47 @@ def comparison_rows(
     return pd.DataFrame(rows, columns=list(comparison.COLUMNS))
 
 
-def _nll_columns(nll: paired.DocumentNLL, dense: paired.DocumentNLL, control: paired.DocumentNLL) -> dict[str, float]:
+def _nll_columns(
+    nll: paired.DocumentNLL, dense: paired.DocumentNLL, control: paired.DocumentNLL
+) -> dict[str, float]:
     """Return NLL and its changes from the unchanged dense model and from the control; NaN against itself."""
     columns = {"nll": nll.mean}
     for baseline, column in ((dense, "delta_nll"), (control, "delta_control")):
-        change = paired.PairedDifference(np.nan, np.nan) if baseline is nll else paired.paired_difference(nll, baseline)
-        columns |= {f"{column}_percent": change.percent, f"{column}_standard_error": change.standard_error}
+        change = (
+            paired.PairedDifference(np.nan, np.nan)
+            if baseline is nll
+            else paired.paired_difference(nll, baseline)
+        )
+        columns |= {
+            f"{column}_percent": change.percent,
+            f"{column}_standard_error": change.standard_error,
+        }
     return columns
 
 
 def _zero_shot_columns(name: str, untrained: dict[str, paired.DocumentNLL]) -> dict[str, float]:
     """Return NLL without training and its change from the unchanged dense model; NaN for SP-KV."""
     dense = untrained[comparison.DENSE]
-    score = dense if name == comparison.FULL_ATTENTION else untrained.get(name)  # SP-KV has no predictors before
-    change = np.nan if score is None or score is dense else paired.paired_difference(score, dense).percent
-    return {"zero_shot_nll": np.nan if score is None else score.mean, "zero_shot_delta_percent": change}
+    score = (
+        dense if name == comparison.FULL_ATTENTION else untrained.get(name)
+    )  # SP-KV has no predictors before
+    change = (
+        np.nan
+        if score is None or score is dense
+        else paired.paired_difference(score, dense).percent
+    )
+    return {
+        "zero_shot_nll": np.nan if score is None else score.mean,
+        "zero_shot_delta_percent": change,
+    }
 
 
 def _write(
-    workspace: Workspace, compared: Comparison, context: BranchContext, table: HeadScores, layouts: Mapping[str, Layout]
+    workspace: Workspace,
+    compared: Comparison,
+    context: BranchContext,
+    table: HeadScores,
+    layouts: Mapping[str, Layout],
 ) -> None:
     """Write ``comparison.csv``, ``comparison.yaml`` (correlations, windows, recipe, versions), ``checkpoints.csv``."""
     # Collect the content of comparison.yaml
@@ -300,7 +360,9 @@ def _write(
         paired.write_documents(new / paired.DOCUMENTS_FILE, compared.documents)
         write_checkpoints(new, compared.models, workspace.root)
         records.write_record(new / "comparison.yaml", {"inputs": inputs, **content})
-        result_tables.keep_earlier(compared.folder, new, "comparison.yaml", tables, inputs, context.reporter)
+        result_tables.keep_earlier(
+            compared.folder, new, "comparison.yaml", tables, inputs, context.reporter
+        )
 
 
 def _mean(parts: list[paired.DocumentNLL]) -> paired.DocumentNLL:
@@ -312,7 +374,10 @@ _LOWER_RATE = 3.0  # factor by which to reduce a harmful learning rate
 
 
 def compare_control(
-    control: paired.DocumentNLL, dense: paired.DocumentNLL, recipe: Recipe, reporter: progress.Reporter
+    control: paired.DocumentNLL,
+    dense: paired.DocumentNLL,
+    recipe: Recipe,
+    reporter: progress.Reporter,
 ) -> None:
     """Announce how much retraining changed the held-out NLL of full attention, and warn with a remedy if it did harm.
 
@@ -322,10 +387,14 @@ def compare_control(
     change = paired.paired_difference(control, dense)
     measured = f"full attention retrained (the control) has {_amount(change)} NLL than the dense model as it is"
     if (number := control.num_documents) < ranking.MIN_DOCUMENTS:
-        reporter.announce(f"{measured}, on {number} documents: too few to say whether retraining harms the model")
+        reporter.announce(
+            f"{measured}, on {number} documents: too few to say whether retraining harms the model"
+        )
         return
     if is_worse(change, MAX_HARM):
-        reporter.caution(f"warning: {measured}: this retraining harms the model, and layouts with it\n{remedy(recipe)}")
+        reporter.caution(
+            f"warning: {measured}: this retraining harms the model, and layouts with it\n{remedy(recipe)}"
+        )
         return
     reporter.announce(measured)
     # Explain gains that come from the dense phase
@@ -337,12 +406,17 @@ def compare_control(
 
 
 def caution_if_worse(
-    name: str, retrained: paired.DocumentNLL, untrained: paired.DocumentNLL, reporter: progress.Reporter
+    name: str,
+    retrained: paired.DocumentNLL,
+    untrained: paired.DocumentNLL,
+    reporter: progress.Reporter,
 ) -> None:
     """Warn about a layout whose held-out NLL is higher after retraining than without training."""
     change = paired.paired_difference(retrained, untrained)
     if is_worse(change) and retrained.num_documents >= ranking.MIN_DOCUMENTS:
-        reporter.caution(f"warning: {name} has {_amount(change)} NLL retrained than before it was retrained")
+        reporter.caution(
+            f"warning: {name} has {_amount(change)} NLL retrained than before it was retrained"
+        )
 
 
 def is_worse(change: paired.PairedDifference, most: float = 0.0) -> bool:
@@ -353,7 +427,10 @@ def is_worse(change: paired.PairedDifference, most: float = 0.0) -> bool:
 def remedy(recipe: Recipe) -> str:
     """Return advice on the recipe: a lower learning rate, and a longer warm-up if it is below ``WARMUP_SHARE``."""
     branch = recipe.branch
-    lower, warmup = branch.learning_rate / _LOWER_RATE, max(1, round(first_recipe.WARMUP_SHARE * branch.steps))
+    lower, warmup = (
+        branch.learning_rate / _LOWER_RATE,
+        max(1, round(first_recipe.WARMUP_SHARE * branch.steps)),
+    )
     keys = f"branch.learning_rate: {lower:.1g} (now {branch.learning_rate:g})"
     if branch.warmup_steps < warmup < branch.steps:
         keys += f" and branch.warmup_steps: {warmup} (now {branch.warmup_steps})"

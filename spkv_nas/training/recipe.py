@@ -26,9 +26,12 @@ _LATER = {"compile": (False, "auto"), "lora": (None,), "optimizer": (DEFAULT_OPT
 class ModelConfig(schema.Section):
     """Either ``path`` (a Hugging Face decoder) or ``config`` (a Hugging Face config for a new one)."""
 
-    path: str | None = Field(None, description="dense checkpoint, a Hugging Face decoder: folder, ID, or ID@REVISION")
+    path: str | None = Field(
+        None, description="dense checkpoint, a Hugging Face decoder: folder, ID, or ID@REVISION"
+    )
     config: dict[str, Any] | None = Field(
-        None, description="Hugging Face config of a new model, with model_type; section 'dense' configures its training"
+        None,
+        description="Hugging Face config of a new model, with model_type; section 'dense' configures its training",
     )
 
     @model_validator(mode="after")
@@ -45,12 +48,17 @@ class TokenizerConfig(schema.Section):
 
     path: str | None = Field(None, description="tokenizer folder or id")
     vocab_size: int | None = Field(
-        None, ge=260, le=2**24, description="size of a byte-level BPE vocabulary, trained on the training text"
+        None,
+        ge=260,
+        le=2**24,
+        description="size of a byte-level BPE vocabulary, trained on the training text",
     )
     bos: bool = Field(
         False,
         description="with vocab_size: the tokenizer begins every text with a BOS token",
-        exclude_if=lambda bos: not bos,  # hashes and records of recipes stay as before the key existed
+        exclude_if=lambda bos: (
+            not bos
+        ),  # hashes and records of recipes stay as before the key existed
     )
 
     @model_validator(mode="after")
@@ -58,7 +66,9 @@ class TokenizerConfig(schema.Section):
         if (self.path is None) == (self.vocab_size is None):
             raise ValueError("set either 'path' or 'vocab_size', not both")
         if self.bos and self.path is not None:
-            raise ValueError("bos is for a new tokenizer (vocab_size); that of 'path' has its own rule (data.bos)")
+            raise ValueError(
+                "bos is for a new tokenizer (vocab_size); that of 'path' has its own rule (data.bos)"
+            )
         return self
 
 
@@ -66,7 +76,9 @@ class DenseConfig(schema.Section):
     """Train a new dense model: the stable phase, at a constant learning rate."""
 
     steps: int = Field(3000, ge=1, le=limits.MAX_STEPS, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, le=limits.MAX_BATCH, description="blocks per step, summed over all processes")
+    batch_size: int = Field(
+        8, ge=1, le=limits.MAX_BATCH, description="blocks per step, summed over all processes"
+    )
     learning_rate: float = Field(2e-3, gt=0.0, description="constant learning rate after warm-up")
     warmup_steps: int = Field(100, ge=0, le=limits.MAX_STEPS, description="steps of linear warm-up")
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
@@ -77,10 +89,13 @@ class LoraConfig(schema.Section):
     """Train low-rank adapters of linear layers, and the gates' predictors, while the weights are frozen."""
 
     rank: int = Field(16, ge=1, le=limits.MAX_RANK, description="rank of the adapters")
-    alpha: float = Field(32.0, gt=0.0, description="scale of the adapters: they are multiplied by alpha / rank")
+    alpha: float = Field(
+        32.0, gt=0.0, description="scale of the adapters: they are multiplied by alpha / rank"
+    )
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout of an adapter's input")
     targets: Literal["all-linear"] | list[str] = Field(
-        "all-linear", description="names of linear layers, such as q_proj; all-linear: all of the decoder's layers"
+        "all-linear",
+        description="names of linear layers, such as q_proj; all-linear: all of the decoder's layers",
     )
 
 
@@ -103,19 +118,32 @@ class Recipe(schema.Section):
         description="name of the results in probes/, layouts/, reports/ and runs/",
     )
     seed: int = Field(
-        0, ge=0, le=limits.MAX_SEED, description="random seed of new weights, predictors and the data order"
+        0,
+        ge=0,
+        le=limits.MAX_SEED,
+        description="random seed of new weights, predictors and the data order",
     )
-    model: ModelConfig = Field(description="model, or a level of the scaling ladder, such as micro-0")
+    model: ModelConfig = Field(
+        description="model, or a level of the scaling ladder, such as micro-0"
+    )
     tokenizer: TokenizerConfig | None = Field(None, description="tokenizer; default: the model's")
     data: DataConfig = Field(description="text, and how to cut it into blocks")
     dense: DenseConfig | None = Field(None, description="pre-training of a new dense model")
-    branch: BranchConfig = Field(BranchConfig(), description="continued training, the same for every variant")
-    gates: GatesConfig = Field(GatesConfig(), description="gates of the SP-KV reference, and their training")
+    branch: BranchConfig = Field(
+        BranchConfig(), description="continued training, the same for every variant"
+    )
+    gates: GatesConfig = Field(
+        GatesConfig(), description="gates of the SP-KV reference, and their training"
+    )
     lora: LoraConfig | None = Field(
         None, description="train low-rank adapters (LoRA), merged into the weights at the end"
     )
-    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="evaluation of held-out NLL")
-    checkpoint_every: int = Field(200, ge=1, le=limits.MAX_STEPS, description="steps between checkpoints of a run")
+    evaluation: EvaluationConfig = Field(
+        EvaluationConfig(), description="evaluation of held-out NLL"
+    )
+    checkpoint_every: int = Field(
+        200, ge=1, le=limits.MAX_STEPS, description="steps between checkpoints of a run"
+    )
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         [], description="experiment trackers to log to; TensorBoard files are in the run's folder"
     )
@@ -126,13 +154,16 @@ class Recipe(schema.Section):
         False, description="recompute activations in the backward pass: less memory, more time"
     )
     compile: bool | Literal["auto"] = Field(
-        "auto", description="compile decoder layers with torch.compile; auto: on a GPU, in runs that gain by it"
+        "auto",
+        description="compile decoder layers with torch.compile; auto: on a GPU, in runs that gain by it",
     )
     optimizer: OptimizerName = Field(
-        DEFAULT_OPTIMIZER, description="AdamW variant, by the trainer's name; 8-bit and paged ones need bitsandbytes"
+        DEFAULT_OPTIMIZER,
+        description="AdamW variant, by the trainer's name; 8-bit and paged ones need bitsandbytes",
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="dtype of matrix products in training; auto: bfloat16 if the device supports it natively"
+        "auto",
+        description="dtype of matrix products in training; auto: bfloat16 if the device supports it natively",
     )
     sharding: Literal["none", "fsdp", "fsdp-offload"] = Field(
         "none",
@@ -174,8 +205,15 @@ class Recipe(schema.Section):
         # Batch sizes
         for name, phase in (("dense", self.dense), ("branch", self.branch)):
             size = self.micro_batch_size
-            if size is not None and phase is not None and phase.batch_size > size and phase.batch_size % size:
-                raise ValueError(f"micro_batch_size {size} does not divide {name}.batch_size {phase.batch_size}")
+            if (
+                size is not None
+                and phase is not None
+                and phase.batch_size > size
+                and phase.batch_size % size
+            ):
+                raise ValueError(
+                    f"micro_batch_size {size} does not divide {name}.batch_size {phase.batch_size}"
+                )
         self._check_extension()
         return self
 
@@ -184,9 +222,14 @@ class Recipe(schema.Section):
         if extend is None:
             return
         if extend.block_size % size:
-            raise ValueError(f"branch.extend.block_size {extend.block_size} is no multiple of data.block_size {size}")
+            raise ValueError(
+                f"branch.extend.block_size {extend.block_size} is no multiple of data.block_size {size}"
+            )
         # Check that batches divide into the longer blocks
-        sizes = {"branch.batch_size": self.branch.batch_size, "micro_batch_size": self.micro_batch_size}
+        sizes = {
+            "branch.batch_size": self.branch.batch_size,
+            "micro_batch_size": self.micro_batch_size,
+        }
         for name, number in sizes.items():
             if number is not None and number % self.least_blocks(self.branch):
                 raise ValueError(
@@ -196,14 +239,20 @@ class Recipe(schema.Section):
 
     def _check_from_scratch(self) -> None:
         if self.dense is None:
-            raise ValueError("gates.training: from-scratch needs a new model (model.config and 'dense')")
+            raise ValueError(
+                "gates.training: from-scratch needs a new model (model.config and 'dense')"
+            )
         if self.lora is not None:
             raise ValueError("gates.training: from-scratch learns all weights: leave 'lora' out")
         if self.branch.distill is not None:
-            raise ValueError("branch.distill needs a dense checkpoint: leave gates.training: from-scratch out")
+            raise ValueError(
+                "branch.distill needs a dense checkpoint: leave gates.training: from-scratch out"
+            )
         for key in ("batch_size", "learning_rate", "weight_decay", "max_grad_norm"):
             if getattr(self.dense, key) != getattr(self.branch, key):
-                raise ValueError(f"gates.training: from-scratch is one run: dense.{key} and branch.{key} must be equal")
+                raise ValueError(
+                    f"gates.training: from-scratch is one run: dense.{key} and branch.{key} must be equal"
+                )
 
     def least_blocks(self, phase: DenseConfig | BranchConfig) -> int:
         """Return the minimum micro-batch in blocks of ``data.block_size``: one block of ``branch.extend``, if any."""
@@ -228,7 +277,11 @@ class Recipe(schema.Section):
         ``UserError`` for an unknown key, a wrong value, or a layout with sink tokens.
         """
         gates = data.get("gates") if isinstance(data, dict) else None
-        if isinstance(gates, dict) and isinstance(gates.get("layout"), str) and "heads" not in gates:
+        if (
+            isinstance(gates, dict)
+            and isinstance(gates.get("layout"), str)
+            and "heads" not in gates
+        ):
             data = {**data, "gates": gates_of_layout(gates, base, where)}
         return schema.validate(cls, data, where)
 

@@ -63,17 +63,29 @@ def retrain(
         corpus = Corpus(tokenizer, *hold_out(blocks, HELD_OUT_TOKENS, _HELD_OUT))
     except errors.UserError as error:
         raise errors.UserError("too few documents to retrain on: give more text") from error
-    parts = [checkpoint.checkpoint_hash(model), corpus.text, repr(length), *(layout.content for layout in layouts)]
+    parts = [
+        checkpoint.checkpoint_hash(model),
+        corpus.text,
+        repr(length),
+        *(layout.content for layout in layouts),
+    ]
     folder = runs / f"retraining-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
     # Write the recipe, or read that of the interrupted run
-    file, dense, chosen = folder / "recipe.yaml", source.resolve(model), device.choose_device(device_name)
+    file, dense, chosen = (
+        folder / "recipe.yaml",
+        source.resolve(model),
+        device.choose_device(device_name),
+    )
     if not file.is_file():
         recipe = _recipe(layouts, dense, corpus, length, chosen, reporter)
         files.write_atomic(file, files.yaml_text(recipe.model_dump(mode="json")))
     recipe = Recipe.read(file)
     # Train, and write what each checkpoint was trained on
     join_processes(recipe, chosen)
-    documents, number = f"{len(corpus.train.text_ids):,} documents", f"{len(layouts)} layout{'s' * (len(layouts) > 1)}"
+    documents, number = (
+        f"{len(corpus.train.text_ids):,} documents",
+        f"{len(layouts)} layout{'s' * (len(layouts) > 1)}",
+    )
     reporter.announce(f"retraining {number}, {recipe.branch.steps:,} steps each, on {documents}")
     checkpoints = []
     with reporter.bar("retraining") as bar:
@@ -88,7 +100,12 @@ def retrain(
 
 
 def _recipe(
-    layouts: Sequence[Layout], dense: Path, corpus: Corpus, length: float | int, device_name: str, reporter: Reporter
+    layouts: Sequence[Layout],
+    dense: Path,
+    corpus: Corpus,
+    length: float | int,
+    device_name: str,
+    reporter: Reporter,
 ) -> Recipe:
     """Return a recipe with as many steps as ``length`` says, or as fit in it. Raises ``UserError``: it is too short."""
     tokens = first_recipe.STEP_TOKENS["cuda" if device_name.startswith("cuda") else "cpu"]
@@ -103,7 +120,9 @@ def _recipe(
         return of(length)
     # Count the steps that fit in the time
     least = first_recipe.MIN_STEPS
-    planner = run_plan.Planner(of(least), Path(), Path(), device=device_name, announce=reporter.announce)
+    planner = run_plan.Planner(
+        of(least), Path(), Path(), device=device_name, announce=reporter.announce
+    )
     seconds = len(layouts) * planner.cost(variants.Variant.hybrid(layouts[0])).seconds(batch_size)
     if length < least * seconds:
         needed = units.format_seconds(least * seconds)
@@ -111,9 +130,14 @@ def _recipe(
             f"{least} steps of each layout, the minimum, take {needed} here: allow more time (--retrain)"
         )
     # Stop before the text is read too often
-    steps, most = int(length / seconds), max(least, _MAX_EPOCHS * corpus.train.num_blocks // batch_size)
+    steps, most = (
+        int(length / seconds),
+        max(least, _MAX_EPOCHS * corpus.train.num_blocks // batch_size),
+    )
     if steps > most:
-        reporter.announce(f"{most:,} steps, not {steps:,}: these read the text {_MAX_EPOCHS} times; more would overfit")
+        reporter.announce(
+            f"{most:,} steps, not {steps:,}: these read the text {_MAX_EPOCHS} times; more would overfit"
+        )
     return of(min(steps, most))
 
 
@@ -165,21 +189,36 @@ def train_hybrids(
     """
     _check(model, blocks, heldout)
     # Write the dense model that all runs start from
-    named, runs, corpus = dict(zero_shot.by_name(layouts)), Path(folder), Corpus(tokenizer, blocks, heldout)
+    named, runs, corpus = (
+        dict(zero_shot.by_name(layouts)),
+        Path(folder),
+        Corpus(tokenizer, blocks, heldout),
+    )
     distributed.on_main(lambda: _write(model, tokenizer, runs / "dense"))
-    checkpoint.forget_loaded(runs / "dense")  # earlier calls may have loaded the folder's former model
+    checkpoint.forget_loaded(
+        runs / "dense"
+    )  # earlier calls may have loaded the folder's former model
     # Train and compare
-    recipe = _recipe_of_blocks(runs / "dense", corpus, steps, batch_size, learning_rate, distill, seed=seed)
+    recipe = _recipe_of_blocks(
+        runs / "dense", corpus, steps, batch_size, learning_rate, distill, seed=seed
+    )
     recipe = recipe.resolve_precision(model.device.type)
     join_processes(recipe, model.device.type)
-    context = branches.BranchContext(recipe, corpus, runs / "dense", runs, model.device.type, Reporter.of(progress))
+    context = branches.BranchContext(
+        recipe, corpus, runs / "dense", runs, model.device.type, Reporter.of(progress)
+    )
     return hybrids.compare(context, named, dict.fromkeys(named, math.nan), runs, reference=False)
 
 
 def _check(model: PreTrainedModel, blocks: TokenBlocks, heldout: TokenBlocks) -> None:
     """Raise ``UserError`` unless the model is dense, and both texts have blocks of one length that fit it."""
-    if config_section.gate_config(model) is not None or config_section.checkpoint_layout(model) is not None:
-        raise errors.UserError("layouts are retrained from a dense model: call spkv_nas.detach(model) first")
+    if (
+        config_section.gate_config(model) is not None
+        or config_section.checkpoint_layout(model) is not None
+    ):
+        raise errors.UserError(
+            "layouts are retrained from a dense model: call spkv_nas.detach(model) first"
+        )
     for part in (blocks, heldout):
         micro_batch.check_blocks(model, part)
     if blocks.block_size != heldout.block_size:
@@ -209,7 +248,9 @@ def _recipe_of_blocks(
     """
     if learning_rate is None:
         num_parameters = checkpoint.read_size(str(dense)).without_embeddings
-        learning_rate = first_recipe.finished_model_rate(num_parameters, batch_size * corpus.train.block_size)
+        learning_rate = first_recipe.finished_model_rate(
+            num_parameters, batch_size * corpus.train.block_size
+        )
     branch = {
         "steps": steps,
         "batch_size": batch_size,

@@ -51,14 +51,18 @@ def newest_checkpoint(folder: Path) -> Path | None:
         return checkpoint
     # Explain why the run starts over
     if newest_first and not damaged:
-        damaged = [errors.UserError(f"{newest_first[0]} is incomplete: it has no {manifest.MANIFEST}")]
+        damaged = [
+            errors.UserError(f"{newest_first[0]} is incomplete: it has no {manifest.MANIFEST}")
+        ]
     _warn_of(damaged, "there is no other checkpoint: starting over")
     return None
 
 
 def newest_step(folder: Path) -> int:
     """Return the step of the newest complete checkpoint without checking its hashes; 0 if there is none."""
-    return max((_step(each) for each in _checkpoints(folder) if manifest.is_complete(each)), default=0)
+    return max(
+        (_step(each) for each in _checkpoints(folder) if manifest.is_complete(each)), default=0
+    )
 
 
 def remove_checkpoints(folder: Path, *, after: Path | None = None, keep: int = 0) -> None:
@@ -74,7 +78,11 @@ def remove_checkpoints(folder: Path, *, after: Path | None = None, keep: int = 0
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]{1,18}", path.name)]
+    return [
+        path
+        for path in folder.glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-[0-9]{1,18}", path.name)
+    ]
 
 
 def _step(checkpoint: Path) -> int:
@@ -99,7 +107,9 @@ def run_lock(folder: Path, announce: progress.Announce = progress.silent) -> Ite
         lock.free()
 
 
-def check_text(folder: Path, text: str, tokenizer: Path | None = None, *, key: str = "text") -> None:
+def check_text(
+    folder: Path, text: str, tokenizer: Path | None = None, *, key: str = "text"
+) -> None:
     """Record the hash of a run's text under ``key``, or check that it has not changed.
 
     The error names ``tokenizer``, the folder of the tokenizer that was trained on the text, if it exists. Raises
@@ -110,7 +120,11 @@ def check_text(folder: Path, text: str, tokenizer: Path | None = None, *, key: s
     if recorded is None:
         files.write_json(file, {key: text})
     elif recorded != text:
-        also = f" and {tokenizer.name} beside it" if tokenizer is not None and tokenizer.is_dir() else ""
+        also = (
+            f" and {tokenizer.name} beside it"
+            if tokenizer is not None and tokenizer.is_dir()
+            else ""
+        )
         raise errors.UserError(
             f"the text has changed since the run in {folder} started: a file was edited, added or removed\n"
             f"rename the recipe, or restore the text; to start over, remove that folder{also}"
@@ -133,7 +147,10 @@ def writing(checkpoint: Path) -> Iterator[None]:
 
 
 def save_run(
-    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, weights: dict[str, Tensor] | None, folder: Path
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: dict[str, Tensor] | None,
+    folder: Path,
 ) -> None:
     """Write the model and the training log of a finished run to a new folder, without a manifest.
 
@@ -165,7 +182,9 @@ def write_density_log(state: TrainerState, path: Path) -> None:
 
 def save_learned(model: nn.Module, checkpoint: Path) -> None:
     """Write the trainable parameters of a partly frozen model to a checkpoint."""
-    trainable = {name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad}
+    trainable = {
+        name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad
+    }
     checkpoint.mkdir(parents=True, exist_ok=True)
     save_file(trainable, checkpoint / _LEARNED)
 
@@ -184,8 +203,12 @@ def load_learned(model: nn.Module, checkpoint: Path) -> bool:
     # Check names and shapes
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     saved = _read_tensors(file)
-    if {name: p.shape for name, p in trainable.items()} != {name: value.shape for name, value in saved.items()}:
-        raise errors.UserError(f"{file} belongs to another model: remove its folder to start the run over")
+    if {name: p.shape for name, p in trainable.items()} != {
+        name: value.shape for name, value in saved.items()
+    }:
+        raise errors.UserError(
+            f"{file} belongs to another model: remove its folder to start the run over"
+        )
     # Copy the values
     with torch.no_grad():
         for name, parameter in trainable.items():
@@ -214,7 +237,9 @@ def save_optimizer_state(tensors: dict[str, Tensor], folder: Path) -> None:
         save_file(tensors, folder / OPTIMIZER_STATE)
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path | None) -> None:
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, path: Path | None
+) -> None:
     """Load AdamW's moments from ``save_optimizer_state``; parameters that the file lacks get zero moments.
 
     Without a file, zero moments are created explicitly, because a sharded checkpoint is loaded into existing tensors.
@@ -226,28 +251,42 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, pat
     of_torch = isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.AdamW)
     if saved and of_torch != any(key.endswith("::exp_avg") for key in saved):
         warnings.warn(
-            f"{path} belongs to another optimizer than the recipe's, which starts from a fresh state", stacklevel=2
+            f"{path} belongs to another optimizer than the recipe's, which starts from a fresh state",
+            stacklevel=2,
         )
         saved = {}
     # Fill the state of each trainable parameter
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        state = {key.removeprefix(f"{name}::"): value for key, value in saved.items() if key.startswith(f"{name}::")}
+        state = {
+            key.removeprefix(f"{name}::"): value
+            for key, value in saved.items()
+            if key.startswith(f"{name}::")
+        }
         if of_torch:
-            optimizer.state[parameter] = _moments(state, parameter, f"{path} is of another model: {name}")
+            optimizer.state[parameter] = _moments(
+                state, parameter, f"{path} is of another model: {name}"
+            )
         elif state:
             step = int(state.pop("step"))
-            optimizer.state[parameter] = {"step": step, **{k: v.to(parameter.device) for k, v in state.items()}}
+            optimizer.state[parameter] = {
+                "step": step,
+                **{k: v.to(parameter.device) for k, v in state.items()},
+            }
 
 
-def _moments(saved: Mapping[str, Tensor], parameter: Tensor, message_prefix: str) -> dict[str, Tensor]:
+def _moments(
+    saved: Mapping[str, Tensor], parameter: Tensor, message_prefix: str
+) -> dict[str, Tensor]:
     """Return torch's AdamW state for a parameter, zero where it was not saved; ``message_prefix`` begins errors."""
     step, *moments = (saved.get(key) for key in ("step", "exp_avg", "exp_avg_sq"))
     if any(value is not None and value.shape != parameter.shape for value in moments):
         raise errors.UserError(f"{message_prefix} has another shape")
     return {
-        "step": torch.zeros((), device=parameter.device) if step is None else step.to(parameter.device),
+        "step": torch.zeros((), device=parameter.device)
+        if step is None
+        else step.to(parameter.device),
         **{
             key: torch.zeros_like(parameter) if value is None else like(value, parameter)
             for key, value in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)

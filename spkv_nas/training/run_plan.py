@@ -69,9 +69,19 @@ class Plan:
 def summarize_runs(name: str, runs: Sequence[PlannedRun]) -> PlannedRun:
     """Summarize runs with the same number of steps as one."""
     finished = sum(run.state == FINISHED for run in runs)
-    state = FINISHED if finished == len(runs) else f"{finished} of {len(runs)} finished" if finished else ""
+    state = (
+        FINISHED
+        if finished == len(runs)
+        else f"{finished} of {len(runs)} finished"
+        if finished
+        else ""
+    )
     return PlannedRun(
-        f"{name}, {len(runs)}", runs[0].steps, sum(run.tokens for run in runs), sum(run.seconds for run in runs), state
+        f"{name}, {len(runs)}",
+        runs[0].steps,
+        sum(run.tokens for run in runs),
+        sum(run.seconds for run in runs),
+        state,
     )
 
 
@@ -80,7 +90,9 @@ def merge_plans(name: str, plans: Sequence[Plan]) -> Plan:
     first = max(plans, key=lambda plan: plan.memory)
     warned = [remark for plan in plans for remark in plan.remarks if remark.startswith(_WARNING)]
     runs = tuple(run for plan in plans for run in plan.runs)
-    return Plan(name, runs, tuple(dict.fromkeys([*first.remarks, *warned])), first.memory, first.available)
+    return Plan(
+        name, runs, tuple(dict.fromkeys([*first.remarks, *warned])), first.memory, first.available
+    )
 
 
 class Planner:
@@ -110,8 +122,14 @@ class Planner:
     def with_recipe(self, recipe: Recipe) -> "Planner":
         """Create a planner for another recipe in the same folders, which reuses measurements that apply to it."""
         sections = ("model", "tokenizer", "data")
-        text = self._text if recipe.content_hash(*sections) == self.recipe.content_hash(*sections) else None
-        planner = Planner(recipe, self._base, self._runs, device=self.device, announce=self._announce, text=text)
+        text = (
+            self._text
+            if recipe.content_hash(*sections) == self.recipe.content_hash(*sections)
+            else None
+        )
+        planner = Planner(
+            recipe, self._base, self._runs, device=self.device, announce=self._announce, text=text
+        )
         if _step_of(planner.recipe) == _step_of(self.recipe):
             planner._costs = self._costs
         planner.available = self.available
@@ -132,26 +150,36 @@ class Planner:
         """Return the recipe's tokenizer; a BPE that does not exist yet is trained in memory."""
         recipe = self.recipe
         if recipe.tokenizer is None or recipe.tokenizer.path is not None:
-            return load_tokenizer(str(recipe.tokenizer.path if recipe.tokenizer else recipe.model.path))
+            return load_tokenizer(
+                str(recipe.tokenizer.path if recipe.tokenizer else recipe.model.path)
+            )
         if self._has_dense:
             return load_tokenizer(self.dense_path)
         assert recipe.tokenizer.vocab_size is not None
         self._announce("training a tokenizer, to count tokens with")
-        return train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, self._base, recipe.tokenizer.bos)
+        return train_tokenizer(
+            recipe.data, recipe.tokenizer.vocab_size, self._base, recipe.tokenizer.bos
+        )
 
     @property
     def text(self) -> first_recipe.TextSize:
         """Return the size of the recipe's text."""
         if self._text is None:
             self._announce("counting the tokens of the text")
-            self._text = first_recipe.count_text(self.recipe.data.sources, self._base, self.tokenizer)
+            self._text = first_recipe.count_text(
+                self.recipe.data.sources, self._base, self.tokenizer
+            )
         return self._text
 
     @cached_property
     def size(self) -> ModelSize:
         """Return the size of the model without gates."""
         path = self.recipe.model.path
-        return config_size(dense.new_config(self.recipe, self.tokenizer)) if path is None else read_size(path)
+        return (
+            config_size(dense.new_config(self.recipe, self.tokenizer))
+            if path is None
+            else read_size(path)
+        )
 
     def dense(self) -> list[PlannedRun]:
         """Plan the run of the dense model; the list is empty if the recipe names an existing model."""
@@ -168,7 +196,11 @@ class Planner:
         done = 0
         if self._has_dense:
             folder = branches.branch_folder(recipe, self.dense_path, self._runs, variant, seed)
-            done = phase.steps if branches.is_finished(folder / "final") else run_files.newest_step(folder)
+            done = (
+                phase.steps
+                if branches.is_finished(folder / "final")
+                else run_files.newest_step(folder)
+            )
         return self._run(name, phase, done, variant)
 
     def new_branch(self, name: str, variant: Variant) -> PlannedRun:
@@ -176,10 +208,17 @@ class Planner:
         return self._run(name, self.recipe.branch, 0, variant)
 
     def heldout_pass(
-        self, name: str, variant: Variant, times: float = 1, tokens: int | None = None, effort: float = 1
+        self,
+        name: str,
+        variant: Variant,
+        times: float = 1,
+        tokens: int | None = None,
+        effort: float = 1,
     ) -> PlannedRun:
         """Plan ``times`` passes over held-out text, or ``tokens`` of it, each as costly as ``effort`` forward ones."""
-        num_tokens = round(times * (self.text.heldout(self.recipe.data) if tokens is None else tokens))
+        num_tokens = round(
+            times * (self.text.heldout(self.recipe.data) if tokens is None else tokens)
+        )
         return PlannedRun(name, 0, num_tokens, effort * self._forward_seconds(variant, num_tokens))
 
     def cost(self, variant: Variant) -> StepCost:
@@ -196,11 +235,23 @@ class Planner:
         micro_batch_size = max(phase.per_device_train_batch_size for phase in self._arguments)
         trains = any(run.steps and run.state != FINISHED for run in runs)
         needed = max(self.memory(kind, micro_batch_size) for kind in self._costs) if trains else 0
-        warned = [f"{_WARNING}{line}" for line in self.recipe.warnings()] if Kind.SP_KV in self._costs else []
-        return Plan(self.recipe.name, runs, (*self._remarks(needed), *warned), needed, self.available)
+        warned = (
+            [f"{_WARNING}{line}" for line in self.recipe.warnings()]
+            if Kind.SP_KV in self._costs
+            else []
+        )
+        return Plan(
+            self.recipe.name, runs, (*self._remarks(needed), *warned), needed, self.available
+        )
 
     def _run(
-        self, name: str, phase: DenseConfig | BranchConfig, done: int, variant: Variant, *, evaluated: bool = True
+        self,
+        name: str,
+        phase: DenseConfig | BranchConfig,
+        done: int,
+        variant: Variant,
+        *,
+        evaluated: bool = True,
     ) -> PlannedRun:
         """Plan the remaining steps of a run after ``done`` steps."""
         remaining = phase.steps - done
@@ -210,7 +261,9 @@ class Planner:
         seconds = remaining * self.cost(variant).seconds(phase.batch_size)
         if evaluated:
             seconds += self._forward_seconds(variant, self.text.heldout(self.recipe.data))
-        return PlannedRun(name, phase.steps, tokens, seconds, f"resumes from step {done}" if done else "")
+        return PlannedRun(
+            name, phase.steps, tokens, seconds, f"resumes from step {done}" if done else ""
+        )
 
     def _forward_seconds(self, variant: Variant, tokens: int) -> float:
         return self.cost(variant).forward_seconds * tokens / self.recipe.data.block_size
@@ -219,28 +272,41 @@ class Planner:
     def _arguments(self) -> list[TrainingArguments]:
         """Return the training arguments of the dense phase, if any, and the branch phase."""
         phases = [phase for phase in (self.recipe.dense, self.recipe.branch) if phase is not None]
-        return [arguments.training_arguments(self.recipe, phase, self._runs, device=self.device) for phase in phases]
+        return [
+            arguments.training_arguments(self.recipe, phase, self._runs, device=self.device)
+            for phase in phases
+        ]
 
     @cached_property
     def _stages(self) -> stage_costs.Stages:
         """Return the formulas of memory and FLOPs for the recipe's model on the device."""
         chunk = memory.chunk_bytes(self.device)
         site = stage_costs.Site(self.device, math.inf, is_cpu=self.device == "cpu", chunk=chunk)
-        return stage_costs.Stages(self.size, self.recipe.gates.of_model(), site, self.recipe.data.block_size, 1)
+        return stage_costs.Stages(
+            self.size, self.recipe.gates.of_model(), site, self.recipe.data.block_size, 1
+        )
 
     def _training(self, kind: Kind) -> stage_costs.Training:
         """Return how the branch of a kind of variant is trained."""
         bfloat16, gated = self._arguments[-1].bf16, kind is Kind.SP_KV
-        return how_trained(self.recipe, self.recipe.branch, self.size, bfloat16=bfloat16, gated=gated)
+        return how_trained(
+            self.recipe, self.recipe.branch, self.size, bfloat16=bfloat16, gated=gated
+        )
 
     def memory(self, kind: Kind, blocks: int) -> int:
         """Return the peak bytes of a training step with micro-batches of ``blocks``; 0: without activations."""
-        return round(self._stages.training_bytes(self._training(kind), 1, blocks, gated=kind is Kind.SP_KV).total)
+        return round(
+            self._stages.training_bytes(
+                self._training(kind), 1, blocks, gated=kind is Kind.SP_KV
+            ).total
+        )
 
     def fitting_blocks(self, kind: Kind) -> int:
         """Return the largest micro-batch size whose step fits in ``ROOM``, up to that of the recipe, or 0."""
         largest = self._arguments[-1].per_device_train_batch_size
-        return formulas.largest_fit(largest, ROOM * self.available, lambda blocks: self.memory(kind, blocks))
+        return formulas.largest_fit(
+            largest, ROOM * self.available, lambda blocks: self.memory(kind, blocks)
+        )
 
     def _cost(self, variant: Variant) -> StepCost:
         """Time a step, or estimate its time if a trial would take too much memory or time."""
@@ -256,7 +322,13 @@ class Planner:
         branch_setup.apply_variant(model, recipe, variant, recipe.seed)
         loss = branch_setup.distillation(recipe, variant, model, lambda: self._model(variant))
         try:
-            return measure(model, (num_blocks, recipe.data.block_size), training, device=device, distillation=loss)
+            return measure(
+                model,
+                (num_blocks, recipe.data.block_size),
+                training,
+                device=device,
+                distillation=loss,
+            )
         except (torch.OutOfMemoryError, MemoryError):  # the plan reports the memory needed
             return guess
 
@@ -280,7 +352,11 @@ class Planner:
             yield f"every run of {recipe.branch.steps} steps reads that text {epochs:.1f} times"
         # Time
         cost = next(iter(self._costs.values()))
-        method = "timed" if cost.is_measured else "estimated by FLOPs, at half the speed of a matrix product,"
+        method = (
+            "timed"
+            if cost.is_measured
+            else "estimated by FLOPs, at half the speed of a matrix product,"
+        )
         yield f"time: {method} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
         # Memory, if anything is left to train
         takes, free = units.format_bytes(needed), units.format_bytes(self.available)
@@ -297,8 +373,17 @@ class Planner:
 
 def _step_of(recipe: Recipe) -> list[object]:
     """Return a key that changes with the computation of a training step."""
-    gates = recipe.gates.model_dump(include={"predictor", "hidden_size", "kernel_size", "window", "heads", "training"})
-    sections = ("model", "tokenizer", "data", "precision", "micro_batch_size", "gradient_checkpointing")
+    gates = recipe.gates.model_dump(
+        include={"predictor", "hidden_size", "kernel_size", "window", "heads", "training"}
+    )
+    sections = (
+        "model",
+        "tokenizer",
+        "data",
+        "precision",
+        "micro_batch_size",
+        "gradient_checkpointing",
+    )
     hashed = recipe.content_hash(*sections, "lora", "optimizer")
     branch = recipe.branch
     return [hashed, branch.batch_size, branch.distill, branch.sinks, gates, recipe.gates.mode]

@@ -22,7 +22,9 @@ from spkv_nas.model.learned_sinks import learned_sinks
 def shard_added_modules(model: torch.nn.Module, plugin: Any, *, bfloat16: bool) -> None:
     """Make predictors and learned sinks FSDP units of accelerate's ``plugin``, and set the precision of the others."""
     if bfloat16:
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
     for module in (*gates.predictors(model).values(), *learned_sinks(model)):
         if not isinstance(module, FSDPModule):
             fully_shard(module, offload_policy=plugin.cpu_offload)
@@ -67,7 +69,9 @@ def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     tensor = tensor.to(parameter.device, parameter.dtype)
     if not isinstance(parameter, DTensor):
         return tensor
-    sharded = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    sharded = distribute_tensor(
+        tensor, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
     return sharded.to(parameter.device)  # offloaded parameters are not on the device of their mesh
 
 

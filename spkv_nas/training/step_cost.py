@@ -46,12 +46,19 @@ class StepCost:
 
 
 def how_trained(
-    recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, *, bfloat16: bool, gated: bool = False
+    recipe: Recipe,
+    phase: DenseConfig | BranchConfig,
+    size: ModelSize,
+    *,
+    bfloat16: bool,
+    gated: bool = False,
 ) -> stage_costs.Training:
     """Return the settings that determine the cost of a dense or branch phase; ``gated`` for an SP-KV branch."""
     # A dense model that the recipe trains is float32
     path = recipe.model.path
-    frozen_item = formulas.FLOAT32 if path is None else frozen_dtype(path, bfloat16=bfloat16).itemsize
+    frozen_item = (
+        formulas.FLOAT32 if path is None else frozen_dtype(path, bfloat16=bfloat16).itemsize
+    )
     # Translate the settings that both kinds of phase have
     training = stage_costs.Training(
         phase.steps,
@@ -96,13 +103,21 @@ def measure(
     begin_pass = None if distillation is None else distillation.begin_pass
     if distillation is not None:
         distillation.teacher.model.to(device)
-    tokens = torch.randint(vocabulary_size(model), shape, generator=torch.Generator().manual_seed(0)).to(device)
-    autocast = partial(torch.autocast, torch.device(device).type, torch.bfloat16, enabled=training.bfloat16)
+    tokens = torch.randint(
+        vocabulary_size(model), shape, generator=torch.Generator().manual_seed(0)
+    ).to(device)
+    autocast = partial(
+        torch.autocast, torch.device(device).type, torch.bfloat16, enabled=training.bfloat16
+    )
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-6, fused=True)
 
     def train() -> None:
-        with autocast(), loss_in_chunks(model, begin_pass), recomputed(model) if training.recomputes else nullcontext():
+        with (
+            autocast(),
+            loss_in_chunks(model, begin_pass),
+            recomputed(model) if training.recomputes else nullcontext(),
+        ):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
 
@@ -119,7 +134,9 @@ def measure(
     return StepCost(pass_seconds / shape[0], forward_seconds / shape[0], update, is_measured=True)
 
 
-def estimate(stages: stage_costs.Stages, training: stage_costs.Training, *, gated: bool) -> StepCost:
+def estimate(
+    stages: stage_costs.Stages, training: stage_costs.Training, *, gated: bool
+) -> StepCost:
     """Estimate the time of a training step from FLOPs, at half the measured speed of a matrix product."""
     speed = EFFICIENCY * matmul_speed(stages.site.name, bfloat16=training.bfloat16)
     block = replace(training, steps=1, batch_size=1, micro_batch_size=None)
@@ -150,6 +167,8 @@ def _seconds(call: Callable[[], object], device: str) -> float:
 def matmul_speed(device: str, *, bfloat16: bool) -> float:
     """Measure the FLOP/s of a product of two square matrices."""
     width = 2048
-    x = torch.randn(width, width, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32)
+    x = torch.randn(
+        width, width, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32
+    )
     first = _seconds(lambda: x @ x, device)
     return 2 * width**3 / min(first, _median(lambda: x @ x, device, 0.0))

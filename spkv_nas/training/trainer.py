@@ -61,7 +61,11 @@ class SPKVTrainer(Trainer):
     ) -> None:
         """Create the trainer and its callbacks; further arguments are those of ``Trainer``."""
         super().__init__(*args, **kwargs)
-        self._title, self._reporter, self._progress = title, reporter, callbacks.TokenProgressCallback()
+        self._title, self._reporter, self._progress = (
+            title,
+            reporter,
+            callbacks.TokenProgressCallback(),
+        )
         self.add_callback(self._progress)
         # Store how to train, and the largest weight to accept
         self._schedule = schedule
@@ -78,9 +82,13 @@ class SPKVTrainer(Trainer):
             self.add_callback(callbacks.EndWandbRun())
         self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
         self._last_log: tuple[int, float] | None = None  # step and time of the last log
-        self._recorded: list[tuple[int, str, torch.Tensor]] = []  # step, name and value of numbers to check
+        self._recorded: list[
+            tuple[int, str, torch.Tensor]
+        ] = []  # step, name and value of numbers to check
         # Add the callback of gates
-        self._phases = None if gates is None else callbacks.GatePhaseCallback(gates, self._gate_options)
+        self._phases = (
+            None if gates is None else callbacks.GatePhaseCallback(gates, self._gate_options)
+        )
         if self._phases is not None:
             self.add_callback(self._phases)
 
@@ -93,7 +101,11 @@ class SPKVTrainer(Trainer):
             Interrupted: a signal stopped the run, after a checkpoint of its last step was saved.
         """
         # Check the text and the checkpoint
-        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * num_processes()
+        batch = (
+            self.args.per_device_train_batch_size
+            * self.args.gradient_accumulation_steps
+            * num_processes()
+        )
         if len(self.train_dataset) < batch:
             raise UserError(
                 f"the training text gives {len(self.train_dataset)} blocks, fewer than one batch of {batch}\n"
@@ -141,15 +153,22 @@ class SPKVTrainer(Trainer):
         # Shard predictors and learned sinks before the optimizer refers to them
         if self.args.fsdp:
             if not self.is_fsdp_enabled:
-                raise UserError(f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would hold all")
+                raise UserError(
+                    f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would hold all"
+                )
             plugin = self.accelerator.state.fsdp_plugin
             sharding.shard_added_modules(model, plugin, bfloat16=self.args.bf16)
-            if self._distillation is not None and (teacher := self._distillation.teacher.model) is not model:
+            if (
+                self._distillation is not None
+                and (teacher := self._distillation.teacher.model) is not model
+            ):
                 sharding.shard_teacher(teacher, plugin)
         self.optimizer = arguments.make_optimizer(model, self.args, self._gate_options)
         # Remember the names of parameters, by which create_scheduler finds their shards
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self._group_names = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
+        self._group_names = [
+            [names[p] for p in group["params"]] for group in self.optimizer.param_groups
+        ]
         return self.optimizer
 
     def create_scheduler(
@@ -181,8 +200,15 @@ class SPKVTrainer(Trainer):
             step, now = self.state.global_step, time.perf_counter()
             last_step, start = self._last_log or (step, now)
             args = self.args
-            step_tokens = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self._length
-            logs["tokens_per_second"] = int(step_tokens) * (step - last_step) / max(now - start, 1e-9)
+            step_tokens = (
+                args.train_batch_size
+                * args.gradient_accumulation_steps
+                * args.world_size
+                * self._length
+            )
+            logs["tokens_per_second"] = (
+                int(step_tokens) * (step - last_step) / max(now - start, 1e-9)
+            )
             self._last_log = (step, now)
             logs |= {} if self._distillation is None else self._distillation.take_means()
             heads = self._phases.density if self._phases is not None else None
@@ -196,26 +222,38 @@ class SPKVTrainer(Trainer):
         if heads is not None:
             self.state.log_history[-1]["head_density"] = heads.round(4).tolist()
 
-    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Compute the next-token loss, and record it for ``_check_recorded``."""
         self._last_log = self._last_log or (self.state.global_step, time.perf_counter())
         # Without position_ids there are no packed documents, for which transformers would search, and wait, every time
-        unpacked = replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+        unpacked = replaced(
+            masking_utils, "find_packed_sequence_indices", lambda position_ids: None
+        )
         with nullcontext() if "position_ids" in inputs else unpacked:
             result = super().compute_loss(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self.model.training:
             self._recorded.append((self.state.global_step, "loss", loss.detach()))
             replicated = self.args.world_size > 1 and not self.args.fsdp
-            if replicated and self._phases is not None and self._phases.frozen(self.state.global_step):
+            if (
+                replicated
+                and self._phases is not None
+                and self._phases.frozen(self.state.global_step)
+            ):
                 # DDP waits for a gradient of every parameter, so keep frozen predictors in the graph
-                return loss + 0.0 * sum((p.sum() for p in predictor_parameters(self.model)), start=0.0)
+                return loss + 0.0 * sum(
+                    (p.sum() for p in predictor_parameters(self.model)), start=0.0
+                )
         return result
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Save a checkpoint after checking that all numbers are finite, and complete it with a manifest."""
         if self._phases is not None:
-            self._recorded.append((self.state.global_step, "price of keys", torch.as_tensor(self._phases.price)))
+            self._recorded.append(
+                (self.state.global_step, "price of keys", torch.as_tensor(self._phases.price))
+            )
         self._check_recorded()
         self.check_finite()
         self._log_state.take()
@@ -227,7 +265,9 @@ class SPKVTrainer(Trainer):
         # By step, after the new one is complete; transformers would go by file times
         on_main(lambda: run_files.remove_checkpoints(self._folder, keep=run_files.KEPT))
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         """Save the model, or only its trainable parameters if some are frozen: setup restores the others."""
         if all(parameter.requires_grad for parameter in self.model.parameters()):
             with weight_files.default_generation(self.model):
@@ -235,7 +275,9 @@ class SPKVTrainer(Trainer):
         elif self.args.should_save:
             run_files.save_learned(self.model, Path(output_dir or self.args.output_dir))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
+    ) -> None:
         if not run_files.load_learned(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -247,12 +289,20 @@ class SPKVTrainer(Trainer):
         """
         parameters = dict(self.model.named_parameters())
         sizes = {name: _largest(p) for name, p in parameters.items()}
-        states = {name: map(_largest, self.optimizer.state.get(p, {}).values()) for name, p in parameters.items()}
-        bad = next((name for name in sizes if not all(map(math.isfinite, (sizes[name], *states[name])))), None)
+        states = {
+            name: map(_largest, self.optimizer.state.get(p, {}).values())
+            for name, p in parameters.items()
+        }
+        bad = next(
+            (name for name in sizes if not all(map(math.isfinite, (sizes[name], *states[name])))),
+            None,
+        )
         if sum_over_processes(torch.tensor(float(bad is not None))) > 0:
             self._stop(f"weight {bad}" if bad else "weight of another process", math.nan)
         # Among those that are trained
-        name = max((name for name, p in parameters.items() if p.requires_grad), key=sizes.__getitem__)
+        name = max(
+            (name for name, p in parameters.items() if p.requires_grad), key=sizes.__getitem__
+        )
         if sum_over_processes(torch.tensor(float(sizes[name] > self._max_weight))) > 0:
             self._stop(f"largest weight, of {name},", sizes[name])
 
@@ -272,7 +322,9 @@ class SPKVTrainer(Trainer):
         """Stop the run on all ranks if a loss or gradient norm since the last call is not finite, naming the first."""
         if not self._recorded:
             return
-        values = torch.stack([sharding.whole(value).float().to(self.args.device) for _, _, value in self._recorded])
+        values = torch.stack(
+            [sharding.whole(value).float().to(self.args.device) for _, _, value in self._recorded]
+        )
         means = (sum_over_processes(values) / num_processes()).tolist()
         for (step, what, _), mean in zip(self._recorded, means, strict=True):
             if not math.isfinite(mean):
@@ -290,7 +342,9 @@ class SPKVTrainer(Trainer):
         )
 
 
-def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTrainer], least: int = 1) -> SPKVTrainer:
+def train_in_fitting_passes(
+    recipe: Recipe, begin: Callable[[Recipe], SPKVTrainer], least: int = 1
+) -> SPKVTrainer:
     """Train or resume a run with the trainer of ``begin(recipe)``, halving the micro-batch whenever memory runs out.
 
     The option ``auto_find_batch_size`` of transformers would reduce the batch. Here the run restarts from its last
@@ -308,12 +362,17 @@ def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTraine
             if size == least or not memory.is_short_of_memory(error):
                 raise
             if num_processes() > 1:  # the other ranks are waiting for this one
-                raise UserError(f"out of memory for {size} blocks per pass: set a smaller micro_batch_size") from error
+                raise UserError(
+                    f"out of memory for {size} blocks per pass: set a smaller micro_batch_size"
+                ) from error
         # Free the memory, and resume with half the blocks
         del trainer
         memory.empty_cache()
         fewer = max(size // 2, least)
-        warnings.warn(f"out of memory for {size} blocks per pass: continuing with at most {fewer}", stacklevel=2)
+        warnings.warn(
+            f"out of memory for {size} blocks per pass: continuing with at most {fewer}",
+            stacklevel=2,
+        )
         recipe = recipe.model_copy(update={"micro_batch_size": fewer})
 
 

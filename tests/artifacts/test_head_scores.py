@@ -20,7 +20,9 @@ from spkv_nas.base.files import write_npz
 HEADER = "layer,kv_head,density"
 
 
-def rows(density: object, domain: str = "all", num_tokens: int = 1, standard_error: float = math.nan) -> pd.DataFrame:
+def rows(
+    density: object, domain: str = "all", num_tokens: int = 1, standard_error: float = math.nan
+) -> pd.DataFrame:
     """Return one row per entry of ``density`` [L, Hkv]."""
     grid = np.asarray(density, dtype=float)
     layer, head = (axis.ravel() for axis in np.indices(grid.shape))
@@ -36,9 +38,18 @@ def probed(seed: int = 0) -> tuple[HeadScores, np.ndarray]:
     edges = np.linspace(-8, 8, 161)
     bins = np.searchsorted(edges, logits, side="right")
     counts = np.stack([(bins == i).sum(-1) for i in range(len(edges) + 1)], axis=-1)
-    parts = [rows((logits[i] >= 0).mean(-1), name, 400, 0.01) for i, name in enumerate(("code", "docs"))]
+    parts = [
+        rows((logits[i] >= 0).mean(-1), name, 400, 0.01) for i, name in enumerate(("code", "docs"))
+    ]
     positions = pd.DataFrame(
-        {"layer": [0], "kv_head": [0], "start": [0], "end": [8], "density": [0.25], "num_tokens": [8]}
+        {
+            "layer": [0],
+            "kv_head": [0],
+            "start": [0],
+            "end": [8],
+            "density": [0.25],
+            "num_tokens": [8],
+        }
     )
     table = HeadScores(
         "p",
@@ -60,7 +71,8 @@ def test_domains_are_weighted_by_their_tokens() -> None:
     assert table.domains == ("code", "docs")
     assert (table.num_layers, table.num_kv_heads, table.num_heads) == (1, 2, 2)
     assert (
-        repr(table) == "HeadScores('p', 1 layers x 2 KV heads, signal density, kind density, unit share of tokens kept)"
+        repr(table)
+        == "HeadScores('p', 1 layers x 2 KV heads, signal density, kind density, unit share of tokens kept)"
     )
     assert table.mean == pytest.approx(0.4)
     assert table.std == pytest.approx(0.1)
@@ -85,7 +97,11 @@ def test_extreme_thresholds() -> None:
 def test_values_at_one_threshold_are_not_used_at_another(tmp_path: Path) -> None:
     table = probed()[0].at_tau(0.7)
     assert np.isnan(table.standard_error).all()
-    assert (table.tau, table.tau_of_positions, table.at_tau(0.9).tau_of_positions) == (0.7, 0.5, 0.5)
+    assert (table.tau, table.tau_of_positions, table.at_tau(0.9).tau_of_positions) == (
+        0.7,
+        0.5,
+        0.5,
+    )
     table.write(tmp_path)
     assert not (tmp_path / "positions.csv").exists()
 
@@ -110,8 +126,12 @@ def test_table_without_histogram_has_one_threshold() -> None:
         table.tau_for_density(0.3)
 
 
-@pytest.mark.parametrize(("density", "words"), [(0.99, ("100%", "nearly everything")), (0.01, ("nearly nothing",))])
-def test_diagnosis_of_gates_that_have_not_differentiated(density: float, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("density", "words"), [(0.99, ("100%", "nearly everything")), (0.01, ("nearly nothing",))]
+)
+def test_diagnosis_of_gates_that_have_not_differentiated(
+    density: float, words: tuple[str, ...]
+) -> None:
     (sentence,) = HeadScores("p", rows(np.full((4, 3), density))).diagnosis()
     assert all(word in sentence for word in words)
     assert "steps" in sentence
@@ -138,7 +158,12 @@ def test_round_trip(tmp_path: Path) -> None:
     result = HeadScores.read(tmp_path / "p")
     np.testing.assert_allclose(result.density, table.density, rtol=1e-5)
     np.testing.assert_allclose(result.standard_error, table.standard_error, rtol=1e-5)
-    assert (result.name, result.tau, result.window, result.domains) == ("p", 0.5, 32, ("code", "docs"))
+    assert (result.name, result.tau, result.window, result.domains) == (
+        "p",
+        0.5,
+        32,
+        ("code", "docs"),
+    )
     assert result.metadata["seed"] == 7
     assert result.histogram is not None
     assert table.histogram is not None
@@ -200,7 +225,10 @@ def test_missing_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        (f"{HEADER}\n0,0,0.5\n3000000000,0,0.5\n", ["missing", "layer 1, KV head 0"]),  # listed every hole: never ended
+        (
+            f"{HEADER}\n0,0,0.5\n3000000000,0,0.5\n",
+            ["missing", "layer 1, KV head 0"],
+        ),  # listed every hole: never ended
         (f"{HEADER}\n\n0,0,0.5\n\n0,1,x\n", ["line 5"]),
         (f"{HEADER}\n0,0,0.5,1\n1,0,0.5,1\n", ["line 2", "4 values for 3 columns"]),
         (f"{HEADER},num_token\n0,0,0.5,9\n", ["unknown", "'num_token'"]),
@@ -227,7 +255,9 @@ def test_damaged_file_beside_the_table_is_named(tmp_path: Path, name: str, conte
     probed()[0].write(tmp_path)
     (tmp_path / name).write_text(content)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a table that has changed is also warned about
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # a table that has changed is also warned about
         with pytest.raises(UserError, match=name):
             HeadScores.read(tmp_path)
 
@@ -248,7 +278,9 @@ def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
         except UserError as error:
             messages.append(str(error))
     assert len(messages) > 200
-    assert all("histogram.npz is damaged: " in text and text.endswith("\nprobe again") for text in messages)
+    assert all(
+        "histogram.npz is damaged: " in text and text.endswith("\nprobe again") for text in messages
+    )
     path.write_bytes(sound)
     assert read_npz(path, ("counts",), "")["counts"].tolist() == [1, 1, 1]
     with pytest.raises(UserError, match="bins"):
@@ -280,7 +312,9 @@ def test_columns_keep_their_types(tmp_path: Path) -> None:
 def test_metadata_with_one_value_under_two_keys(tmp_path: Path) -> None:
     """YAML must not write the second as an alias, which the strict reader refuses."""
     shared = {"layers": 2}
-    HeadScores("p", rows([[0.5]]), metadata={"model": shared, "recipe": {"model": shared}}).write(tmp_path)
+    HeadScores("p", rows([[0.5]]), metadata={"model": shared, "recipe": {"model": shared}}).write(
+        tmp_path
+    )
     assert HeadScores.read(tmp_path).metadata["recipe"] == {"model": shared}
 
 

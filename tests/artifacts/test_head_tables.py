@@ -21,14 +21,18 @@ COMMITTED = ROOT / "probes"
         ("stdlib-21x3-head-gates", "share", "gate in [0, 1]", "score"),
     ],
 )
-def test_committed_tables_are_written_as_they_are(name: str, kind: str, unit: str, column: str, tmp_path: Path) -> None:
+def test_committed_tables_are_written_as_they_are(
+    name: str, kind: str, unit: str, column: str, tmp_path: Path
+) -> None:
     table = HeadScores.read(COMMITTED / name)
     assert (table.kind, table.measure.unit) == (kind, unit)
     table.write(tmp_path)
     rows = (tmp_path / "density.csv").read_text()
     assert rows == (COMMITTED / name / "density.csv").read_text()
     assert rows.startswith(f"layer,kv_head,{column},")
-    assert read_yaml(tmp_path / "probe.yaml", "probe") == read_yaml(COMMITTED / name / "probe.yaml", "probe")
+    assert read_yaml(tmp_path / "probe.yaml", "probe") == read_yaml(
+        COMMITTED / name / "probe.yaml", "probe"
+    )
     assert HeadScores.read(tmp_path).content_hash == table.content_hash
 
 
@@ -54,13 +58,20 @@ def test_tables_made_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "kind", "noun", "unit"),
     [
-        ("signal: add-one-head\nkind: gain\nunit: nats per token\n", "gain", "add-one-head gain", "nats per token"),
+        (
+            "signal: add-one-head\nkind: gain\nunit: nats per token\n",
+            "gain",
+            "add-one-head gain",
+            "nats per token",
+        ),
         ("signal: duo\nkind: share\n", "share", "duo score", "share in [0, 1]"),
         ("signal: nobody\nkind: score\nunit: metres\n", "score", "nobody score", "metres"),
         ("signal: nobody\nkind: gain\nunit: bits\n", "gain", "nobody gain", "bits"),
     ],
 )
-def test_record_states_kind_and_unit(record: str, kind: str, noun: str, unit: str, tmp_path: Path) -> None:
+def test_record_states_kind_and_unit(
+    record: str, kind: str, noun: str, unit: str, tmp_path: Path
+) -> None:
     """Also of signals that are not installed."""
     table = HeadScores.read(made(tmp_path, "score", record))
     assert (table.kind, table.measure.noun, table.measure.unit) == (kind, noun, unit)
@@ -73,12 +84,29 @@ def test_record_states_kind_and_unit(record: str, kind: str, noun: str, unit: st
         ("score", "signal: density\nkind: density\n", 0.5, "column 'density' is missing"),
         ("density", "signal: duo\nkind: share\n", 0.5, "column 'score' is missing"),
         ("density", "", -0.5, r"column 'density' must be a number in \[0, 1\]"),
-        ("score", "signal: duo\nkind: share\n", 1.5, r"column 'score' must be a number in \[0, 1\]"),
-        ("score", "signal: a\nkind: gain\n", 1e4, r"column 'score' must be a number in \[-1000, 1000\]"),
-        ("score", "signal: a\nkind: score\n", 1e10, r"column 'score' must be a number in \[-1e\+09, 1e\+09\]"),
+        (
+            "score",
+            "signal: duo\nkind: share\n",
+            1.5,
+            r"column 'score' must be a number in \[0, 1\]",
+        ),
+        (
+            "score",
+            "signal: a\nkind: gain\n",
+            1e4,
+            r"column 'score' must be a number in \[-1000, 1000\]",
+        ),
+        (
+            "score",
+            "signal: a\nkind: score\n",
+            1e10,
+            r"column 'score' must be a number in \[-1e\+09, 1e\+09\]",
+        ),
         ("score", "signal: a\nkind: weight\n", 0.5, "kind"),
     ],
 )
-def test_damaged_tables(column: str, record: str, value: float, message: str, tmp_path: Path) -> None:
+def test_damaged_tables(
+    column: str, record: str, value: float, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         HeadScores.read(made(tmp_path, column, record, value))

@@ -16,13 +16,25 @@ from spkv_nas.artifacts.proposal import Difference
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml, yaml_text
 
-PROVENANCE = {"probe": "p", "budget": 3, "coverage": 0.684, "tau": 0.5, "seed": None, "created_by": "spkv-nas 0.1.0"}
+PROVENANCE = {
+    "probe": "p",
+    "budget": 3,
+    "coverage": 0.684,
+    "tau": 0.5,
+    "seed": None,
+    "created_by": "spkv-nas 0.1.0",
+}
 FILE = "format: spkv-nas/layout/1\nwindow: 8\nheads: [GLG, LLL]\n"
 
 
 def test_properties() -> None:
     layout = Layout(("GLG", "GGG", "LLL"), window=8)
-    assert (layout.num_layers, layout.num_kv_heads, layout.num_heads, layout.num_global) == (3, 3, 9, 5)
+    assert (layout.num_layers, layout.num_kv_heads, layout.num_heads, layout.num_global) == (
+        3,
+        3,
+        9,
+        5,
+    )
     assert layout.global_layers == (1,)
     assert not layout.is_layerwise
     assert Layout(("GG", "LL"), window=8).is_layerwise
@@ -43,7 +55,16 @@ def test_mask_must_be_a_boolean_grid(mask: np.ndarray) -> None:
 def test_content_hash_is_of_grid_and_window_only() -> None:
     layout = Layout(("GL", "LL"), 8, "a", {"seed": 1})
     assert layout.content_hash == Layout(("GL", "LL"), 8, "b").content_hash
-    assert len({layout.content_hash, Layout(("GL", "LL"), 9).content_hash, Layout(("GLLL",), 8).content_hash}) == 3
+    assert (
+        len(
+            {
+                layout.content_hash,
+                Layout(("GL", "LL"), 9).content_hash,
+                Layout(("GLLL",), 8).content_hash,
+            }
+        )
+        == 3
+    )
     assert hash(layout) == hash(Layout(("GL", "LL"), 8, "a"))
 
 
@@ -66,7 +87,11 @@ class TestSinks:
 
     def test_hash_contains_them_unless_there_are_none(self) -> None:
         layouts = [replace(self.LAYOUT, sinks=number) for number in (0, 1, 4)]
-        assert [layout.content for layout in layouts] == ["8\nGL/LL", "8\nGL/LL\nsinks 1", "8\nGL/LL\nsinks 4"]
+        assert [layout.content for layout in layouts] == [
+            "8\nGL/LL",
+            "8\nGL/LL\nsinks 1",
+            "8\nGL/LL\nsinks 4",
+        ]
         assert len({layout.content_hash for layout in layouts}) == 3
 
     def test_an_edit_is_noticed(self, tmp_path: Path) -> None:
@@ -84,7 +109,10 @@ class TestSinks:
             "window 8, 4 sink tokens",
         ]
         assert "1 of 4 KV heads global, window 8, 4 sink tokens" in self.LAYOUT._repr_html_()
-        assert Layout.from_mask(self.LAYOUT.global_mask, window=8, strategy="a", sinks=4) == self.LAYOUT
+        assert (
+            Layout.from_mask(self.LAYOUT.global_mask, window=8, strategy="a", sinks=4)
+            == self.LAYOUT
+        )
 
     @pytest.mark.parametrize("sinks", ["-1", "2147483648", "true", "1.5"])
     def test_out_of_range(self, sinks: str, tmp_path: Path) -> None:
@@ -104,7 +132,11 @@ class TestSeveralWindows:
         assert self.LAYOUT.head_windows == ((None, 64, 32), (512, 64, 64))
         assert Layout.from_windows(self.LAYOUT.head_windows, strategy="a", sinks=1) == self.LAYOUT
         assert self.LAYOUT.reach == "windows L 32, M 64, N 512, 1 sink token"
-        assert (self.LAYOUT.num_global, self.LAYOUT.is_layerwise, self.LAYOUT.global_layers) == (1, False, ())
+        assert (self.LAYOUT.num_global, self.LAYOUT.is_layerwise, self.LAYOUT.global_layers) == (
+            1,
+            False,
+            (),
+        )
 
     def test_one_window_is_the_same_however_it_is_given(self) -> None:
         layout = Layout(("GX", "XX"), windows={"X": 8})
@@ -121,10 +153,16 @@ class TestSeveralWindows:
         assert Layout.read(path) == self.LAYOUT
         assert self.LAYOUT.words == "GML NMM L=32 M=64 N=512"
         for layout in (self.LAYOUT, Layout(("GL", "LL"), 8)):
-            assert Layout.from_words(layout.words, layout.window, layout.strategy, sinks=layout.sinks) == layout
+            assert (
+                Layout.from_words(layout.words, layout.window, layout.strategy, sinks=layout.sinks)
+                == layout
+            )
 
     def test_the_hash_has_all_windows(self) -> None:
-        others = [Layout(self.LAYOUT.heads, windows={"L": 32, "M": 64, "N": n}, sinks=1) for n in (512, 511)]
+        others = [
+            Layout(self.LAYOUT.heads, windows={"L": 32, "M": 64, "N": n}, sinks=1)
+            for n in (512, 511)
+        ]
         assert others[0].content_hash == self.LAYOUT.content_hash != others[1].content_hash
 
     @pytest.mark.parametrize(
@@ -139,7 +177,9 @@ class TestSeveralWindows:
         ],
     )
     def test_mistakes(self, windows: dict[str, int], message: str, tmp_path: Path) -> None:
-        (tmp_path / "x.yaml").write_text(f"format: spkv-nas/layout/1\nwindows: {windows}\nheads: [GLM, LLL]\n")
+        (tmp_path / "x.yaml").write_text(
+            f"format: spkv-nas/layout/1\nwindows: {windows}\nheads: [GLM, LLL]\n"
+        )
         with pytest.raises(UserError, match=r"x.yaml") as error:
             Layout.read(tmp_path / "x.yaml")
         assert message in str(error.value)
@@ -175,7 +215,9 @@ def test_file_is_readable_and_keeps_its_key_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["null", "a: b", "#x", "é", "two words", "1.5"])
 def test_any_strategy_name_survives_the_file(tmp_path: Path, strategy: str) -> None:
-    shared = {"text": strategy}  # given twice: YAML would write an alias, which the strict reader refuses
+    shared = {
+        "text": strategy
+    }  # given twice: YAML would write an alias, which the strict reader refuses
     layout = Layout(("G",), 1, strategy, {"a": shared, "b": shared, "c": 1e-9})
     layout.write(tmp_path / "x.yaml")
     assert Layout.read(tmp_path / "x.yaml") == layout
@@ -202,7 +244,9 @@ def test_an_edited_layout_is_read_with_a_warning(tmp_path: Path, old: str, new: 
     written = Layout(("GLG", "LLL"), 8, "densest", {"budget": 2})
     written.write(path)
     path.write_text(path.read_text().replace(old, new))
-    with pytest.warns(UserWarning, match=r"(?s)densest.yaml was edited .*remove the hash") as caught:
+    with pytest.warns(
+        UserWarning, match=r"(?s)densest.yaml was edited .*remove the hash"
+    ) as caught:
         edited = Layout.read(path)
     assert written.hash in str(caught[0].message)
     assert edited.hash in str(caught[0].message)
@@ -220,17 +264,25 @@ def test_strategy_and_provenance_may_be_edited(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("densest", "mine"))
     assert Layout.read(path) == Layout(("G",), 8, "mine", {"budget": 1})
     path.write_text(path.read_text().replace("budget: 1", "budget: 2"))
-    with pytest.warns(UserWarning, match="its provenance was changed after it was written\nif this is intended"):
+    with pytest.warns(
+        UserWarning, match="its provenance was changed after it was written\nif this is intended"
+    ):
         assert Layout.read(path).provenance["budget"] == 2
 
 
-@pytest.mark.parametrize("strategy", ["../../evil", "/abs", "x" * 300, "", ".hidden", "a\nb", "a\\b"])
+@pytest.mark.parametrize(
+    "strategy", ["../../evil", "/abs", "x" * 300, "", ".hidden", "a\nb", "a\\b"]
+)
 def test_a_strategy_name_must_be_a_file_name(tmp_path: Path, strategy: str) -> None:
     """A name such as ``../../evil`` would write outside the workspace."""
     with pytest.raises(UserError, match=r"the strategy .* cannot name a file"):
         Layout(("G",), 8, strategy)
     file = tmp_path / "x.yaml"
-    file.write_text(yaml_text({"format": "spkv-nas/layout/1", "window": 8, "heads": ["G"], "strategy": strategy}))
+    file.write_text(
+        yaml_text(
+            {"format": "spkv-nas/layout/1", "window": 8, "heads": ["G"], "strategy": strategy}
+        )
+    )
     with pytest.raises(UserError, match=r"layout .*x\.yaml: the strategy .* cannot name a file"):
         Layout.read(file)
 
@@ -244,15 +296,21 @@ def test_a_strategy_name_must_be_a_file_name(tmp_path: Path, strategy: str) -> N
         (("LL",), ("LL",), ("..",), 1.0),
     ],
 )
-def test_difference(first: tuple[str, ...], second: tuple[str, ...], marks: tuple[str, ...], jaccard: float) -> None:
+def test_difference(
+    first: tuple[str, ...], second: tuple[str, ...], marks: tuple[str, ...], jaccard: float
+) -> None:
     difference = Difference.of(Layout(first, 8), Layout(second, 9))
     assert difference.marks == marks
     assert difference.jaccard == pytest.approx(jaccard)
-    assert difference.num_heads == int((Layout(first, 8).global_mask != Layout(second, 9).global_mask).sum())
+    assert difference.num_heads == int(
+        (Layout(first, 8).global_mask != Layout(second, 9).global_mask).sum()
+    )
 
 
 def test_difference_needs_equal_shapes() -> None:
-    with pytest.raises(UserError, match="is for 1 layers x 2 KV heads, the second has 2 layers x 1 KV heads"):
+    with pytest.raises(
+        UserError, match="is for 1 layers x 2 KV heads, the second has 2 layers x 1 KV heads"
+    ):
         Difference.of(Layout(("GL",), 8), Layout(("G", "L"), 8))
 
 
@@ -274,7 +332,9 @@ def test_difference_needs_equal_shapes() -> None:
         ("heads:", "- heads", "not valid YAML"),
     ],
 )
-def test_mistakes_in_the_file_are_explained(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_mistakes_in_the_file_are_explained(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(FILE.replace(old, new))
     with pytest.raises(UserError) as error:

@@ -14,8 +14,12 @@ GAINS = np.array([[0.0514, 0.0357], [0.0015, -0.0007]])
 MINUS = "\N{MINUS SIGN}"
 
 
-def measure(values: object = GAINS, signal: str = "add-one-head", unit: str | None = NATS) -> Measure:
-    return Measure.of(GAIN if unit == NATS else SHARE, signal, unit, np.asarray(values, dtype=float))
+def measure(
+    values: object = GAINS, signal: str = "add-one-head", unit: str | None = NATS
+) -> Measure:
+    return Measure.of(
+        GAIN if unit == NATS else SHARE, signal, unit, np.asarray(values, dtype=float)
+    )
 
 
 def test_densities_are_percent_from_0_to_1() -> None:
@@ -29,11 +33,26 @@ def test_densities_are_percent_from_0_to_1() -> None:
 
 def test_small_gains_are_distinguished_from_each_other_and_from_0() -> None:
     shown = measure()
-    assert (shown.noun, shown.shown, shown.is_share) == ("add-one-head gain", "nats per token / 1,000", False)
-    at = dict(zip(("low", "zero", "small", "high"), shown.scale.fraction([-0.0007, 0.0, 0.0015, 0.0514]), strict=True))
+    assert (shown.noun, shown.shown, shown.is_share) == (
+        "add-one-head gain",
+        "nats per token / 1,000",
+        False,
+    )
+    at = dict(
+        zip(
+            ("low", "zero", "small", "high"),
+            shown.scale.fraction([-0.0007, 0.0, 0.0015, 0.0514]),
+            strict=True,
+        )
+    )
     assert (at["low"], at["high"]) == (0.0, 1.0)
     assert at["small"] - at["zero"] > 0.1  # a linear scale would have 0.03
-    assert [shown.scale.text(value) for value in GAINS.ravel()] == ["51", "36", "1.5", f"{MINUS}0.7"]
+    assert [shown.scale.text(value) for value in GAINS.ravel()] == [
+        "51",
+        "36",
+        "1.5",
+        f"{MINUS}0.7",
+    ]
     assert [shown.scale.text(value) for value in shown.scale.ticks] == ["0", "7.9", "51"]
     assert shown.exact(0.0514) == "0.05140"
 
@@ -66,8 +85,15 @@ def test_the_highest_gain_is_written_in_few_letters(high: float, shown: str, tex
 
 def test_scores_are_shares() -> None:
     duo = measure([[0.0, 0.9]], "duo", None)
-    assert (duo.noun, duo.shown, duo.scale.high, duo.scale.is_stretched) == ("duo score", "%", 1.0, False)
-    retrieval = measure([[0.0001, 0.04]], "retrieval", None)  # on a scale to 1 nothing would be seen
+    assert (duo.noun, duo.shown, duo.scale.high, duo.scale.is_stretched) == (
+        "duo score",
+        "%",
+        1.0,
+        False,
+    )
+    retrieval = measure(
+        [[0.0001, 0.04]], "retrieval", None
+    )  # on a scale to 1 nothing would be seen
     assert retrieval.scale.fraction(0.04) == 1.0
     assert [retrieval.scale.text(value) for value in retrieval.scale.ticks] == ["0", "0.6", "4.0"]
 

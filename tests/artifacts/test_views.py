@@ -19,7 +19,11 @@ def texts(html: str) -> list[str]:
 
 
 def test_a_layer_is_a_column_and_a_head_a_row() -> None:
-    html = grid_html("a < b", np.array([[0.0, 1.0], [0.25, 0.5], [0.0, 0.0]]), [["a", "b"], ["c", "d"], ["e", "<"]])
+    html = grid_html(
+        "a < b",
+        np.array([[0.0, 1.0], [0.25, 0.5], [0.0, 0.0]]),
+        [["a", "b"], ["c", "d"], ["e", "<"]],
+    )
     assert texts(html) == ["a", "c", "e", "b", "d", "&lt;"]
     assert "<caption>a &lt; b</caption>" in html
     assert html.count("rgb(255, 255, 255); color: black") == 3

@@ -109,7 +109,9 @@ class Server:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the fork server has ended: {Path(self._log.name).read_text()[-2000:]}")
+            raise RuntimeError(
+                f"the fork server has ended: {Path(self._log.name).read_text()[-2000:]}"
+            )
         return line
 
     def close(self) -> None:
@@ -131,8 +133,16 @@ class Arena:
         only: play this round of every attack and no other; None: all.
     """
 
-    def __init__(self, folder: Path, library: Path, *, percent: float, seed: int, only: int | None = None) -> None:
-        self.folder, self.library, self.percent, self.seed, self.only = folder, library, percent, seed, only
+    def __init__(
+        self, folder: Path, library: Path, *, percent: float, seed: int, only: int | None = None
+    ) -> None:
+        self.folder, self.library, self.percent, self.seed, self.only = (
+            folder,
+            library,
+            percent,
+            seed,
+            only,
+        )
         self.ground = folder / "ground"
         self._number = 0
         self._states: dict[str, Path] = {}
@@ -146,7 +156,9 @@ class Arena:
         count = max(1, -(-full * self.percent // 100))
         numbers = range(int(count)) if self.only is None else [self.only]
         return [
-            Round(tally, number, int(count), random.Random(f"{self.seed}:{tally.name}:{number}"), self)
+            Round(
+                tally, number, int(count), random.Random(f"{self.seed}:{tally.name}:{number}"), self
+            )
             for number in numbers
         ]
 
@@ -253,7 +265,9 @@ class Arena:
         """Start a command and wait for its end."""
         return self.wait(self.start(command, **faults))
 
-    def hit(self, command: Command, number: int, seconds: float, *, events: int = 0, forked: bool = True) -> Run:
+    def hit(
+        self, command: Command, number: int, seconds: float, *, events: int = 0, forked: bool = True
+    ) -> Run:
         """Start a command, send it a signal after so many seconds, and wait for its end.
 
         The seconds begin when it is on its way, no more a copy of the server; with ``events``, when its trace has so
@@ -262,7 +276,9 @@ class Arena:
         run = self.start(command, forked=forked)
         limit = time.monotonic() + LIMIT
         while forked and time.monotonic() < limit:
-            if (run.folder / "done").exists() or ((run.folder / "err").exists() and len(run.steps) >= events):
+            if (run.folder / "done").exists() or (
+                (run.folder / "err").exists() and len(run.steps) >= events
+            ):
                 break
             time.sleep(0.001)
         time.sleep(seconds)

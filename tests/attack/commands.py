@@ -14,7 +14,11 @@ from helpers import RECIPE, write_project
 from sampled_cases import write_model
 
 ATTACK_RECIPE = RECIPE.replace("branch: {steps: 8", "branch: {steps: 12")
-DENSE_STEPS, SOFT_STEPS, STEPS = 6, 9, 12  # of the dense model, and of a branch with soft gates and in all
+DENSE_STEPS, SOFT_STEPS, STEPS = (
+    6,
+    9,
+    12,
+)  # of the dense model, and of a branch with soft gates and in all
 ABLATIONS = """\
 name: tiny-ablations
 recipe: recipe.yaml
@@ -54,11 +58,17 @@ class Command:
             "{dense}": lambda: next(runs.glob("dense-*/final")),
             "{reference}": lambda: next(runs.glob("branches/sp-kv-*/final")),
         }
-        words = [str(places[word]().relative_to(ground)) if word in places else word for word in self.words]
+        words = [
+            str(places[word]().relative_to(ground)) if word in places else word
+            for word in self.words
+        ]
         return words if self.name == "export" else [*words, "--workspace", "w"]
 
 
-_RECIPE, _PROPOSE = "project/recipe.yaml", ("propose", "--probe", "tiny", "--num-random", "1", "--budget")
+_RECIPE, _PROPOSE = (
+    "project/recipe.yaml",
+    ("propose", "--probe", "tiny", "--num-random", "1", "--budget"),
+)
 _SEARCH = ("--max-tokens", "1280", "--budget", "2")
 _EFFORT = ("--trials", "12", "--retrain", "1")
 _AUTO = ("--out", "out", "--context", "64", "--margin", "nll=40%", "--memory", "40%,80%")
@@ -69,10 +79,25 @@ COMMANDS = {
         Command("train", ("train", _RECIPE), trains=True),
         Command("probe", ("probe", _RECIPE), "train", reader="propose"),
         Command("probe-again", ("probe", _RECIPE, "--tau", "0.3"), "probe", reader="propose"),
-        Command("probe-checkpoint", ("probe", "--model", "{reference}", "--name", "mine", *TEXT), "probe"),
+        Command(
+            "probe-checkpoint",
+            ("probe", "--model", "{reference}", "--name", "mine", *TEXT),
+            "probe",
+        ),
         Command(
             "probe-frozen",
-            ("probe", "--model", "{dense}", "--name", "frozen", "--signal", "density", "--steps", "25", *TEXT),
+            (
+                "probe",
+                "--model",
+                "{dense}",
+                "--name",
+                "frozen",
+                "--signal",
+                "density",
+                "--steps",
+                "25",
+                *TEXT,
+            ),
             "train",
         ),
         Command("propose", (*_PROPOSE, "2"), "probe", reader="report"),
@@ -85,9 +110,14 @@ COMMANDS = {
             grows=True,
             trains=True,
         ),
-        Command("ablate", ("reproduce", "ablate", "project/ablations.yaml"), grows=True, trains=True),
         Command(
-            "palindrome", ("reproduce", "palindrome", "--steps", "4", "--batch-size", "4"), grows=True, trains=True
+            "ablate", ("reproduce", "ablate", "project/ablations.yaml"), grows=True, trains=True
+        ),
+        Command(
+            "palindrome",
+            ("reproduce", "palindrome", "--steps", "4", "--batch-size", "4"),
+            grows=True,
+            trains=True,
         ),
         Command(
             "search",
@@ -105,7 +135,17 @@ COMMANDS = {
         ),
         Command(
             "evaluate",
-            ("evaluate", "nll", "--model", "{reference}", "--name", "tiny", "--taus", "0.2,0.6", *TEXT),
+            (
+                "evaluate",
+                "nll",
+                "--model",
+                "{reference}",
+                "--name",
+                "tiny",
+                "--taus",
+                "0.2,0.6",
+                *TEXT,
+            ),
             "train",
         ),
         Command("compare", ("compare", "tiny", "mine", "--budget", "2"), "probe-checkpoint"),
@@ -118,7 +158,10 @@ COMMANDS = {
         ),
         Command("auto", ("auto", "project/sampled", "project/sampled.jsonl", *_AUTO)),
         Command("scaling", ("reproduce", "scaling")),
-        Command("calibrate", ("calibrate", "micro-3", "--context", "64", "--window", "8", "--name", "tiny")),
+        Command(
+            "calibrate",
+            ("calibrate", "micro-3", "--context", "64", "--window", "8", "--name", "tiny"),
+        ),
     )
 }
 

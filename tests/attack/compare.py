@@ -43,7 +43,9 @@ def normalised(path: Path) -> bytes | None:
     if name == CHECKPOINT:
         return _values(content)
     if name == "spkv-manifest.json":
-        return _json(content, lambda key, value: isinstance(value, str) and Path(key).name in HASHES_DIFFER)
+        return _json(
+            content, lambda key, value: isinstance(value, str) and Path(key).name in HASHES_DIFFER
+        )
     if name.endswith(".yaml"):
         return _without_clocked_hashes(content, name)
     return content
@@ -54,7 +56,11 @@ def _values(content: bytes) -> bytes:
 
     def encode(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return [str(value.dtype), list(value.shape), hashlib.sha256(value.numpy().tobytes()).hexdigest()]
+            return [
+                str(value.dtype),
+                list(value.shape),
+                hashlib.sha256(value.numpy().tobytes()).hexdigest(),
+            ]
         if isinstance(value, dict):
             return {str(key): encode(item) for key, item in value.items()}
         return [encode(item) for item in value] if isinstance(value, list | tuple) else repr(value)
@@ -114,5 +120,7 @@ def snapshot(ground: Path, *parts: str) -> Snapshot:
 def differences(expected: Snapshot, actual: Snapshot) -> list[str]:
     """Return which files differ, are missing, or are unexpected, in this order."""
     missing = [f"missing {path}" for path in expected if path not in actual]
-    wrong = [f"differs {path}" for path in expected if path in actual and actual[path] != expected[path]]
+    wrong = [
+        f"differs {path}" for path in expected if path in actual and actual[path] != expected[path]
+    ]
     return wrong + missing + [f"extra {path}" for path in actual if path not in expected]

@@ -23,13 +23,21 @@ _HERE = Path(__file__).parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attack")
-    group.addoption("--rounds", type=float, default=1.0, help="percent of the attack's full number of rounds")
-    group.addoption("--attack-seed", type=int, default=0, help="of all that the attack chooses at random")
-    group.addoption("--round", type=int, default=None, help="play this round of every attack, no other")
+    group.addoption(
+        "--rounds", type=float, default=1.0, help="percent of the attack's full number of rounds"
+    )
+    group.addoption(
+        "--attack-seed", type=int, default=0, help="of all that the attack chooses at random"
+    )
+    group.addoption(
+        "--round", type=int, default=None, help="play this round of every attack, no other"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "attack: hurts the commands and looks at what is left; left out by default")
+    config.addinivalue_line(
+        "markers", "attack: hurts the commands and looks at what is left; left out by default"
+    )
     config.stash[_TALLIES] = []
 
 
@@ -42,17 +50,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in attacks]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     tallies = config.stash.get(_TALLIES, [])
     if tallies:
         seed = config.getoption("--attack-seed", 0)
-        terminalreporter.section(f"attack, seed {seed}, {config.getoption('--rounds', 1.0):g} % of the rounds")
+        terminalreporter.section(
+            f"attack, seed {seed}, {config.getoption('--rounds', 1.0):g} % of the rounds"
+        )
         for tally in tallies:
             terminalreporter.line(str(tally))
 
 
 @pytest.fixture(scope="session")
-def arena(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+def arena(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Arena]:
     """Arena of the session."""
     folder = tmp_path_factory.mktemp("arena")
     library = compile_library(folder)
@@ -60,7 +74,11 @@ def arena(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.skip("there is no gcc to compile faults.c with")
     option = request.config.getoption
     made = Arena(
-        folder, library, percent=option("--rounds", 1.0), seed=option("--attack-seed", 0), only=option("--round", None)
+        folder,
+        library,
+        percent=option("--rounds", 1.0),
+        seed=option("--attack-seed", 0),
+        only=option("--round", None),
     )
     yield made
     made.close()

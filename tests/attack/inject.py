@@ -18,7 +18,10 @@ def shrink_palindrome() -> None:
     """Reduce held-out sequences, which dominate a short comparison's time, and write checkpoints in its few steps."""
     from spkv_nas.contrib.reproduce.palindrome import stage
 
-    names, initialise = list(stage.PalindromeSettings.__dataclass_fields__), stage.PalindromeSettings.__init__
+    names, initialise = (
+        list(stage.PalindromeSettings.__dataclass_fields__),
+        stage.PalindromeSettings.__init__,
+    )
     index = names.index("num_heldout")
     values = initialise.__defaults__ or ()
     initialise.__defaults__ = (*values[:index], 16, *values[index + 1 :])
@@ -46,11 +49,19 @@ def trace(file: Path) -> None:
 
     def note(what: str) -> Any:
         def event(self: object, args: Any, state: Any, control: Any, **_: Any) -> None:
-            os.write(descriptor, f"{what}\t{state.global_step}\t{state.max_steps}\t{args.output_dir}\n".encode())
+            os.write(
+                descriptor,
+                f"{what}\t{state.global_step}\t{state.max_steps}\t{args.output_dir}\n".encode(),
+            )
 
         return event
 
-    names = {"on_train_begin": "begin", "on_step_begin": "step", "on_step_end": "stepped", "on_train_end": "end"}
+    names = {
+        "on_train_begin": "begin",
+        "on_step_begin": "step",
+        "on_step_end": "stepped",
+        "on_train_end": "end",
+    }
     _callback(type("Trace", (TrainerCallback,), {name: note(what) for name, what in names.items()}))
 
 
@@ -72,7 +83,11 @@ def inject(kind: str, run: str, step: int, value: str) -> None:
         return run in str(self.args.output_dir) and self.state.global_step == step
 
     def some(model: nn.Module, where: str = "") -> nn.Parameter:
-        return next(p for name, p in model.named_parameters() if where in name and p.requires_grad and p.ndim == 2)
+        return next(
+            p
+            for name, p in model.named_parameters()
+            if where in name and p.requires_grad and p.ndim == 2
+        )
 
     if kind == "loss":
         loss = transformers.Trainer.compute_loss
@@ -81,7 +96,9 @@ def inject(kind: str, run: str, step: int, value: str) -> None:
             result = loss(self, model, *args, **kwargs)
             if not (model.training and is_now(self)):
                 return result
-            return (result[0] * number, *result[1:]) if isinstance(result, tuple) else result * number
+            return (
+                (result[0] * number, *result[1:]) if isinstance(result, tuple) else result * number
+            )
 
         transformers.Trainer.compute_loss = wrong_loss
     elif kind == "gradient":

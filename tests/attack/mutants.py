@@ -75,7 +75,9 @@ def attack(reader: Reader, number: int, seed: int = 0) -> Outcome:
                     outcome.crashes.append(f"a message of {len(str(error))} characters")
             except Exception as error:
                 where = traceback.extract_tb(error.__traceback__)[-3:]
-                places = " < ".join(f"{Path(one.filename).name}:{one.lineno}" for one in reversed(where))
+                places = " < ".join(
+                    f"{Path(one.filename).name}:{one.lineno}" for one in reversed(where)
+                )
                 outcome.crashes.append(f"{error!r:.200} at {places}: {mutant[:200]!r}")
             outcome.slowest = max(outcome.slowest, time.perf_counter() - start)
     return outcome
@@ -98,7 +100,15 @@ def mutants(sound: bytes, number: int, seed: int = 0) -> Iterator[bytes]:
     that are no text, each file begins with other values of ``HOSTILE``: few mutants of many files take them all.
     """
     draw = random.Random(seed)
-    kinds: list[Callable[[bytes, random.Random], bytes]] = [_flip, _cut, _lines, _value, _value, _value, _insert]
+    kinds: list[Callable[[bytes, random.Random], bytes]] = [
+        _flip,
+        _cut,
+        _lines,
+        _value,
+        _value,
+        _value,
+        _insert,
+    ]
     with suppress(UserError, UnicodeDecodeError):
         parse_yaml(sound.decode(), "the sound file")
         kinds += [_retype, _retype]
@@ -125,7 +135,9 @@ def _retype(sound: bytes, draw: random.Random) -> bytes:
     if draw.random() < 0.2:
         del holder[key]
     else:
-        holder[key] = draw.choice((None, 3, -1, 2.5, True, "x", [], ["a"], [None], [[1]], {}, {"a": 1}))
+        holder[key] = draw.choice(
+            (None, 3, -1, 2.5, True, "x", [], ["a"], [None], [[1]], {}, {"a": 1})
+        )
     return json.dumps(content).encode()
 
 
@@ -138,14 +150,23 @@ def _flip(sound: bytes, draw: random.Random) -> bytes:
 
 def _cut(sound: bytes, draw: random.Random) -> bytes:
     start, end = sorted(draw.randrange(len(sound) + 1) for _ in range(2))
-    return draw.choice((sound[:end], sound[start:], sound[:start] + sound[end:], sound + sound[start:end]))
+    return draw.choice(
+        (sound[:end], sound[start:], sound[:start] + sound[end:], sound + sound[start:end])
+    )
 
 
 def _lines(sound: bytes, draw: random.Random) -> bytes:
     lines = sound.splitlines(keepends=True)
     index = draw.randrange(len(lines))
     changed = draw.choice(
-        ([], [lines[index]] * 2, [lines[index]] * 50, [draw.choice(lines)], [b"\n"], [b" ", lines[index]])
+        (
+            [],
+            [lines[index]] * 2,
+            [lines[index]] * 50,
+            [draw.choice(lines)],
+            [b"\n"],
+            [b" ", lines[index]],
+        )
     )
     return b"".join([*lines[:index], *changed, *lines[index + 1 :]])
 
@@ -175,7 +196,9 @@ def _array(sound: bytes, draw: random.Random) -> bytes:
     spoilt = values.astype(np.float64) if numeric else values
     if numeric and spoilt.size:
         spoilt = spoilt.copy()
-        spoilt.flat[draw.randrange(spoilt.size)] = draw.choice((np.nan, np.inf, -1.0, 1e300, 2.0**62, 0.5))
+        spoilt.flat[draw.randrange(spoilt.size)] = draw.choice(
+            (np.nan, np.inf, -1.0, 1e300, 2.0**62, 0.5)
+        )
     with np.errstate(invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         others = [

@@ -18,7 +18,13 @@ from spkv_nas.artifacts.head_tables import Gains, read_density_log
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.artifacts.result_tables import PROBE_PAIRS, VERDICT, TrainedModel, read_checkpoints, write_checkpoints
+from spkv_nas.artifacts.result_tables import (
+    PROBE_PAIRS,
+    VERDICT,
+    TrainedModel,
+    read_checkpoints,
+    write_checkpoints,
+)
 from spkv_nas.base.files import read_json, read_text, read_yaml, write_json
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
@@ -70,13 +76,22 @@ def make_probe() -> HeadScores:
     ]
     positions = pd.DataFrame(
         [
-            {"layer": layer, "kv_head": head, "start": start, "end": start + 8, "density": 0.5, "num_tokens": 10}
+            {
+                "layer": layer,
+                "kv_head": head,
+                "start": start,
+                "end": start + 8,
+                "density": 0.5,
+                "num_tokens": 10,
+            }
             for layer, head, start in np.ndindex(4, 2, 2)
         ]
     ).assign(start=lambda rows: 8 * rows["start"], end=lambda rows: rows["start"] + 8)
     metadata = {"model": "m", "data": {"sources": ["text"]}, "head_dim": 8, "dtype": "float32"}
     gains = Gains(density[0] / 100, density[1] / 500)
-    return HeadScores("p", pd.DataFrame(rows), 0.5, 8, positions, None, histogram, counted, metadata, gains=gains)
+    return HeadScores(
+        "p", pd.DataFrame(rows), 0.5, 8, positions, None, histogram, counted, metadata, gains=gains
+    )
 
 
 def _write_probe(name: str) -> Callable[[Path], Path]:
@@ -111,7 +126,14 @@ def _write(name: str, text: str) -> Callable[[Path], Path]:
 
 
 def _make_layout(folder: Path) -> Path:
-    origin = {"probe": "p", "budget": 3, "coverage": 0.684, "tau": 0.5, "seed": None, "created_by": "spkv-nas"}
+    origin = {
+        "probe": "p",
+        "budget": 3,
+        "coverage": 0.684,
+        "tau": 0.5,
+        "seed": None,
+        "created_by": "spkv-nas",
+    }
     Layout(("GL", "LL", "GG", "LL"), 8, "densest", origin).write(folder / "densest.yaml")
     return folder / "densest.yaml"
 
@@ -145,7 +167,8 @@ def make_results(name: str) -> Callable[[Path], Path]:
         write_comparison(folder / "comparison.csv", pd.concat([dense, make_comparison()]))
         write_csv(folder / "search.csv", make_search())
         write_csv(
-            folder / "verdict.csv", pd.DataFrame(verdict, columns=VERDICT.header).assign(p_passes=0.5, p_fails=0.5)
+            folder / "verdict.csv",
+            pd.DataFrame(verdict, columns=VERDICT.header).assign(p_passes=0.5, p_fails=0.5),
         )
         for record, content in records.items():
             (folder / f"{record}.yaml").write_text(json.dumps(content, indent=1))
@@ -155,7 +178,9 @@ def make_results(name: str) -> Callable[[Path], Path]:
 
 
 def use_results(file: Path) -> None:
-    inputs = ReportInputs(make_domain_table(), make_layouts("densest", "last"), **read_results(file.parent))
+    inputs = ReportInputs(
+        make_domain_table(), make_layouts("densest", "last"), **read_results(file.parent)
+    )
     assert conclude(inputs).lead
     findings(inputs.record)
     explorer_data(inputs, conclude(inputs))
@@ -170,14 +195,20 @@ def _make_agreement(folder: Path) -> Path:
 
 
 def _make_checkpoints(folder: Path) -> Path:
-    models = [TrainedModel("densest", seed, "abcd", folder / "runs" / f"x-{seed}") for seed in range(3)]
+    models = [
+        TrainedModel("densest", seed, "abcd", folder / "runs" / f"x-{seed}") for seed in range(3)
+    ]
     write_checkpoints(folder, models, folder)
     return folder / "checkpoints.csv"
 
 
 def _make_calibration(name: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        timings = tuple(Timing(context, count, 1e-3 * context) for context in (1024, 4096) for count in (0, 1, 2))
+        timings = tuple(
+            Timing(context, count, 1e-3 * context)
+            for context in (1024, 4096)
+            for count in (0, 1, 2)
+        )
         case = LayerCase(8, 2, 8, "float32", 8, 1, "cpu")
         Calibration(case, "a machine", 2, timings, {"torch": "2"}).write(folder)
         return folder / name
@@ -218,7 +249,10 @@ def _make_blocks(folder: Path) -> Path:
 def _use_blocks(file: Path) -> None:
     blocks = TokenBlocks.read(file)
     assert blocks.domains
-    assert np.bincount(blocks.document.ravel(), minlength=len(blocks.documents)).sum() == blocks.tokens.size
+    assert (
+        np.bincount(blocks.document.ravel(), minlength=len(blocks.documents)).sum()
+        == blocks.tokens.size
+    )
 
 
 def _use_source(file: Path) -> None:
@@ -234,7 +268,8 @@ def _make_parquet(folder: Path) -> Path:
 
 def _make_run(folder: Path) -> Path:
     write_json(
-        folder / "run.json", {"steps": 8, "seconds": 1.5, "heldout_density": [[0.5, 0.25]], "recipe": {"name": "x"}}
+        folder / "run.json",
+        {"steps": 8, "seconds": 1.5, "heldout_density": [[0.5, 0.25]], "recipe": {"name": "x"}},
     )
     return folder / "run.json"
 
@@ -242,7 +277,12 @@ def _make_run(folder: Path) -> Path:
 def _make_duo(name: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         (folder / "full_attention_heads.tsv").write_text("0.5\t0.25\n1.0\t-2.4e-4\n0.0\t0.75\n")
-        config = {"sink_size": 128, "recent_size": 256, "num_hidden_layers": 3, "num_key_value_heads": 2}
+        config = {
+            "sink_size": 128,
+            "recent_size": 256,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 2,
+        }
         (folder / "config.json").write_text(json.dumps(config))
         return folder / name
 
@@ -270,12 +310,18 @@ def _use_ablations(file: Path) -> None:
 
 
 _LOG = "step,layer,kv_head,density\n" + "".join(
-    f"{step},{layer},{head},0.{step}{head}\n" for step in (1, 2, 3) for layer in (0, 1) for head in (0, 1)
+    f"{step},{layer},{head},0.{step}{head}\n"
+    for step in (1, 2, 3)
+    for layer in (0, 1)
+    for head in (0, 1)
 )
 _SCALING = "name,variant,train_flops,nll,held_out\n" + "".join(
-    f"r{i},dense,{10.0 ** (14 + i):g},{1.7 + 40 * (10.0 ** (14 + i)) ** -0.09:.4f},{int(i == 6)}\n" for i in range(7)
+    f"r{i},dense,{10.0 ** (14 + i):g},{1.7 + 40 * (10.0 ** (14 + i)) ** -0.09:.4f},{int(i == 6)}\n"
+    for i in range(7)
 )
-_WEIGHTS = "layer,kv_head,weight\n" + "".join(f"{layer},{head},1.5\n" for layer in range(4) for head in range(2))
+_WEIGHTS = "layer,kv_head,weight\n" + "".join(
+    f"{layer},{head},1.5\n" for layer in range(4) for head in range(2)
+)
 _JSONL = '{"text": "one two", "domain": "web"}\n{"text": "three", "domain": null}\n\n{"text": "four", "n": [1, {}]}\n'
 
 READERS = (
@@ -294,14 +340,22 @@ READERS = (
     Reader("search record", make_results("search.yaml"), use_results),
     Reader("verdict", make_results("verdict.csv"), use_results),
     Reader("verdict record", make_results("verdict.yaml"), use_results),
-    Reader("agreement", _make_agreement, lambda file: short_labels(PROBE_PAIRS.read(file.parent)[0])),
-    Reader("checkpoints", _make_checkpoints, lambda file: read_checkpoints(file.parent, Path("root"))),
+    Reader(
+        "agreement", _make_agreement, lambda file: short_labels(PROBE_PAIRS.read(file.parent)[0])
+    ),
+    Reader(
+        "checkpoints", _make_checkpoints, lambda file: read_checkpoints(file.parent, Path("root"))
+    ),
     Reader("calibration", _make_calibration("calibration.yaml"), _use_calibration),
     Reader("times", _make_calibration("calibration.csv"), _use_calibration),
     Reader("runs", _write("runs.csv", _SCALING), _use_runs),
-    Reader("weights", _write("weights.csv", _WEIGHTS), lambda file: read_head_costs(file, make_probe())),
     Reader(
-        "density log", _write("density-log.csv", _LOG), lambda file: density_evolution_chart(read_density_log(file))
+        "weights", _write("weights.csv", _WEIGHTS), lambda file: read_head_costs(file, make_probe())
+    ),
+    Reader(
+        "density log",
+        _write("density-log.csv", _LOG),
+        lambda file: density_evolution_chart(read_density_log(file)),
     ),
     Reader("held-out NLL", _make_nll, _use_nll),
     Reader("blocks", _make_blocks, _use_blocks),

@@ -21,7 +21,9 @@ def resume(round_: Round, command: Command, expected: Expected, story: str, but:
         round_.fail("hung", f"{story}; resumed", run)
     elif run.status or run.has_traceback:
         round_.fail("traceback" if run.has_traceback else "not resumed", f"{story}; resumed", run)
-    elif wrong := [line for line in round_.arena.differences(expected) if not (but and re.search(but, line))]:
+    elif wrong := [
+        line for line in round_.arena.differences(expected) if not (but and re.search(but, line))
+    ]:
         round_.fail("differed", f"{story}; resumed", run, wrong)
     else:
         round_.note("same")

@@ -65,13 +65,20 @@ def child(job: dict[str, Any]) -> None:
             inject.inject(**job["injection"])
         if job["faults"]:
             root, kill_at, full_after, log = job["faults"]
-            faults.faults_arm(root.encode(), ctypes.c_long(kill_at), ctypes.c_long(full_after), log.encode())
+            faults.faults_arm(
+                root.encode(), ctypes.c_long(kill_at), ctypes.c_long(full_after), log.encode()
+            )
         from spkv_nas.cli import main
         from spkv_nas.contrib.search import storage
 
-        storage.HEARTBEAT, storage.GRACE = 1, 4  # seconds: workers are killed, and the next one waits for that long
+        storage.HEARTBEAT, storage.GRACE = (
+            1,
+            4,
+        )  # seconds: workers are killed, and the next one waits for that long
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the attack runs by nohup, and then by commands, too
+        signal.signal(
+            signal.SIGHUP, signal.SIG_DFL
+        )  # ignored if the attack runs by nohup, and then by commands, too
         main(job["arguments"])
         code = 0
     except SystemExit as done:
@@ -87,7 +94,9 @@ def child(job: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         done = {"operations": faults.faults_operations(), "bytes": faults.faults_bytes()}
-        Path(job["done"]).write_text(json.dumps({**done, "imported": sorted(set(sys.modules) - before)}))
+        Path(job["done"]).write_text(
+            json.dumps({**done, "imported": sorted(set(sys.modules) - before)})
+        )
         os._exit(0 if code is None else code if isinstance(code, int) else 1)
 
 
@@ -134,7 +143,9 @@ def main() -> None:
     inject.shrink_palindrome()
     faults = ctypes.CDLL(None)
     faults.faults_operations.restype = faults.faults_bytes.restype = ctypes.c_long
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the session ends this process by ending its input
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # of a terminal: the session ends this process by ending its input
     actions = {"start": start, "wait": wait, "load": load}
     print(json.dumps(load([])), file=answers, flush=True)
     for line in sys.stdin:

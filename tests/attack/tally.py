@@ -24,7 +24,9 @@ class Tally:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{what} {number}" for what, number in self.counts.items() if number or what == "failed")
+        counts = ", ".join(
+            f"{what} {number}" for what, number in self.counts.items() if number or what == "failed"
+        )
         return f"{self.name}: {counts} ({self.seconds:.0f} s)"
 
     def check(self) -> None:
@@ -32,7 +34,9 @@ class Tally:
         shown = self.failures[:MAX_SHOWN]
         left = len(self.failures) - len(shown)
         more = [f"... and {left} more"] if left else []
-        assert not self.failures, "\n\n".join([f"{len(self.failures)} failures of {self}", *shown, *more])
+        assert not self.failures, "\n\n".join(
+            [f"{len(self.failures)} failures of {self}", *shown, *more]
+        )
 
 
 @dataclass
@@ -55,7 +59,9 @@ class Round:
         among, index = max(1, self.count // parts), self.number // parts
         return min(size - 1, int(size * (index + self.random.random()) / among)) if size else 0
 
-    def fail(self, what: str, story: str, run: Run | None = None, wrong: list[str] | None = None) -> None:
+    def fail(
+        self, what: str, story: str, run: Run | None = None, wrong: list[str] | None = None
+    ) -> None:
         """Record a failure, and how to look at it and repeat it."""
         self.note(what)
         if not self._failed:

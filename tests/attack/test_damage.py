@@ -46,60 +46,111 @@ class Case:
 
 
 _RUNS = "w/runs/tiny"
-_TRAIN, _PROBE, _HYBRID, _REPORT = (COMMANDS[name] for name in ("train", "probe", "train-hybrid", "report"))
-_PAGE = ("w/reports/tiny/index.html", "w/reports/tiny/*.png", "w/reports/tiny/*.svg", "w/reports/tiny/*.pdf")
+_TRAIN, _PROBE, _HYBRID, _REPORT = (
+    COMMANDS[name] for name in ("train", "probe", "train-hybrid", "report")
+)
+_PAGE = (
+    "w/reports/tiny/index.html",
+    "w/reports/tiny/*.png",
+    "w/reports/tiny/*.svg",
+    "w/reports/tiny/*.pdf",
+)
 CASES = {
     "tokenizer and blocks": Case(
-        "train", (f"{_RUNS}/tokenizer-*/*", f"{_RUNS}/blocks/**/*"), (f"{_RUNS}/dense-*", f"{_RUNS}/branches"), _TRAIN
+        "train",
+        (f"{_RUNS}/tokenizer-*/*", f"{_RUNS}/blocks/**/*"),
+        (f"{_RUNS}/dense-*", f"{_RUNS}/branches"),
+        _TRAIN,
     ),
-    "dense model": Case("train", (f"{_RUNS}/dense-*/final/*",), (f"{_RUNS}/branches", "w/reports"), _TRAIN),
+    "dense model": Case(
+        "train", (f"{_RUNS}/dense-*/final/*",), (f"{_RUNS}/branches", "w/reports"), _TRAIN
+    ),
     "dense checkpoint": Case(
         "train",
         (f"{_RUNS}/dense-*/checkpoint-3/*",),
-        (f"{_RUNS}/dense-*/final", f"{_RUNS}/dense-*/checkpoint-6", f"{_RUNS}/branches", "w/reports"),
+        (
+            f"{_RUNS}/dense-*/final",
+            f"{_RUNS}/dense-*/checkpoint-6",
+            f"{_RUNS}/branches",
+            "w/reports",
+        ),
         _TRAIN,
     ),
     "branch checkpoint": Case(
-        "train", (f"{_RUNS}/branches/*/checkpoint-*/*",), (), _TRAIN, killed=r"branches/.*/\S*checkpoint-9/"
+        "train",
+        (f"{_RUNS}/branches/*/checkpoint-*/*",),
+        (),
+        _TRAIN,
+        killed=r"branches/.*/\S*checkpoint-9/",
     ),
     "reference": Case("train", (f"{_RUNS}/branches/sp-kv-*/final/*",), (), _PROBE),
     "branches": Case("train-hybrid", (f"{_RUNS}/branches/*/final/*",), ("w/reports",), _HYBRID),
     "zero-shot scores": Case("train-hybrid", (f"{_RUNS}/zero-shot/**/*",), ("w/reports",), _HYBRID),
-    "probe, proposed from": Case("propose", ("w/probes/tiny/*",), ("w/layouts",), COMMANDS["propose"]),
+    "probe, proposed from": Case(
+        "propose", ("w/probes/tiny/*",), ("w/layouts",), COMMANDS["propose"]
+    ),
     "probe, at another tau": Case(
         "propose",
         ("w/probes/tiny/*",),
         ("w/layouts",),
-        replace(COMMANDS["propose"], name="propose-tau", words=(*COMMANDS["propose"].words, "--tau", "0.4")),
+        replace(
+            COMMANDS["propose"],
+            name="propose-tau",
+            words=(*COMMANDS["propose"].words, "--tau", "0.4"),
+        ),
     ),
     "probe, reported": Case("report", ("w/probes/tiny/*",), _PAGE, _REPORT),
     "layouts": Case("report", ("w/layouts/tiny/*", "w/layouts/tiny/search/*"), _PAGE, _REPORT),
     "layout, scored": Case(
-        "score", ("w/layouts/tiny/densest.yaml",), ("w/reports", f"{_RUNS}/zero-shot"), COMMANDS["score"]
+        "score",
+        ("w/layouts/tiny/densest.yaml",),
+        ("w/reports", f"{_RUNS}/zero-shot"),
+        COMMANDS["score"],
     ),
-    "tables of reports": Case("report", ("w/reports/tiny/*.csv", "w/reports/tiny/*.yaml"), _PAGE, _REPORT),
+    "tables of reports": Case(
+        "report", ("w/reports/tiny/*.csv", "w/reports/tiny/*.yaml"), _PAGE, _REPORT
+    ),
     "search": Case(
-        "search", (f"{_RUNS}/search/**/*",), ("w/reports/tiny/search*", "w/layouts/tiny/search"), COMMANDS["search"]
+        "search",
+        (f"{_RUNS}/search/**/*",),
+        ("w/reports/tiny/search*", "w/layouts/tiny/search"),
+        COMMANDS["search"],
     ),
-    "ablations": Case("ablate", ("w/runs/tiny-ablations/branches/*/final/*",), ("w/reports",), COMMANDS["ablate"]),
-    "palindrome": Case("palindrome", ("w/runs/palindrome/*/final/*",), ("w/reports",), COMMANDS["palindrome"]),
+    "ablations": Case(
+        "ablate", ("w/runs/tiny-ablations/branches/*/final/*",), ("w/reports",), COMMANDS["ablate"]
+    ),
+    "palindrome": Case(
+        "palindrome", ("w/runs/palindrome/*/final/*",), ("w/reports",), COMMANDS["palindrome"]
+    ),
     "export": Case(
-        "export", ("out/*",), (), Command("evaluate-export", ("evaluate", "--model", "out", *TEXT)), printed=True
+        "export",
+        ("out/*",),
+        (),
+        Command("evaluate-export", ("evaluate", "--model", "out", *TEXT)),
+        printed=True,
     ),
     "calibration": Case(
         "calibrate",
         ("w/reports/tiny/calibration.*",),
         (),
-        Command("plan-attention", ("plan", "attention", "micro-3", "--context", "64", "--calibration", "tiny")),
+        Command(
+            "plan-attention",
+            ("plan", "attention", "micro-3", "--context", "64", "--calibration", "tiny"),
+        ),
         printed=True,
     ),
 }
 
-OWN_PROCESS = ("dense checkpoint", "probe, proposed from")  # whose first round ``python -m spkv_nas`` reads
+OWN_PROCESS = (
+    "dense checkpoint",
+    "probe, proposed from",
+)  # whose first round ``python -m spkv_nas`` reads
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_damage(name: str, arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]) -> None:
+def test_damage(
+    name: str, arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]
+) -> None:
     case = CASES[name]
     with attack(f"damage {name}") as tally:
         state, expected = prepare(arena, name, case)
@@ -121,7 +172,9 @@ def prepare(arena: Arena, name: str, case: Case) -> tuple[Path, Expected]:
     state = arena.folder / "states" / f"damage {name}".replace(" ", "-")
     if case.killed:
         command = COMMANDS[case.state]
-        point = next(o for o in arena.expected(command).operations if re.search(case.killed, o.path))
+        point = next(
+            o for o in arena.expected(command).operations if re.search(case.killed, o.path)
+        )
         arena.reset(command.start)
         arena.run(command, kill_at=point.number)
     else:
@@ -138,7 +191,11 @@ def one_of_each_kind(state: Path, case: Case) -> list[Path]:
     """Return the first file of each kind, by path without hashes and names of variants, relative to the ground."""
     kinds: dict[str, Path] = {}
     for path in _matching(state, case.files):
-        kind = re.sub(r"[0-9a-f]{12,}|(?<=branches/)[^/]*|(?<=palindrome/)[^/]*|(density|random)-\d-\d", "*", str(path))
+        kind = re.sub(
+            r"[0-9a-f]{12,}|(?<=branches/)[^/]*|(?<=palindrome/)[^/]*|(density|random)-\d-\d",
+            "*",
+            str(path),
+        )
         kinds.setdefault(kind, path)
     return list(kinds.values())
 
@@ -159,7 +216,10 @@ def hurt(file: Path, cut: bool, random: Random) -> str:
         return f"cut to {length} of {len(content)} bytes"
     name = re.search(rb"\nstrategy: .*", content)
     renamed = range(*name.span()) if name else range(0)
-    position, bit = random.choice([i for i in range(len(content)) if i not in renamed]), random.randrange(8)
+    position, bit = (
+        random.choice([i for i in range(len(content)) if i not in renamed]),
+        random.randrange(8),
+    )
     content[position] ^= 1 << bit
     file.write_bytes(content)
     return f"bit {bit} of byte {position} of {len(content)} flipped"
@@ -168,7 +228,9 @@ def hurt(file: Path, cut: bool, random: Random) -> str:
 def judge(round_: Round, case: Case, file: Path, expected: Expected, run: Run, story: str) -> None:
     """Check that the reader's response is allowed."""
     round_.note("rounds")
-    wrong = [line for line in round_.arena.differences(expected) if line.split(" ", 1)[1] != str(file)]
+    wrong = [
+        line for line in round_.arena.differences(expected) if line.split(" ", 1)[1] != str(file)
+    ]
     if case.printed and run.out != expected.run.out:
         wrong.append("differs standard output")
     named = re.sub(r"\s+", "", run.err)

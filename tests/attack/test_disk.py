@@ -16,7 +16,9 @@ SIZES = 20
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_full_disk(name: str, arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]) -> None:
+def test_full_disk(
+    name: str, arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]
+) -> None:
     command = COMMANDS[name]
     with attack(f"disk {name}") as tally:
         expected = arena.expected(command)

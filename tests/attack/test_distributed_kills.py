@@ -54,7 +54,9 @@ def test_one_of_two_is_killed(
             if again.status:
                 round_.fail("not resumed", f"{story}; resumed", again)
             elif abs(heldout_nll(arena.ground) / expected - 1) > SAME:
-                round_.fail("differed", f"{story}: NLL {heldout_nll(arena.ground)}, not {expected}", again)
+                round_.fail(
+                    "differed", f"{story}: NLL {heldout_nll(arena.ground)}, not {expected}", again
+                )
             else:
                 round_.note("same")
 
@@ -63,7 +65,15 @@ def torchrun(arena: Arena, command: Command) -> Run:
     """Start a command in two processes."""
     folder = arena.folder / "runs" / f"torchrun-{time.monotonic_ns()}"
     folder.mkdir(parents=True)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        "2",
+    ]
     script = str(Path(__file__).with_name("torchrun_main.py"))
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         process = subprocess.Popen(
@@ -92,7 +102,11 @@ def lose_one(round_: Round, command: Command) -> str:
             return story
         time.sleep(0.02)
     time.sleep(delay)
-    workers = {int(p.environ()["RANK"]): p for p in psutil.Process(run.number).children() if "RANK" in p.environ()}
+    workers = {
+        int(p.environ()["RANK"]): p
+        for p in psutil.Process(run.number).children()
+        if "RANK" in p.environ()
+    }
     if rank not in workers:
         round_.note("too late")
         end(run)

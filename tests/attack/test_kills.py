@@ -39,7 +39,14 @@ def test_kills(name: str, arena: Arena, attack: Attack) -> None:
             resume(round_, command, expected, story)
 
 
-def kill(round_: Round, command: Command, expected: Expected, *, forked: bool = True, anywhere: bool = False) -> str:
+def kill(
+    round_: Round,
+    command: Command,
+    expected: Expected,
+    *,
+    forked: bool = True,
+    anywhere: bool = False,
+) -> str:
     """Kill the command once; return a description.
 
     Rounds with an even number kill before a file operation, spread evenly over all of them, for a training over those
@@ -51,13 +58,21 @@ def kill(round_: Round, command: Command, expected: Expected, *, forked: bool = 
         run = arena.hit(command, signal.SIGKILL, seconds, forked=forked)
         story = f"killed after {seconds:.3f} of {expected.run.seconds:.3f} s"
     else:
-        points = [operation for operation in expected.operations if anywhere or _counts(command, operation)]
-        point = points[int(random.random() * len(points)) if anywhere else round_.spread(len(points), 2)]
+        points = [
+            operation
+            for operation in expected.operations
+            if anywhere or _counts(command, operation)
+        ]
+        point = points[
+            int(random.random() * len(points)) if anywhere else round_.spread(len(points), 2)
+        ]
         run = arena.run(command, kill_at=point.number, forked=forked)
         story = f"killed before {point}"
     if run.status == -signal.SIGKILL:
         round_.note("killed")
-    elif run.status == 0 or (command.once and is_clear_error(run) and not arena.differences(expected)):
+    elif run.status == 0 or (
+        command.once and is_clear_error(run) and not arena.differences(expected)
+    ):
         round_.note("too late")  # in the second case a kill before this one was
     else:
         round_.fail("traceback" if run.has_traceback else "failed before the kill", story, run)
@@ -86,7 +101,8 @@ class Readers:
         shutil.copytree(arena.ground, kept)
         if not self._allowed:
             self._allowed = [
-                self._outcome(state)[:2] for state in (arena.state(self._command.start), self._expected.state)
+                self._outcome(state)[:2]
+                for state in (arena.state(self._command.start), self._expected.state)
             ]
         status, seen, run = self._outcome(kept)
         round_.note("read")
@@ -95,8 +111,17 @@ class Readers:
             round_.fail("reader failed", story, run)
         elif not self._command.grows and (status, seen) not in self._allowed:
             _, (status_after, new) = self._allowed
-            problems = differences(new, seen) if status == status_after else [f"exit {status}, not {status_after}"]
-            round_.fail("mixture", f"{story} saw neither the old nor the new result; against the new", run, problems)
+            problems = (
+                differences(new, seen)
+                if status == status_after
+                else [f"exit {status}, not {status_after}"]
+            )
+            round_.fail(
+                "mixture",
+                f"{story} saw neither the old nor the new result; against the new",
+                run,
+                problems,
+            )
         arena.reset(kept)
 
     def _outcome(self, state: Path) -> tuple[int | None, Snapshot, Run]:

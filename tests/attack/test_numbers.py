@@ -33,7 +33,9 @@ def cases(seed: int) -> list[tuple[str, str, int, str]]:
     """Return tuples of source, kind, step and value, shuffled so that any first few cover everything."""
     every = [
         (source, kind, step, value)
-        for (source, (_, _, steps)), kind, value in product(PLACES.items(), KINDS, ("nan", "inf", "-inf"))
+        for (source, (_, _, steps)), kind, value in product(
+            PLACES.items(), KINDS, ("nan", "inf", "-inf")
+        )
         for step in steps
         if kind != "predictor" or "gates" in source
     ]
@@ -63,13 +65,17 @@ def test_numbers(arena: Arena, attack: Callable[[str], AbstractContextManager[Ta
             else:
                 round_.fail("traceback" if run.has_traceback else "not stopped", story, run)
             if saved := list(not_finite(arena.ground / "w" / "runs")):
-                round_.fail("saved", story, run, [str(path.relative_to(arena.ground)) for path in saved])
+                round_.fail(
+                    "saved", story, run, [str(path.relative_to(arena.ground)) for path in saved]
+                )
             if unreadable := list(newest_unreadable(arena.ground / "w" / "runs")):
                 round_.fail("newest checkpoint unreadable", story, run, unreadable)
             resume(round_, command, expected, story)
 
 
-def test_a_rate_that_overflows(arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]) -> None:
+def test_a_rate_that_overflows(
+    arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]
+) -> None:
     """Train in a separate process: losses and gradients are finite, and the update exceeds float32."""
     command = COMMANDS["train"]
     with attack("numbers python -m spkv_nas train") as tally:
@@ -84,9 +90,16 @@ def test_a_rate_that_overflows(arena: Arena, attack: Callable[[str], AbstractCon
             if is_clear_error(run) and re.search(r"step \d+", run.err):
                 round_.note("stopped")
             else:
-                round_.fail("traceback" if run.has_traceback else "not stopped", "a rate of 1e38", run)
+                round_.fail(
+                    "traceback" if run.has_traceback else "not stopped", "a rate of 1e38", run
+                )
             if saved := list(not_finite(arena.ground / "w" / "runs")):
-                round_.fail("saved", "a rate of 1e38", run, [str(path.relative_to(arena.ground)) for path in saved])
+                round_.fail(
+                    "saved",
+                    "a rate of 1e38",
+                    run,
+                    [str(path.relative_to(arena.ground)) for path in saved],
+                )
             shutil.rmtree(arena.ground / "w")
             recipe.write_text(usual)
             resume(round_, command, expected, "a rate of 1e38, mended")

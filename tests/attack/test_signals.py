@@ -23,9 +23,14 @@ _LIBRARY = "[transformers]"  # begins what the library says for itself
 
 
 @pytest.mark.parametrize("name", ["train", "train-hybrid", "probe-frozen", "auto"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name
+)
 def test_signals(
-    name: str, number: signal.Signals, arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]
+    name: str,
+    number: signal.Signals,
+    arena: Arena,
+    attack: Callable[[str], AbstractContextManager[Tally]],
 ) -> None:
     command = COMMANDS[name]
     with attack(f"signals {number.name} {name}") as tally:
@@ -34,15 +39,22 @@ def test_signals(
             round_.note("rounds")
             arena.reset(command.start)
             seconds, events = round_.random.uniform(0.02, expected.run.seconds), 0
-            if command.trains and round_.number % 2 == 0:  # in the midst of training, which is a small part of the time
-                seconds, events = round_.random.uniform(0.0, 0.01), 1 + round_.spread(len(expected.run.steps), 2)
+            if (
+                command.trains and round_.number % 2 == 0
+            ):  # in the midst of training, which is a small part of the time
+                seconds, events = (
+                    round_.random.uniform(0.0, 0.01),
+                    1 + round_.spread(len(expected.run.steps), 2),
+                )
             story = f"{number.name} {seconds:.3f} s after {f'event {events} of training' if events else 'the start'}"
             run = arena.hit(command, number, seconds, events=events)
             look(round_, run, number, expected, story)
             resume(round_, command, expected, story, _SAVED)
 
 
-def test_signal_to_a_separate_process(arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]) -> None:
+def test_signal_to_a_separate_process(
+    arena: Arena, attack: Callable[[str], AbstractContextManager[Tally]]
+) -> None:
     """Send SIGTERM while ``python -m spkv_nas`` imports, or trains."""
     command = COMMANDS["train"]
     with attack("signals SIGTERM python -m spkv_nas train") as tally:
@@ -59,10 +71,16 @@ def test_signal_to_a_separate_process(arena: Arena, attack: Callable[[str], Abst
 def look(round_: Round, run: Run, number: signal.Signals, expected: Expected, story: str) -> None:
     """Check how the command ended: its exit code, its messages, its files."""
     if run.status == 0 or (run.status == -number and run.out == expected.run.out):
-        round_.note("too late")  # in the second case, too, all was done: the interpreter was about to end
+        round_.note(
+            "too late"
+        )  # in the second case, too, all was done: the interpreter was about to end
         return
     usual = expected.run.err.splitlines()
-    messages = [line for line in run.err.splitlines() if line.strip() and line not in usual and _LIBRARY not in line]
+    messages = [
+        line
+        for line in run.err.splitlines()
+        if line.strip() and line not in usual and _LIBRARY not in line
+    ]
     if run.status != 128 + number:
         round_.fail(f"exit not {128 + number}", story, run)
     elif run.has_traceback:
@@ -80,7 +98,11 @@ def look(round_: Round, run: Run, number: signal.Signals, expected: Expected, st
     if has_checkpoint(round_.arena.ground, *stepped[-1]):
         round_.note("checkpoint there")
     else:
-        round_.fail("no checkpoint of the step", f"{story}, in step {stepped[-1][0]} of {stepped[-1][1]}", run)
+        round_.fail(
+            "no checkpoint of the step",
+            f"{story}, in step {stepped[-1][0]} of {stepped[-1][1]}",
+            run,
+        )
 
 
 def has_checkpoint(ground: Path, step: int, folder: str) -> bool:

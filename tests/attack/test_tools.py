@@ -47,7 +47,9 @@ print(" ".join(failed))
 FILES = {"python", "safetensors", "tokenizers", "torch", "sqlite", "copy"}
 
 
-def write_all(arena: Arena, folder: Path, **faults: int) -> tuple[subprocess.CompletedProcess[str], Path]:
+def write_all(
+    arena: Arena, folder: Path, **faults: int
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     (folder / "folder" / "deep").mkdir(parents=True)
     (folder / "folder" / "deep" / "file").touch()
     log = folder.with_suffix(".log")
@@ -82,7 +84,9 @@ def test_every_writer_is_seen(arena: Arena, tmp_path: Path) -> None:
 def test_a_full_disk_reaches_every_writer(arena: Arena, tmp_path: Path) -> None:
     done, _ = write_all(arena, tmp_path / "place", full_after=100)
     assert set(done.stdout.split()) >= FILES, done.stderr
-    assert sum(path.stat().st_size for path in (tmp_path / "place").iterdir() if path.is_file()) == 100
+    assert (
+        sum(path.stat().st_size for path in (tmp_path / "place").iterdir() if path.is_file()) == 100
+    )
 
 
 def test_a_kill_comes_before_the_operation(arena: Arena, tmp_path: Path) -> None:
@@ -106,13 +110,20 @@ def test_undisturbed_runs_agree(
         arena.reset(command.start)
         run = arena.run(command)
         if run.status != 0 or (wrong := arena.differences(expected)):
-            round_.fail("differed", "undisturbed, a second time", run, wrong if run.status == 0 else None)
+            round_.fail(
+                "differed", "undisturbed, a second time", run, wrong if run.status == 0 else None
+            )
         if command.once:
             return
         arena.reset(expected.state)
         run = arena.run(command)
         if run.status != 0 or (wrong := arena.differences(expected)):
-            round_.fail("differed", "undisturbed, over its own result", run, wrong if run.status == 0 else None)
+            round_.fail(
+                "differed",
+                "undisturbed, over its own result",
+                run,
+                wrong if run.status == 0 else None,
+            )
 
 
 def test_a_difference_is_detected(arena: Arena) -> None:

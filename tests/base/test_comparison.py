@@ -53,7 +53,9 @@ def test_equal_and_unequal_values(value: Any, other: Any) -> None:
     assert result != "a result of another class"
 
 
-@pytest.mark.parametrize("kind", [TokenBlocks, Evaluation, DocumentNLL, CriticalBudget, Verdict, Comparison])
+@pytest.mark.parametrize(
+    "kind", [TokenBlocks, Evaluation, DocumentNLL, CriticalBudget, Verdict, Comparison]
+)
 def test_results_of_public_functions(kind: type) -> None:
     assert kind.__eq__ is ComparedByValue.__eq__
 

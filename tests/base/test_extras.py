@@ -16,7 +16,14 @@ from paths import ROOT, copy_example
 
 from spkv_nas.base.extras import EXTRAS
 
-HEAVY = ["pyarrow", *(name for extra in ("train", "lora", "search", "tasks", "tensorboard") for name in EXTRAS[extra])]
+HEAVY = [
+    "pyarrow",
+    *(
+        name
+        for extra in ("train", "lora", "search", "tasks", "tensorboard")
+        for name in EXTRAS[extra]
+    ),
+]
 ALL = [*HEAVY, *EXTRAS["report"]]
 WITHOUT = """
 import contextlib, io, json, sys
@@ -86,8 +93,12 @@ NEED = {
 def run(folder: Path, without: list[str], commands: list[str]) -> dict[str, tuple[int, str]]:
     """Return exit code and standard error of commands, in one process without the extras and workspace ``folder``."""
     arguments = [sys.executable, "-c", RUN, json.dumps([without, commands])]
-    completed = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=True)
-    return {command: (code, errors) for command, (code, errors) in json.loads(completed.stdout).items()}
+    completed = subprocess.run(
+        arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=True
+    )
+    return {
+        command: (code, errors) for command, (code, errors) in json.loads(completed.stdout).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +106,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
     """Output of every command with only the base dependencies, in a workspace with the committed probe."""
     folder = tmp_path_factory.mktemp("base")
     copy_example(folder, "probes")
-    rows = [f"{head // 2},{head % 2},{(head * number) % 7 / 7},{number}" for number in (3, 5) for head in range(8)]
+    rows = [
+        f"{head // 2},{head % 2},{(head * number) % 7 / 7},{number}"
+        for number in (3, 5)
+        for head in range(8)
+    ]
     (folder / "mine.csv").write_text("\n".join(["layer,kv_head,density,domain", *rows]) + "\n")
     shutil.copy(ROOT / "spkv_nas/assets/stdlib-21x3/demo.yaml", folder / "recipe.yaml")
     ends = run(folder, ALL, [*LIGHT, *NEED])
@@ -126,7 +141,9 @@ def test_missing_extras_are_named(base: dict[str, tuple[int, str]]) -> None:
 
 @pytest.mark.slow
 def test_a_picture_of_an_earlier_table_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text("layer,kv_head,density\n0,0,0.9\n0,1,0.2\n1,0,0.4\n1,1,0.1\n")
+    (tmp_path / "mine.csv").write_text(
+        "layer,kv_head,density\n0,0,0.9\n0,1,0.2\n1,0,0.4\n1,1,0.1\n"
+    )
     command = "propose --probe mine.csv --budget 1..3"
     picture = tmp_path / "layouts" / "mine" / "budgets.png"
     for without, is_there in ([], True), (ALL, False):
@@ -136,7 +153,9 @@ def test_a_picture_of_an_earlier_table_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_report_needs_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text("layer,kv_head,density\n0,0,0.9\n0,1,0.2\n1,0,0.4\n1,1,0.1\n")
+    (tmp_path / "mine.csv").write_text(
+        "layer,kv_head,density\n0,0,0.9\n0,1,0.2\n1,0,0.4\n1,1,0.1\n"
+    )
     commands = ["propose --probe mine.csv --budget 1", "report --probe mine.csv"]
     assert [code for code, _ in run(tmp_path, HEAVY, commands).values()] == [0, 0]
     assert (tmp_path / "reports" / "mine" / "index.html").is_file()
@@ -160,19 +179,31 @@ for needs in (lambda: spkv_nas.load("x"), *plots):
 
 
 def test_from_python() -> None:
-    arguments = [sys.executable, "-c", IN_PYTHON, json.dumps([ALL, str(ROOT / "probes" / "stdlib-21x3")])]
+    arguments = [
+        sys.executable,
+        "-c",
+        IN_PYTHON,
+        json.dumps([ALL, str(ROOT / "probes" / "stdlib-21x3")]),
+    ]
     completed = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=True)
-    assert [line.partition(" ")[2] for line in completed.stdout.splitlines()] == ["is not installed"] * 3
+    assert [line.partition(" ")[2] for line in completed.stdout.splitlines()] == [
+        "is not installed"
+    ] * 3
 
 
 def test_every_package_of_an_extra_is_known() -> None:
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = project["optional-dependencies"]
     names = {
-        extra: {re.split("[>[]", entry)[0].replace("lm-eval", "lm_eval") for entry in declared[extra]}
+        extra: {
+            re.split("[>[]", entry)[0].replace("lm-eval", "lm_eval") for entry in declared[extra]
+        }
         for extra in EXTRAS
     }
-    external = {extra: {name for name in names[extra] if not name.startswith("spkv-nas")} for extra in EXTRAS}
+    external = {
+        extra: {name for name in names[extra] if not name.startswith("spkv-nas")}
+        for extra in EXTRAS
+    }
     assert external == {
         extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()
     }  # it comes with jinja2

@@ -17,7 +17,9 @@ from spkv_nas.proposal.foreign_formats import convert
 
 def test_text_stays_text(tmp_path: Path) -> None:
     """A commit such as 1234e5678901 is quoted, so that it is not read back as a number."""
-    texts = {"commits": ["1e5", "1234e5678901", "12.5e-3", "true", "null", "2024-13-45", "0x1f", "ab: c"]}
+    texts = {
+        "commits": ["1e5", "1234e5678901", "12.5e-3", "true", "null", "2024-13-45", "0x1f", "ab: c"]
+    }
     (tmp_path / "a.yaml").write_text(yaml_text(texts))
     assert read_yaml(tmp_path / "a.yaml", "test") == texts
 
@@ -29,7 +31,9 @@ def test_a_repeated_list_is_read_again(tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "a.yaml", "test") == {"one": taus, "other": taus}
 
 
-@pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, "0x" + "f" * 5000, "0b" + "1" * 333, "1" + ":59" * 400])
+@pytest.mark.parametrize(
+    "number", ["9" * 5000, "9" * 400, "0x" + "f" * 5000, "0b" + "1" * 333, "1" + ":59" * 400]
+)
 def test_a_number_of_thousands_of_digits_is_refused(number: str) -> None:
     """Hexadecimal numbers of YAML have no limit on their digits."""
     with pytest.raises(UserError, match="more than 100 digits"):
@@ -74,8 +78,12 @@ def test_a_full_disk_leaves_nothing_that_blocks_the_next_try(
     assert {"config.json", "full_attention_heads.tsv"} <= {file.name for file in target.iterdir()}
 
 
-@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o077, 0o600, 0o700), (0o002, 0o664, 0o775)])
-def test_files_follow_the_umask(tmp_path: Path, umask: int, file_mode: int, folder_mode: int) -> None:
+@pytest.mark.parametrize(
+    ("umask", "file_mode", "folder_mode"), [(0o077, 0o600, 0o700), (0o002, 0o664, 0o775)]
+)
+def test_files_follow_the_umask(
+    tmp_path: Path, umask: int, file_mode: int, folder_mode: int
+) -> None:
     """Results were readable by everybody, whatever the umask, and not writable by a group."""
     before = os.umask(umask)
     try:

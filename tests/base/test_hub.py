@@ -40,7 +40,10 @@ def test_a_layout_is_read_from_the_cache(revision: str, repository: str) -> None
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("hub:org/none", "cannot read layout hub:org/none: the Hub cannot be reached, and its cache"),
+        (
+            "hub:org/none",
+            "cannot read layout hub:org/none: the Hub cannot be reached, and its cache",
+        ),
         ("hub:org/hybrid@v2", "hub:org/hybrid@v2: the Hub cannot be reached"),
         ("hub:a/b/c", "hub:a/b/c: it must be hub:ORG/NAME or"),
         ("hub:", "it must be hub:ORG/NAME"),
@@ -52,7 +55,9 @@ def test_an_offline_failure_is_one_clear_line(source: str, message: str) -> None
         Layout.read(source)
 
 
-def test_commands_and_recipes_take_it(repository: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_recipes_take_it(
+    repository: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The argument is a path for the command line, and relative paths of a recipe start from its folder."""
     main(["layout", "show", repository])
     assert f"{repository}: {LAYOUT.description}" in capsys.readouterr().out
@@ -82,13 +87,24 @@ class Answer(BaseHTTPRequestHandler):
         if self.path.endswith("/create") and json.loads(content)["name"] == "refused":
             self.reply(400, {"error": "no such organization"})
         elif "preupload" in self.path:
-            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(content)["files"]]
+            files = [
+                {"path": file["path"], "uploadMode": "regular"}
+                for file in json.loads(content)["files"]
+            ]
             self.reply(200, {"files": [file | {"shouldIgnore": False} for file in files]})
         else:
             if "/commit/" in self.path:
-                files = [line["value"] for line in map(json.loads, content.splitlines()) if line["key"] == "file"]
-                self.uploaded.update({file["path"]: base64.b64decode(file["content"]) for file in files})
-            self.reply(200, {"url": home, "commitOid": COMMIT, "commitUrl": f"{home}/commit/{COMMIT}"})
+                files = [
+                    line["value"]
+                    for line in map(json.loads, content.splitlines())
+                    if line["key"] == "file"
+                ]
+                self.uploaded.update(
+                    {file["path"]: base64.b64decode(file["content"]) for file in files}
+                )
+            self.reply(
+                200, {"url": home, "commitOid": COMMIT, "commitUrl": f"{home}/commit/{COMMIT}"}
+            )
 
     def reply(self, status: int, body: object, error: str | None = None) -> None:
         content = json.dumps(body).encode()
@@ -128,7 +144,9 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Ans
         ("EntryNotFound", "the repository has no file layout.yaml"),
     ],
 )
-def test_a_refusal_of_the_hub_is_one_clear_line(error: str, message: str, answer: type[Answer]) -> None:
+def test_a_refusal_of_the_hub_is_one_clear_line(
+    error: str, message: str, answer: type[Answer]
+) -> None:
     answer.error = error
     with pytest.raises(UserError, match=f"^cannot read layout hub:org/new@v2: {message}[^\n]*$"):
         Layout.read("hub:org/new@v2")
@@ -138,11 +156,19 @@ def test_a_folder_is_pushed(answer: type[Answer], tmp_path: Path) -> None:
     LAYOUT.write(tmp_path / "out/layout.yaml")
     (tmp_path / "out/README.md").write_text("---\nlibrary_name: transformers\n---\n")
     assert push_folder(tmp_path / "out", "org/new").endswith("/org/new")
-    assert answer.uploaded == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
-    with pytest.raises(UserError, match=r"cannot push to org/refused: .*\n.*/out is complete; push it later with: hf"):
+    assert answer.uploaded == {
+        file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()
+    }
+    with pytest.raises(
+        UserError,
+        match=r"cannot push to org/refused: .*\n.*/out is complete; push it later with: hf",
+    ):
         push_folder(tmp_path / "out", "org/refused")
 
 
 def test_an_offline_push_says_how_to_do_it_later(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot push to org/new: .*offline.*\n.* is complete; .*: hf upload org/new"):
+    with pytest.raises(
+        UserError,
+        match=r"cannot push to org/new: .*offline.*\n.* is complete; .*: hf upload org/new",
+    ):
         push_folder(tmp_path, "org/new")

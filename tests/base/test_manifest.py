@@ -100,7 +100,9 @@ def test_unusable_cache_folder(file: Path, read: list[str], tmp_path: Path) -> N
         file_hash(tmp_path / "none")
 
 
-def test_concurrent_requests_read_once(file: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_read_once(
+    file: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = manifest.sha256_file
 
     def slowly(path: Path) -> str:
@@ -136,9 +138,15 @@ class TestManifest:
         with pytest.raises(ValueError, match="cannot parse"), manifest_checked(file.parent):
             raise ValueError("cannot parse")
         file.write_bytes(b"0ne")
-        with pytest.raises(UserError, match="weights differs from its recorded"), manifest_checked(file.parent):
+        with (
+            pytest.raises(UserError, match="weights differs from its recorded"),
+            manifest_checked(file.parent),
+        ):
             raise ValueError("cannot parse")
-        with pytest.raises(UserError, match="weights differs from its recorded"), manifest_checked(file.parent):
+        with (
+            pytest.raises(UserError, match="weights differs from its recorded"),
+            manifest_checked(file.parent),
+        ):
             pass
 
     def test_passed_hashes_are_recorded(self, file: Path) -> None:

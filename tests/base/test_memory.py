@@ -19,7 +19,13 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, require
 from spkv_nas.evaluation import micro_batch
 from spkv_nas.model.checkpoint import save
-from spkv_nas.model.model_shape import check_keys, check_length, check_size, check_tokens, num_positions
+from spkv_nas.model.model_shape import (
+    check_keys,
+    check_length,
+    check_size,
+    check_tokens,
+    num_positions,
+)
 from spkv_nas.stages.evaluate.nll import nll
 from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.options.evaluate.nll import NLLOptions
@@ -32,7 +38,11 @@ def groups(folder: Path, limit: int | str, use: int, given_back: int = 0) -> int
     """Return the available memory of a process in a control group with this limit, use and file cache."""
     group = folder / "mount" / "a" / "b"
     group.mkdir(parents=True)
-    for name, value in {"max": limit, "current": use, "stat": f"anon 5\ninactive_file {given_back}"}.items():
+    for name, value in {
+        "max": limit,
+        "current": use,
+        "stat": f"anon 5\ninactive_file {given_back}",
+    }.items():
         (group.parent / f"memory.{name}").write_text(f"{value}\n")
     (folder / "cgroup").write_text("3:cpu,cpuacct:/x\n0::/a/b\n")
     return min(memory._left_to_groups(folder / "cgroup", folder / "mount"))
@@ -57,7 +67,8 @@ def test_available_memory() -> None:
     assert 0 < available_bytes() < 1 << 62
     require(1, "a byte", "")
     with pytest.raises(
-        UserError, match=r"^a table: needs at least .* TiB of memory, but only .* is available\nsell it$"
+        UserError,
+        match=r"^a table: needs at least .* TiB of memory, but only .* is available\nsell it$",
     ):
         require(1e18, "a table", "sell it")
 
@@ -77,33 +88,56 @@ class TestConfigs:
         ],
     )
     def test_invalid_sizes(self, options: dict[str, object], message: str) -> None:
-        config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, **options}
+        config = {
+            "model_type": "llama",
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            **options,
+        }
         with pytest.raises(UserError, match=message):
             check_size(AutoConfig.for_model(**config), 4)
 
     @pytest.mark.parametrize(
         ("kind", "options", "message"),
         [
-            ("llama", {"num_keY_value_heads": 2}, "'num_keY_value_heads'; did you mean 'num_key_value_heads'?"),
-            ("gemma3", {"text_config": {"hidden_sice": 8}}, "x.text_config: unknown key 'hidden_sice'; did you mean"),
+            (
+                "llama",
+                {"num_keY_value_heads": 2},
+                "'num_keY_value_heads'; did you mean 'num_key_value_heads'?",
+            ),
+            (
+                "gemma3",
+                {"text_config": {"hidden_sice": 8}},
+                "x.text_config: unknown key 'hidden_sice'; did you mean",
+            ),
             ("llama", {"zzz": 1}, "unknown key 'zzz'; known keys: "),
-            ("llama", {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
+            (
+                "llama",
+                {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+                None,
+            ),
             ("gemma3_text", {"sliding_window_pattern": 6}, None),
             ("qwen2", {"head_dim": 8, "max_window_layers": 2}, None),
             ("gpt2", {"n_head": 2, "num_attention_heads": 2, "num_labels": 3}, None),
         ],
     )
-    def test_unknown_config_keys_are_refused(self, kind: str, options: dict[str, Any], message: str | None) -> None:
+    def test_unknown_config_keys_are_refused(
+        self, kind: str, options: dict[str, Any], message: str | None
+    ) -> None:
         """transformers keeps a misspelt ``num_keY_value_heads`` as an attribute and uses the default."""
         config = AutoConfig.for_model(kind, **options)
-        with nullcontext() if message is None else pytest.raises(UserError, match=re.escape(message)):
+        with (
+            nullcontext() if message is None else pytest.raises(UserError, match=re.escape(message))
+        ):
             check_keys(config, options, "x")
 
     @pytest.mark.parametrize("config", list(CONFIGS.values()), ids=CONFIGS)
     def test_published_configs_are_known(self, config: dict[str, Any]) -> None:
         check_keys(AutoConfig.for_model(**config), config, "x")
 
-    def test_too_many_labels_are_refused(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_too_many_labels_are_refused(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """transformers builds a dictionary of all labels before it loads anything."""
         change_config(folder, lambda config: config.update(num_labels=10_000_000))
         assert "'num_labels' in its config is 1e+07; more than 10,000" in fails(
@@ -130,13 +164,18 @@ class TestConfigs:
             ("ctrl", {"dff": 48}),
         ],
     )
-    def test_positions_are_as_many_as_a_model_reads(self, family: str, options: dict[str, Any]) -> None:
+    def test_positions_are_as_many_as_a_model_reads(
+        self, family: str, options: dict[str, Any]
+    ) -> None:
         """A text longer than a table of positions was an IndexError, or an assertion on a GPU."""
         model = tiny_model(family, vocab_size=128, **options)
         positions = num_positions(model)
         if family == "llama":
             assert positions is None
-            with pytest.warns(UserWarning, match="sequences of 129 tokens are longer than the model's max_position"):
+            with pytest.warns(
+                UserWarning,
+                match="sequences of 129 tokens are longer than the model's max_position",
+            ):
                 check_length(model, 129, "give less")
             return
         assert positions == (126 if family == "roberta" else 128)
@@ -145,7 +184,9 @@ class TestConfigs:
             model(input_ids=tokens[:, 1:], use_cache=False)
             with pytest.raises((IndexError, RuntimeError)):
                 model(input_ids=tokens, use_cache=False)
-        with pytest.raises(UserError, match=f"longer than the model's table of {positions} positions\ngive less"):
+        with pytest.raises(
+            UserError, match=f"longer than the model's table of {positions} positions\ngive less"
+        ):
             check_length(model, positions + 1, "give less")
         check_length(model, positions, "give less")
 
@@ -158,47 +199,82 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
 
 class TestPasses:
     def options(self, folder: Path, text: Path, block_size: int) -> SubjectOptions:
-        return SubjectOptions(model=str(folder), data=[str(text)], context=str(block_size), device="cpu")
+        return SubjectOptions(
+            model=str(folder), data=[str(text)], context=str(block_size), device="cpu"
+        )
 
     @pytest.mark.filterwarnings("ignore:sequences of")  # the model has 128 positions
     def test_logits_that_do_not_fit(
-        self, folder: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self,
+        folder: Path,
+        text: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 29)
         monkeypatch.setattr("spkv_nas.model.model_shape._BEYOND", 10**6)
         size = ("--model", folder, "--data", text, "--device", "cpu", "--context")
         message = fails(capsys, "evaluate", *size, "1000000")
-        assert "hidden states and logits of 1 x 1000000 tokens: needs at least 756.14 MiB" in message
+        assert (
+            "hidden states and logits of 1 x 1000000 tokens: needs at least 756.14 MiB" in message
+        )
         assert "give a smaller --context" in message
 
     @pytest.mark.parametrize("command", ["evaluate", "probe"])
     def test_blocks_far_beyond_the_models_positions(
-        self, command: str, folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        command: str,
+        folder: Path,
+        text: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
-        options = ("--data", text, "--device", "cpu", "--workspace", tmp_path / "w", "--context", "100000")
+        options = (
+            "--data",
+            text,
+            "--device",
+            "cpu",
+            "--workspace",
+            tmp_path / "w",
+            "--context",
+            "100000",
+        )
         message = fails(capsys, command, "--model", folder, *options)
-        assert "sequences of 100000 tokens are more than 16 times as long as the model's max_position" in message
+        assert (
+            "sequences of 100000 tokens are more than 16 times as long as the model's max_position"
+            in message
+        )
 
-    def test_a_batch_of_them(self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_batch_of_them(
+        self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 19)
-        monkeypatch.setattr("spkv_nas.base.memory.available_bytes_per_process", lambda device: 1 << 40)
+        monkeypatch.setattr(
+            "spkv_nas.base.memory.available_bytes_per_process", lambda device: 1 << 40
+        )
         subject = Subject.of(self.options(folder, text, 64), "", "measure")
         with pytest.raises(UserError, match=rf"logits of {micro_batch.BATCH_SIZE} x 64 tokens"):
             subject.load()
         subject.load(with_logits=False)
 
-    def test_batch_size_fits_memory(self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_batch_size_fits_memory(
+        self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The measured values do not depend on the batch size."""
         options = NLLOptions(model=str(folder), data=[str(text)], context="64", device="cpu")
         whole = nll(options).value.evaluation.nll
         sizes, messages, most = [], [], micro_batch.BATCH_SIZE
         for free in (1 << 40, 1_500_000, 1):
-            monkeypatch.setattr("spkv_nas.base.memory.available_bytes_per_process", lambda device, free=free: free)
+            monkeypatch.setattr(
+                "spkv_nas.base.memory.available_bytes_per_process", lambda device, free=free: free
+            )
             messages.clear()
             reporter = Recorder(announced=messages.append)
             measured = Subject.of(self.options(folder, text, 64), "", "measure").load(reporter)
             sizes.append(measured.batch_size)
-            assert any("using a micro-batch of" in line for line in messages) == (measured.batch_size < most)
+            assert any("using a micro-batch of" in line for line in messages) == (
+                measured.batch_size < most
+            )
             assert nll(options).value.evaluation.nll.mean == pytest.approx(whole.mean, rel=1e-6)
         assert sizes[0] == most > sizes[1] > sizes[2] == 1
 

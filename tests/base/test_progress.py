@@ -58,7 +58,9 @@ def test_library_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     """Functions called without a reporter log their messages."""
     workspace, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
     for name, signal in (("mine", "density"), ("mine-head-gates", "head-gates")):
-        replace(table, name=name, metadata={"model": "m", "signal": signal}).write(workspace.probe_dir(name))
+        replace(table, name=name, metadata={"model": "m", "signal": signal}).write(
+            workspace.probe_dir(name)
+        )
     with caplog.at_level(logging.INFO, "spkv_nas"):
         chosen_table(ProposeOptions(workspace=tmp_path))
     assert caplog.messages == [
@@ -70,7 +72,9 @@ def test_stages_share_one_bar() -> None:
     """Steps of a stage are named in the note at once, without the count of the step before, and count in their unit."""
     shown: list[tuple[int, int, str, str]] = []
 
-    def show(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
+    def show(
+        done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None
+    ) -> None:
         shown.append((done, total, note, unit))
 
     stages = Stages(Reporter(lambda _: nullcontext(show)), ["a", "b"])
@@ -84,7 +88,9 @@ def test_a_stage_counts_the_work_of_later_ones() -> None:
     """A stage without a count of its own, and one whose steps were not needed, hide no time and add none."""
     clock, shown = Clock(), list[float | None]()
 
-    def show(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
+    def show(
+        done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None
+    ) -> None:
         shown.append(left)
 
     stages = Stages(Reporter(lambda _: nullcontext(show), Agenda(clock)), ["a", "b", "c"])
@@ -108,7 +114,9 @@ def test_a_stage_says_no_time_before_work_is_expected() -> None:
     """While the text was read, ``auto`` had no time left."""
     clock, shown = Clock(), list[float | None]()
 
-    def show(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
+    def show(
+        done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None
+    ) -> None:
         shown.append(left)
 
     stages = Stages(Reporter(lambda _: nullcontext(show), Agenda(clock)), ["a"])
@@ -165,7 +173,9 @@ def simulate(steps: list[Actual], start: float) -> list[tuple[float, float]]:
         for number in range(end):
             if step.totals:
                 agenda.advance(
-                    step.name, number, step.totals[min(len(step.totals) - 1, number * len(step.totals) // end)]
+                    step.name,
+                    number,
+                    step.totals[min(len(step.totals) - 1, number * len(step.totals) // end)],
                 )
             look()
             clock.time += step.seconds / end
@@ -202,7 +212,9 @@ def folder(seconds: float = 10.0) -> Actual:
         [Actual("comparing", 100.0, FORWARD, 200.0, (40, 44, 48, 50))],
     ],
 )
-def test_the_time_left_is_within_a_factor_of_two_and_rises_by_no_more_than_a_half(steps: list[Actual]) -> None:
+def test_the_time_left_is_within_a_factor_of_two_and_rises_by_no_more_than_a_half(
+    steps: list[Actual],
+) -> None:
     shown = simulate(steps, start=10.0)
     end = 10.0 + sum(step.seconds for step in steps)
     after_a_tenth = [(time, left) for time, left in shown if time >= end / 10]
@@ -251,16 +263,28 @@ def test_parts_of_a_sequence_make_up_one_count() -> None:
 @pytest.mark.parametrize(
     ("options", "lines"),
     [
-        ({}, ["probe: starting", "scoring 50 % of the text", "reused 2 of 3 runs", "few documents"]),
+        (
+            {},
+            ["probe: starting", "scoring 50 % of the text", "reused 2 of 3 runs", "few documents"],
+        ),
         ({"quiet": True}, ["few documents"]),
         (
             {"verbose": True},
-            ["probe: starting", "scoring 50 % of the text", "reused 2 of 3 runs", "few documents", "on cpu"],
+            [
+                "probe: starting",
+                "scoring 50 % of the text",
+                "reused 2 of 3 runs",
+                "few documents",
+                "on cpu",
+            ],
         ),
     ],
 )
 def test_the_command_line_prints_messages_once(
-    options: dict[str, bool], lines: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    options: dict[str, bool],
+    lines: list[str],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)
     with working("probe", **options):

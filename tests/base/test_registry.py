@@ -32,12 +32,18 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def registry_with(monkeypatch: pytest.MonkeyPatch, *values: str) -> Registry[Fruit]:
     """Return a registry of one fruit, with these third-party entry points."""
-    points = [EntryPoint(f"entry{index}", value, "spkv_nas.fruit") for index, value in enumerate(values)]
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point for point in points if point.group == group])
+    points = [
+        EntryPoint(f"entry{index}", value, "spkv_nas.fruit") for index, value in enumerate(values)
+    ]
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [point for point in points if point.group == group]
+    )
     return Registry("spkv_nas.fruit", "fruit", Fruit, (APPLE,))
 
 
-def test_lists_built_in_entries_before_those_of_packages(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_built_in_entries_before_those_of_packages(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plugin.PEAR = PEAR  # type: ignore[attr-defined]
     fruit = registry_with(monkeypatch, "orchard:PEAR")
     assert fruit.names == ("apple", "pear")
@@ -45,14 +51,18 @@ def test_lists_built_in_entries_before_those_of_packages(plugin: ModuleType, mon
     assert fruit["pear"] is PEAR
 
 
-def test_own_entries_come_before_those_of_other_packages(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_entries_come_before_those_of_other_packages(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plugin.PEAR, plugin.PLUM = PEAR, Fruit("plum")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "spkv_nas.orchard", plugin)
     fruit = registry_with(monkeypatch, "orchard:PEAR", "spkv_nas.orchard:PLUM")
     assert fruit.names == ("apple", "plum", "pear")
 
 
-@pytest.mark.parametrize(("group", "is_missing"), [(None, True), ("console_scripts", True), ("spkv_nas.fruit", False)])
+@pytest.mark.parametrize(
+    ("group", "is_missing"), [(None, True), ("console_scripts", True), ("spkv_nas.fruit", False)]
+)
 def test_missing_entry_points_of_this_project_are_named(
     monkeypatch: pytest.MonkeyPatch, group: str | None, is_missing: bool
 ) -> None:
@@ -94,7 +104,11 @@ class Leaving(Fruit):
         ("OTHER", Fruit("apple"), "its name 'apple' is that of another one"),
         ("OTHER", Fruit(None), "its name is no text"),  # type: ignore[arg-type]
         ("OTHER", "pear", "it is no Fruit"),
-        ("OTHER", Unfinished, "TypeError: Unfinished.__init__\\(\\) missing 1 required positional argument: 'name'"),
+        (
+            "OTHER",
+            Unfinished,
+            "TypeError: Unfinished.__init__\\(\\) missing 1 required positional argument: 'name'",
+        ),
         ("OTHER", Leaving, "SystemExit: 3"),
         ("MISSING", None, "AttributeError: module 'orchard' has no attribute 'OTHER'"),
     ],
@@ -106,12 +120,16 @@ def test_leaves_out_what_cannot_be_used(
     setattr(plugin, attribute, value)
     plugin.PEAR = PEAR  # type: ignore[attr-defined]
     fruit = registry_with(monkeypatch, "orchard:OTHER", "orchard:PEAR")
-    with pytest.warns(UserWarning, match=rf"^cannot load the fruit orchard:OTHER: {message}; it is left out") as seen:
+    with pytest.warns(
+        UserWarning, match=rf"^cannot load the fruit orchard:OTHER: {message}; it is left out"
+    ) as seen:
         assert fruit.names == ("apple", "pear")
     assert len(seen) == 1
     assert "\n" not in str(seen[0].message)
 
 
 def test_an_own_entry_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"cannot load the fruit spkv_nas\.orchard:PLUM: ModuleNotFoundError"):
+    with pytest.raises(
+        UserError, match=r"cannot load the fruit spkv_nas\.orchard:PLUM: ModuleNotFoundError"
+    ):
         assert registry_with(monkeypatch, "spkv_nas.orchard:PLUM").entries

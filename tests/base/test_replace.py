@@ -35,7 +35,9 @@ def write(folder: Path, content: str, *, with_heads: bool = True) -> None:
 def read(folder: Path) -> dict[str, str]:
     """Return the files of a result by name, as a user sees them in the folder."""
     settle(folder)
-    return {file.name: file.read_text() for file in folder.iterdir() if not file.name.startswith(".")}
+    return {
+        file.name: file.read_text() for file in folder.iterdir() if not file.name.startswith(".")
+    }
 
 
 class Killed(BaseException):
@@ -147,7 +149,10 @@ class TestNewFolder:
                 with new_folder(final, replaces=False) as first:
                     (first / "one").write_text("first")
 
-        with pytest.raises(UserError, match="final was written by another process in the meantime, and is left as it"):
+        with pytest.raises(
+            UserError,
+            match="final was written by another process in the meantime, and is left as it",
+        ):
             write_late()
         assert (final / "one").read_text() == "first"
         assert [path.name for path in tmp_path.iterdir()] == ["final"]
@@ -166,7 +171,10 @@ class TestNewFolder:
 
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(UserError, match="cannot write"), new_folder(tmp_path / "file" / "final"):
+        with (
+            pytest.raises(UserError, match="cannot write"),
+            new_folder(tmp_path / "file" / "final"),
+        ):
             pass
 
 
@@ -231,7 +239,9 @@ class TestNames:
         with pytest.raises(UserError, match=r"strategy .* cannot name a file"):
             check_name(name, "strategy")
 
-    @pytest.mark.parametrize("name", ["stdlib-21x3", "Llama 3.1 8B", "modèle", "a..b", "densest-18", "x" * 100])
+    @pytest.mark.parametrize(
+        "name", ["stdlib-21x3", "Llama 3.1 8B", "modèle", "a..b", "densest-18", "x" * 100]
+    )
     def test_other_text_is_a_name(self, name: str) -> None:
         assert check_name(name, "strategy") == name
 

@@ -17,10 +17,14 @@ class TestBetting:
         evidence = betting_log_e(samples - null, null)
         expected = 0.0
         weights = 0.75 ** np.arange(16)
-        for weight, share in zip(weights / weights.sum(), 2.0 ** (-0.5 * np.arange(16)), strict=True):
+        for weight, share in zip(
+            weights / weights.sum(), 2.0 ** (-0.5 * np.arange(16)), strict=True
+        ):
             # 1 + b (x - null) / null is the ratio of a Bernoulli probability of null + b (1 - null) to the null
             probability = null + share * (1.0 - null)
-            ratios = np.where(samples == 1.0, probability / null, (1.0 - probability) / (1.0 - null))
+            ratios = np.where(
+                samples == 1.0, probability / null, (1.0 - probability) / (1.0 - null)
+            )
             expected += weight * ratios.prod()
         assert evidence[-1] == pytest.approx(math.log(expected))
 
@@ -31,7 +35,9 @@ class TestBetting:
 
     def test_order_does_not_matter(self) -> None:
         samples = np.random.default_rng(0).uniform(-1, 1, 40)
-        assert betting_log_e(samples, 1.0)[-1] == pytest.approx(betting_log_e(samples[::-1], 1.0)[-1])
+        assert betting_log_e(samples, 1.0)[-1] == pytest.approx(
+            betting_log_e(samples[::-1], 1.0)[-1]
+        )
 
     def test_equal_models_pass_as_soon_as_the_largest_bet_can(self) -> None:
         """Each answer that is equal wins a share of the margin, so that no test needs fewer than log(20) / margin."""
@@ -52,14 +58,21 @@ class TestBounds:
     def test_later_samples_change_nothing(self) -> None:
         samples = np.random.default_rng(0).normal(size=60)
         changed = np.concatenate([samples[:50], 1000.0 * samples[50:]])
-        assert np.array_equal(bounds_so_far(samples, np.ones(60))[:51], bounds_so_far(changed, np.ones(60))[:51])
+        assert np.array_equal(
+            bounds_so_far(samples, np.ones(60))[:51], bounds_so_far(changed, np.ones(60))[:51]
+        )
 
 
 class TestErrorRate:
     """Of 1,000 runs at the margin, those that are wrong at any of their looks; 5 % + 3 standard errors is 7.1 %."""
 
     def test_bounded(self) -> None:
-        samples = np.random.default_rng(0).choice([-1.0, 0.0, 1.0], p=[0.07, 0.88, 0.05], size=(1000, 300)) + 0.02
+        samples = (
+            np.random.default_rng(0).choice(
+                [-1.0, 0.0, 1.0], p=[0.07, 0.88, 0.05], size=(1000, 300)
+            )
+            + 0.02
+        )
         wrong = (anytime_p(betting_log_e(samples, 0.98))[:, -1] <= 0.05).mean()
         assert 0.0 < wrong < 0.071
 

@@ -91,7 +91,9 @@ def test_forms_of_a_file(tmp_path: Path, text: str) -> None:
 def test_an_invalid_cell_is_named(tmp_path: Path, column: Column, cell: str, expected: str) -> None:
     right = "1" if column.above is None else "2"
     with pytest.raises(UserError) as error:
-        read(tmp_path, f'y,x\na,{right}\n\nb,"{cell}"\nc,{right}\nd,"{cell}"\n', Column("y"), column)
+        read(
+            tmp_path, f'y,x\na,{right}\n\nb,"{cell}"\nc,{right}\nd,"{cell}"\n', Column("y"), column
+        )
     assert str(error.value) == (
         f"table of shares {tmp_path / 'mine.csv'}, line 4: column 'x' must be {expected}; found '{cell}'"
     )
@@ -110,7 +112,9 @@ def test_valid_cells_are_accepted(tmp_path: Path) -> None:
         (Column("x"), "007", "007"),
     ]
     cells = [read(tmp_path, f"x\n{cell}\n", column)["x"].tolist() for column, cell, _ in cases]
-    assert [(values, type(values[0])) for values in cells] == [([value], type(value)) for *_, value in cases]
+    assert [(values, type(values[0])) for values in cells] == [
+        ([value], type(value)) for *_, value in cases
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +123,14 @@ def test_valid_cells_are_accepted(tmp_path: Path) -> None:
         ("", "mine.csv: the file is empty; a table has the columns layer, share"),
         ("\n\n", "mine.csv: the file is empty"),
         ("layer,share\n", "mine.csv: there are no rows below the header"),
-        ("layer,Share\n0,1\n", "column 'share' is missing; a table has layer, share, this one layer, Share"),
-        ("layer,share,shape\n0,1,2\n", "unknown or repeated column 'shape'; expected one of layer, share, name, error"),
+        (
+            "layer,Share\n0,1\n",
+            "column 'share' is missing; a table has layer, share, this one layer, Share",
+        ),
+        (
+            "layer,share,shape\n0,1,2\n",
+            "unknown or repeated column 'shape'; expected one of layer, share, name, error",
+        ),
         ("layer,share,share\n0,1,1\n", "unknown or repeated column 'share'"),
         ("layer,share\n0,1\n1\n", "mine.csv, line 3: 1 values for 2 columns"),
         ("layer,share\n0,1,2\n", "mine.csv, line 2: 3 values for 2 columns"),
@@ -146,7 +156,9 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 def test_written_values(tmp_path: Path) -> None:
-    rows = pd.DataFrame({"layer": [0, 1], "share": [1 / 3, 1e-9], "name": ["a,b", ""], "error": [math.nan, 2.0]})
+    rows = pd.DataFrame(
+        {"layer": [0, 1], "share": [1 / 3, 1e-9], "name": ["a,b", ""], "error": [math.nan, 2.0]}
+    )
     assert csv_text(rows) == 'layer,share,name,error\n0,0.333333,"a,b",\n1,1e-09,,2\n'
     assert csv_text(rows, digits=2).splitlines()[1] == '0,0.33,"a,b",'
     assert csv_text(rows, digits=None).splitlines()[1] == '0,0.3333333333333333,"a,b",'
@@ -156,7 +168,8 @@ def test_written_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["=1+1", "=HYPERLINK(1)", "+cmd", "-cmd|' /C'!A0", "@SUM(1)", "'=1", "''@x", "=", "+-1a"]
+    "text",
+    ["=1+1", "=HYPERLINK(1)", "+cmd", "-cmd|' /C'!A0", "@SUM(1)", "'=1", "''@x", "=", "+-1a"],
 )
 def test_text_is_no_formula_in_a_spreadsheet(tmp_path: Path, text: str) -> None:
     """Domains of a data set may begin with "=", and ran in the spreadsheet that opened a table."""

@@ -67,13 +67,19 @@ LOADS_TORCH = (
 
 class TestTerminal:
     @pytest.mark.parametrize("command", slow_after(1, LOADS_TORCH))
-    def test_first_output_comes_before_torch_is_loaded(self, tmp_path: Path, project: Project, command: str) -> None:
+    def test_first_output_comes_before_torch_is_loaded(
+        self, tmp_path: Path, project: Project, command: str
+    ) -> None:
         recipe, workspace = map(str, project)
-        arguments = [{"RECIPE": recipe, "WORKSPACE": workspace}.get(word, word) for word in command.split()]
+        arguments = [
+            {"RECIPE": recipe, "WORKSPACE": workspace}.get(word, word) for word in command.split()
+        ]
         stub = tmp_path / "stub" / "torch"
         stub.mkdir(parents=True)
         (stub / "__init__.py").write_text("import os\nos.write(1, b'<torch>')\nos._exit(0)\n")
-        path = os.pathsep.join([str(stub.parent), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+        path = os.pathsep.join(
+            [str(stub.parent), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
+        )
         seen = terminal.run(*arguments, environment={"PYTHONPATH": path}, folder=tmp_path)
         before, torch, _ = seen.text.partition("<torch>")
         assert torch, seen.text
@@ -112,7 +118,10 @@ class TestTerminal:
         assert seen.exit_code == 0
         assert not seen.wide_lines
         rows = " ".join(seen.lines)
-        assert all(title in rows for title in ("train: starting", "reading and tokenising text", "dense", "sp-kv"))
+        assert all(
+            title in rows
+            for title in ("train: starting", "reading and tokenising text", "dense", "sp-kv")
+        )
         assert "dense checkpoint: " in rows
 
 
@@ -129,20 +138,32 @@ class TestPipe:
         self, project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
     ) -> None:
         name, *words = command.split()
-        place = ["--out", str(tmp_path / "out")] if name == "export" else ["--workspace", str(project[1])]
+        place = (
+            ["--out", str(tmp_path / "out")]
+            if name == "export"
+            else ["--workspace", str(project[1])]
+        )
         with contextlib.suppress(SystemExit):  # there is no layout to export with
             main([name, *words, *place])
         assert capsys.readouterr().err.startswith(f"{name}: starting\n")
 
     def test_the_first_line_waits_for_no_library(self) -> None:
         program = "import sys, spkv_nas.cli.app; print(*{'torch', 'transformers', 'scipy', 'pandas'} & {*sys.modules})"
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
         assert done.stdout == "\n"
 
-    def test_a_path_is_not_wrapped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_path_is_not_wrapped(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """Error messages keep each path on one line."""
         nowhere = tmp_path / "-".join(["folder"] * 30) / "nowhere.yaml"
-        for command in (["train", str(nowhere)], ["layout", "show", str(nowhere)], ["propose", str(nowhere)]):
+        for command in (
+            ["train", str(nowhere)],
+            ["layout", "show", str(nowhere)],
+            ["propose", str(nowhere)],
+        ):
             with pytest.raises(SystemExit, match="2"):
                 main(command)
             assert str(nowhere) in capsys.readouterr().err
@@ -150,7 +171,17 @@ class TestPipe:
     def test_a_table_is_not_cut(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         name = "a-strategy-" * 9 + "a"
         Layout(("G", "L"), 8, name).write(tmp_path / "layout.yaml")
-        main(["plan", "attention", "micro-0", "--context", "1k", "--layout", str(tmp_path / "layout.yaml")])
+        main(
+            [
+                "plan",
+                "attention",
+                "micro-0",
+                "--context",
+                "1k",
+                "--layout",
+                str(tmp_path / "layout.yaml"),
+            ]
+        )
         assert f"{name}, 1 of 2 heads" in capsys.readouterr().out
 
     def test_steps_are_reported_at_intervals(
@@ -159,7 +190,18 @@ class TestPipe:
         recipe, workspace = project
         monkeypatch.setattr("spkv_nas.base.progress.EVERY", 0.0)
         monkeypatch.setattr("spkv_nas.evaluation.micro_batch.BATCH_SIZE", 8)
-        main(["evaluate", "--model", dense(workspace), *text(recipe), "--name", "told", "--workspace", str(workspace)])
+        main(
+            [
+                "evaluate",
+                "--model",
+                dense(workspace),
+                *text(recipe),
+                "--name",
+                "told",
+                "--workspace",
+                str(workspace),
+            ]
+        )
         output = capsys.readouterr().err
         assert output.startswith("evaluate nll: starting\n")
         assert "evaluating: 16 of " in output
@@ -169,7 +211,14 @@ class TestPipe:
         self, project: Project, capsys: pytest.CaptureFixture[str]
     ) -> None:
         recipe, workspace = project
-        command = ["evaluate", "--model", dense(workspace), *text(recipe), "--workspace", str(workspace)]
+        command = [
+            "evaluate",
+            "--model",
+            dense(workspace),
+            *text(recipe),
+            "--workspace",
+            str(workspace),
+        ]
         for arguments in (["-q", *command], [*command, "-q"]):
             main(arguments)
             shown = capsys.readouterr()
@@ -201,7 +250,17 @@ class TestReuse:
 
     def test_retrained_layouts(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
-        main(["train-hybrid", "--recipe", str(recipe), "--probe", "tiny", "--workspace", str(workspace)])
+        main(
+            [
+                "train-hybrid",
+                "--recipe",
+                str(recipe),
+                "--probe",
+                "tiny",
+                "--workspace",
+                str(workspace),
+            ]
+        )
         output = capsys.readouterr().err
         assert re.search(r"^reused (\d+) of \1 zero-shot scores$", output, re.MULTILINE)
         assert "reused 4 of 4 runs\n" in output
@@ -223,16 +282,22 @@ def text(recipe: Path) -> list[str]:
 
 
 class TestJson:
-    def document(self, capsys: pytest.CaptureFixture[str], workspace: Path, *arguments: str | Path) -> dict[str, Any]:
+    def document(
+        self, capsys: pytest.CaptureFixture[str], workspace: Path, *arguments: str | Path
+    ) -> dict[str, Any]:
         capsys.readouterr()
         main([*map(str, arguments), "--json", "--workspace", str(workspace)])
         document = json.loads(capsys.readouterr().out)
         assert isinstance(document, dict)
         return document
 
-    def test_the_comparison_is_its_table(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_comparison_is_its_table(
+        self, project: Project, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         recipe, workspace = project
-        result = self.document(capsys, workspace, "train-hybrid", "--recipe", recipe, "--probe", "tiny")
+        result = self.document(
+            capsys, workspace, "train-hybrid", "--recipe", recipe, "--probe", "tiny"
+        )
         rows = pd.read_csv(Path(str(result["folder"])) / "comparison.csv")
         printed = pd.DataFrame(result["layouts"])
         assert list(printed.columns) == list(rows.columns)
@@ -242,13 +307,23 @@ class TestJson:
         assert all(Path(model["checkpoint"]).is_dir() for model in result["checkpoints"])
 
     @pytest.mark.slow
-    def test_every_command_with_a_table(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_every_command_with_a_table(
+        self, project: Project, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         recipe, workspace = project
         probe, model = ["--probe", "tiny"], ["--model", dense(workspace), *text(recipe)]
-        layouts = [workspace / "layouts" / "tiny" / f"{name}.yaml" for name in ("densest", "sparsest")]
+        layouts = [
+            workspace / "layouts" / "tiny" / f"{name}.yaml" for name in ("densest", "sparsest")
+        ]
         expected: dict[tuple[str | Path, ...], set[str]] = {
             ("probe", recipe): {"name", "tau", "mean", "heads", "diagnosis", "folder"},
-            ("propose", *probe, "--budget", "2"): {"layouts", "certainty", "sentences", "advice", "folder"},
+            ("propose", *probe, "--budget", "2"): {
+                "layouts",
+                "certainty",
+                "sentences",
+                "advice",
+                "folder",
+            },
             ("propose", *probe, "--budget", "1..3"): {"budgets", "knee", "caution", "folder"},
             ("compare", "tiny@0.4", "tiny@0.6", "--budget", "2"): {"rows", "folder"},
             ("train", recipe): {"dense", "reference"},
@@ -257,8 +332,18 @@ class TestJson:
             ("score", *layouts, *probe, *model): {"rows", "folder"},
             ("evaluate", "baselines", *model, "--methods", "streaming"): {"name", "rows", "folder"},
             ("layout", "show", *layouts, *probe): {"layouts"},
-            ("plan", "attention", "micro-0", "--context", "1k"): {"shape", "context", "costs", "times"},
-            ("calibrate", "micro-0", "--context", "1k", "--window", "8"): {"case", "times", "source", "folder"},
+            ("plan", "attention", "micro-0", "--context", "1k"): {
+                "shape",
+                "context",
+                "costs",
+                "times",
+            },
+            ("calibrate", "micro-0", "--context", "1k", "--window", "8"): {
+                "case",
+                "times",
+                "source",
+                "folder",
+            },
             ("reproduce", "scaling"): {"laws", "folder"},
             ("reproduce", "ladder"): {"rows", "context", "density", "folder", "figure"},
         }
@@ -268,16 +353,22 @@ class TestJson:
             if "folder" in actual:
                 assert Path(str(actual["folder"])).is_dir()
 
-    def test_a_difference_is_the_exit_code_too(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_difference_is_the_exit_code_too(
+        self, project: Project, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         _, workspace = project
-        files = [str(workspace / "layouts" / "tiny" / f"{name}.yaml") for name in ("densest", "sparsest")]
+        files = [
+            str(workspace / "layouts" / "tiny" / f"{name}.yaml") for name in ("densest", "sparsest")
+        ]
         with pytest.raises(SystemExit, match="1"):
             main(["layout", "diff", *files, "--json"])
         result = json.loads(capsys.readouterr().out)
         assert not result["same"]
         assert result["num_heads"] > 0
 
-    def test_an_error_prints_no_document(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_error_prints_no_document(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         with pytest.raises(SystemExit, match="2"):
             main(["report", "--json", "--workspace", str(tmp_path)])
         shown = capsys.readouterr()
@@ -286,7 +377,9 @@ class TestJson:
 
     def test_values(self) -> None:
         table = pd.DataFrame({"a": [1, 2], "b": [0.1234567890123, np.nan], "c": [Path("x"), None]})
-        assert plain({"t": table, "n": np.int64(3), "v": np.array([np.inf, 1.0]), "p": Path("a") / "b"}) == {
+        assert plain(
+            {"t": table, "n": np.int64(3), "v": np.array([np.inf, 1.0]), "p": Path("a") / "b"}
+        ) == {
             "t": [{"a": 1, "b": 0.1234567890123, "c": "x"}, {"a": 2, "b": None, "c": None}],
             "n": 3,
             "v": [None, 1.0],
@@ -300,8 +393,12 @@ class TestJson:
         print_results(Result({"a": 1}, print), as_json=True)
         assert capsys.readouterr().out == ""
 
-    def test_results_of_several_steps_are_one_document(self, capsys: pytest.CaptureFixture[str]) -> None:
-        results = [Result({"step": number}, lambda value: print(value["step"])) for number in (1, 2)]
+    def test_results_of_several_steps_are_one_document(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        results = [
+            Result({"step": number}, lambda value: print(value["step"])) for number in (1, 2)
+        ]
         print_results(iter(results), as_json=True)
         assert json.loads(capsys.readouterr().out) == [{"step": 1}, {"step": 2}]
         print_results(iter(results), as_json=False)
@@ -353,7 +450,9 @@ for line in sys.stdin.read().splitlines():
         assert dict(zip(expected, self.complete(tmp_path, *expected), strict=True)) == expected
 
     def test_choices_are_those_of_the_registries(self) -> None:
-        signals, levels, hardware = (one.__metadata__[0].values for one in (flags.Signal, flags.Level, flags.Hardware))
+        signals, levels, hardware = (
+            one.__metadata__[0].values for one in (flags.Signal, flags.Level, flags.Hardware)
+        )
         assert signals == SIGNALS.names
         assert [find_level(name).name for name in levels] == [*levels]
         assert [*hardware] == [*HARDWARE]

@@ -56,7 +56,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "counting.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     point = EntryPoint("parameters", "counting:PARAMETERS", EVALUATIONS.group)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [point] if group == point.group else []
+    )
     EVALUATIONS.__dict__.pop("entries", None)
     built.cache_clear()
     yield
@@ -65,7 +67,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("counting", None)
 
 
-def test_an_installed_evaluation_is_listed_and_runs(plugin: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_installed_evaluation_is_listed_and_runs(
+    plugin: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["evaluate", "--help"])
     output = " ".join(capsys.readouterr().out.split())
     assert "parameters Count the parameters of a checkpoint." in output
@@ -84,7 +88,10 @@ def test_help_lists_the_evaluations_and_the_default(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("options", [[], ["--max-tokens", "1024"]])
 def test_options_without_subcommand_are_those_of_the_default(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Both forms give the same options to the same command."""
     monkeypatch.chdir(tmp_path)
@@ -103,5 +110,10 @@ def test_torchrun_runs_only_distributed_evaluations(
 ) -> None:
     monkeypatch.setattr("spkv_nas.cli.app.num_processes", lambda: 2)
     message = fails(capsys, "evaluate", "baselines")
-    assert "evaluate baselines does not run under torchrun (only nll, agreement, longppl, ruler, tasks do)" in message
-    assert "--tau must lie in [0, 1]" in fails(capsys, "evaluate", "ruler", "--lengths", "512", "--tau", "2")
+    assert (
+        "evaluate baselines does not run under torchrun (only nll, agreement, longppl, ruler, tasks do)"
+        in message
+    )
+    assert "--tau must lie in [0, 1]" in fails(
+        capsys, "evaluate", "ruler", "--lengths", "512", "--tau", "2"
+    )

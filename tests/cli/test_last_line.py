@@ -15,12 +15,20 @@ from spkv_nas.cli.app import explained
 @pytest.mark.parametrize(
     ("error", "code", "expected"),
     [
-        (ZeroDivisionError("division\nby zero"), 1, "ZeroDivisionError: division\nthis is a bug in spkv-nas"),
+        (
+            ZeroDivisionError("division\nby zero"),
+            1,
+            "ZeroDivisionError: division\nthis is a bug in spkv-nas",
+        ),
         (AssertionError(), 1, "AssertionError\nthis is a bug in spkv-nas"),
         (OSError(28, "No space left on device", "/x/y"), 2, "No space left on device: '/x/y'"),
         (MemoryError(), 2, "out of memory"),
         (OSError(12, "Cannot allocate memory"), 2, "out of memory"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"), 2, "out of memory"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+            2,
+            "out of memory",
+        ),
         (UserError("wrong"), 2, "wrong"),
         (RuntimeError("x" * 10**6), 1, "RuntimeError: xxx"),
     ],
@@ -73,7 +81,9 @@ def test_nothing_is_torn_down_after_the_last_line(ending: str, code: int, printe
         "cli._run = run\n"
         "cli.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == code
     assert done.stdout == "last line\nexit function\n"
     assert printed in done.stderr

@@ -27,7 +27,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(
-    folder: Path, *arguments: str, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE, encoding: str = "utf-8"
+    folder: Path,
+    *arguments: str,
+    stdout: int = subprocess.PIPE,
+    stderr: int = subprocess.PIPE,
+    encoding: str = "utf-8",
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a command in its own process."""
     return subprocess.run(
@@ -50,7 +54,9 @@ def no_reader() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("arguments", [SHOW, slow(((*SHOW, "--json"),))], ids=["text", "json"])
-def test_a_reader_that_ended_is_no_answer(folder: Path, no_reader: int, arguments: tuple[str, ...]) -> None:
+def test_a_reader_that_ended_is_no_answer(
+    folder: Path, no_reader: int, arguments: tuple[str, ...]
+) -> None:
     """``spkv-nas auto ... | head -1`` exited with 1, by which it says that no layout passes."""
     ended = run(folder, *arguments, stdout=no_reader)
     assert (ended.returncode, ended.stderr) == (141, b"")

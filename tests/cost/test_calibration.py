@@ -28,13 +28,17 @@ from spkv_nas.cost.timing import time_attention
 from spkv_nas.stages.options.plan_attention import AttentionOptions
 from spkv_nas.stages.plan_attention import run
 
-CASE = LayerCase(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu")
+CASE = LayerCase(
+    num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu"
+)
 SHAPE = Shape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=1000)
 LAYOUT = Layout(("GL", "LL", "GG"), window=4)
 DECODE = {(100, 0): 1.0, (100, 1): 2.0, (100, 2): 4.0, (400, 0): 1.0, (400, 1): 5.0, (400, 2): 10.0}
 
 
-def make_calibration(case: LayerCase = CASE, decode: dict[tuple[int, int], float] = DECODE) -> Calibration:
+def make_calibration(
+    case: LayerCase = CASE, decode: dict[tuple[int, int], float] = DECODE
+) -> Calibration:
     timings = tuple(Timing(*point, seconds) for point, seconds in decode.items())
     return Calibration(case, "abacus", 2, timings, {"torch": "2.13.0"})
 
@@ -78,10 +82,15 @@ class TestInterpolation:
                 lambda c: c.layout_seconds(Layout(("GLL",), 4), 100),
                 "has 3 KV heads per layer, the times were measured for 2",
             ),
-            (lambda c: c.check_shape(Shape(3, 6, 2, 8, 1)), "this model has 6 query heads, 2 KV heads of size 8"),
+            (
+                lambda c: c.check_shape(Shape(3, 6, 2, 8, 1)),
+                "this model has 6 query heads, 2 KV heads of size 8",
+            ),
         ],
     )
-    def test_points_that_were_not_measured(self, call: Callable[[Calibration], object], message: str) -> None:
+    def test_points_that_were_not_measured(
+        self, call: Callable[[Calibration], object], message: str
+    ) -> None:
         with pytest.raises(UserError, match=message):
             call(make_calibration())
 
@@ -100,7 +109,10 @@ class TestFiles:
         calibration = make_calibration()
         calibration.write(tmp_path)
         assert Calibration.read(tmp_path) == calibration
-        assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["calibration.csv", "calibration.yaml"]
+        assert sorted(path.name for path in tmp_path.glob("[!.]*")) == [
+            "calibration.csv",
+            "calibration.yaml",
+        ]
         assert (tmp_path / "calibration.csv").read_text().splitlines()[:2] == [
             "context,num_global,seconds_per_token",
             "100,0,1",
@@ -110,7 +122,9 @@ class TestFiles:
         """Replace the contents of a file, without the hashes."""
         if table is not None:
             (folder / "calibration.csv").write_text(table)
-        content = yaml.safe_load((folder / "calibration.yaml").read_text()) | header | {"sha256": None}
+        content = (
+            yaml.safe_load((folder / "calibration.yaml").read_text()) | header | {"sha256": None}
+        )
         kept = {key: value for key, value in content.items() if value is not None}
         (folder / "calibration.yaml").write_text(yaml.safe_dump(kept))
 
@@ -146,13 +160,18 @@ def test_contexts_and_numbers_of_global_heads() -> None:
     assert default_contexts(32768) == (1024, 4096, 16384, 32768)
     assert default_contexts(1024) == (1024,)
     assert default_contexts(600) == (600,)
-    counts = {heads: LayerCase(heads, heads, 8, "float32", 4, 1, "cpu").global_counts for heads in (1, 4, 8, 10)}
+    counts = {
+        heads: LayerCase(heads, heads, 8, "float32", 4, 1, "cpu").global_counts
+        for heads in (1, 4, 8, 10)
+    }
     assert counts == {1: (0, 1), 4: (0, 1, 2, 3, 4), 8: (0, 2, 4, 6, 8), 10: (0, 2, 5, 8, 10)}
 
 
 class TestMeasuring:
     @pytest.mark.parametrize("dtype", slow_after(1, ["bfloat16", "float32"]))
-    def test_every_point_with_its_windows_and_caches(self, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_point_with_its_windows_and_caches(
+        self, dtype: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The kernel gets each number of global heads at each context length."""
         decoded: list[tuple[int, list[int]]] = []
         real_decode = attention_timing.decode_attention
@@ -183,7 +202,10 @@ class TestMeasuring:
     def test_caches_are_bounded(self) -> None:
         """Small layers use eight caches per number of global heads, a large layer one."""
         assert attention_timing._num_layers(CASE, 1024) == 8
-        assert attention_timing._num_layers(LayerCase(32, 8, 128, "float32", 128, 1, "cpu"), 32768) == 1
+        assert (
+            attention_timing._num_layers(LayerCase(32, 8, 128, "float32", 128, 1, "cpu"), 32768)
+            == 1
+        )
 
 
 def test_values_need_no_torch() -> None:
@@ -199,7 +221,9 @@ class TestCommands:
         line = ["calibrate", "micro-3", "--context", "64", "--window", "8", "--device", "cpu"]
         main([*line, "-w", str(workspace), *options])
 
-    def cost(self, capsys: pytest.CaptureFixture[str], workspace: Path, *options: str) -> tuple[str, str]:
+    def cost(
+        self, capsys: pytest.CaptureFixture[str], workspace: Path, *options: str
+    ) -> tuple[str, str]:
         """Run ``cost`` and return its answer and its remarks."""
         capsys.readouterr()
         main(["plan", "attention", "micro-3", "-w", str(workspace), *options])
@@ -211,14 +235,22 @@ class TestCommands:
         output = " ".join(capsys.readouterr().out.split())
         assert "8 query heads, 2 KV heads of size 8, window 8, measured on" in output
         folder = tmp_path / "reports" / "micro-3"
-        assert {path.name for path in folder.glob("[!.]*")} == {"calibration.csv", "calibration.yaml"}
+        assert {path.name for path in folder.glob("[!.]*")} == {
+            "calibration.csv",
+            "calibration.yaml",
+        }
         written = yaml.safe_load((folder / "calibration.yaml").read_text())
         assert (written["dtype"], written["batch"], written["window"]) == ("float32", 2, 8)
         assert {"torch", "commit"} <= set(written["environment"])
         assert all(written[key] for key in ("hardware", "num_threads"))
         Layout(("GL", "LL", "LL", "GG"), window=8, strategy="mine").write(tmp_path / "mine.yaml")
         output, remarks = self.cost(
-            capsys, tmp_path, "--context=64", f"--layout={tmp_path / 'mine.yaml'}", "--density=0.5", "--window=8"
+            capsys,
+            tmp_path,
+            "--context=64",
+            f"--layout={tmp_path / 'mine.yaml'}",
+            "--density=0.5",
+            "--window=8",
         )
         assert "times: attention of all layers, measured on" in output
         assert not remarks
@@ -233,7 +265,9 @@ class TestCommands:
         result = run(options, SILENT).value
         rows = result.costs
         assert isinstance(result.times, Calibration)
-        assert [row.decode_seconds for row in rows] == pytest.approx([4 * 4.0, 2.0 + 1 + 1 + 4, 4 * 2.0])
+        assert [row.decode_seconds for row in rows] == pytest.approx(
+            [4 * 4.0, 2.0 + 1 + 1 + 4, 4 * 2.0]
+        )
 
     @pytest.mark.parametrize(
         ("options", "remark"),
@@ -252,7 +286,14 @@ class TestCommands:
         assert remark in remarks
         assert "next: spkv-nas calibrate micro-3" in remarks
         assert remark in fails(
-            capsys, "plan", "attention", "micro-3", "-w", tmp_path, "--calibration=micro-3", *options
+            capsys,
+            "plan",
+            "attention",
+            "micro-3",
+            "-w",
+            tmp_path,
+            "--calibration=micro-3",
+            *options,
         )
 
     @pytest.mark.parametrize(
@@ -276,7 +317,14 @@ class TestCommands:
         assert message in fails(capsys, *arguments, "--workspace", tmp_path / "w")
         assert not (tmp_path / "w").exists()
 
-    def test_a_calibration_of_another_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_calibration_of_another_model(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         make_calibration().write(tmp_path / "reports" / "mine")
-        message = fails(capsys, "plan", "attention", "micro-3", "--calibration=mine", "-w", tmp_path)
-        assert "measured for 4 query heads, 2 KV heads of size 8; this model has 8 query heads" in message
+        message = fails(
+            capsys, "plan", "attention", "micro-3", "--calibration=mine", "-w", tmp_path
+        )
+        assert (
+            "measured for 4 query heads, 2 KV heads of size 8; this model has 8 query heads"
+            in message
+        )

@@ -43,14 +43,21 @@ class TestCost:
     def test_the_papers_equations(self) -> None:
         """C = 2 N + 2 L d_attn n, with a factor 0.2 on the second term at density 0.2 (caption of the FLOPs figure)."""
         assert flops_per_token(SHAPE, 4096) == 2 * 1000 + 2 * 3 * 32 * 4096
-        assert flops_per_token(SHAPE, 4096, density=0.2) == pytest.approx(2 * 1000 + 0.2 * 2 * 3 * 32 * 4096)
+        assert flops_per_token(SHAPE, 4096, density=0.2) == pytest.approx(
+            2 * 1000 + 0.2 * 2 * 3 * 32 * 4096
+        )
         assert training_flops(SHAPE, 10, 4096) == 30 * flops_per_token(SHAPE, 4096)
 
     def test_linear_layers_and_attention_as_counted(self) -> None:
         """Torch's counter counts every score of the square; the formula counts the causal half."""
         model, length = tiny_model(num_hidden_layers=3, attn_implementation="eager"), 24
         level = replace(
-            ladder()["level-0"], hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2
+            ladder()["level-0"],
+            hidden_size=32,
+            intermediate_size=48,
+            num_layers=3,
+            num_heads=4,
+            num_kv_heads=2,
         )
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(input_ids=torch.zeros(1, length, dtype=torch.int64))
@@ -66,8 +73,14 @@ class TestCost:
         """The bytes equal those of the keys and values of a forward pass."""
         model = tiny_model()
         with torch.no_grad():
-            cache = model(input_ids=torch.zeros(1, 24, dtype=torch.int64), use_cache=True).past_key_values
-        held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+            cache = model(
+                input_ids=torch.zeros(1, 24, dtype=torch.int64), use_cache=True
+            ).past_key_values
+        held = sum(
+            x.numel() * x.element_size()
+            for layer in cache.layers
+            for x in (layer.keys, layer.values)
+        )
         shape = Shape(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=0)
         assert kv_cache_bytes(shape, 24, element_size=4) == held
         assert kv_bytes_per_token(shape, element_size=4) == held / 24
@@ -75,14 +88,18 @@ class TestCost:
     def test_window_and_density(self) -> None:
         """A context within the window costs as much as full attention."""
         full = kv_cache_bytes(SHAPE, 1000)
-        assert kv_cache_bytes(SHAPE, 1000, density=0.25, window=200) == pytest.approx(full * (0.2 + 0.25 * 0.8))
+        assert kv_cache_bytes(SHAPE, 1000, density=0.25, window=200) == pytest.approx(
+            full * (0.2 + 0.25 * 0.8)
+        )
         assert kv_cache_bytes(SHAPE, 100, density=0.25, window=200) == kv_cache_bytes(SHAPE, 100)
         assert kv_bytes_per_token(SHAPE, density=0.25) == 0.25 * kv_bytes_per_token(SHAPE)
 
     def test_cost_of_a_layout_follows_from_its_keys(self) -> None:
         layout = Layout(("GL", "LL", "GG"), window=16)
         density = layout_density(SHAPE, layout)
-        by_head = sum(2 * 8 * 2 * (100 if is_global else 16) for is_global in layout.global_mask.ravel())
+        by_head = sum(
+            2 * 8 * 2 * (100 if is_global else 16) for is_global in layout.global_mask.ravel()
+        )
         assert kv_cache_bytes(SHAPE, 100, density=density, window=16) == pytest.approx(by_head)
 
     @pytest.mark.parametrize(("sinks", "context"), [(3, 24), (3, 8), (3, 5)])
@@ -91,14 +108,24 @@ class TestCost:
         apply_layout(model, layout)
         cache = SPKVCache(model, page_size=1)
         with torch.no_grad():
-            model(input_ids=torch.zeros(1, context, dtype=torch.int64), past_key_values=cache, use_cache=True)
-        held = sum(int(layer.paged[0].lengths.sum()) + 2 * min(context, 6) for layer in cache.layers)
+            model(
+                input_ids=torch.zeros(1, context, dtype=torch.int64),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        held = sum(
+            int(layer.paged[0].lengths.sum()) + 2 * min(context, 6) for layer in cache.layers
+        )
         shape = Shape(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=0)
-        cost = kv_cache_bytes(shape, context, density=3 / 8, window=layout.window + layout.sinks, element_size=4)
+        cost = kv_cache_bytes(
+            shape, context, density=3 / 8, window=layout.window + layout.sinks, element_size=4
+        )
         assert cost == pytest.approx(held * 2 * 8 * 4)
 
     @pytest.mark.parametrize("gated", [False, True])
-    def test_shape_of_a_checkpoint(self, gated: bool, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_shape_of_a_checkpoint(
+        self, gated: bool, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Predictors and layouts in a checkpoint do not count, and tied embeddings count once."""
         model = tiny_model(vocab_size=300, tie_word_embeddings=True)
         num_parameters = sum(p.numel() for p in model.parameters()) - 300 * 32
@@ -107,7 +134,9 @@ class TestCost:
         else:
             apply_layout(model, Layout(("GL",) * 4, window=6))
         save(model, tiny_tokenizer, tmp_path / "m")
-        shape = Shape(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=num_parameters)
+        shape = Shape(
+            num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=num_parameters
+        )
         assert read_shape(tmp_path / "m") == shape
         assert read_shape(tmp_path / "m" / "config.json") == shape
 
@@ -132,13 +161,35 @@ class TestCostCommand:
         )
         output = capsys.readouterr().out
         assert "1,053 M parameters" in output
-        for number in ("32,256", "4,032.00", "10.57", "12.68", "9,216", "1,154.81", "6,451", "809.55"):
+        for number in (
+            "32,256",
+            "4,032.00",
+            "10.57",
+            "12.68",
+            "9,216",
+            "1,154.81",
+            "6,451",
+            "809.55",
+        ):
             assert f" {number} " in output
         assert not (tmp_path / "reports").exists()
 
-    def test_sink_tokens_of_a_density(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_sink_tokens_of_a_density(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """They count as a window that is as much longer, and their time as that share of a global head."""
-        line = ["plan", "attention", "level-8", "--context", "4k", "--density", "0.2", "-w", str(tmp_path), "--json"]
+        line = [
+            "plan",
+            "attention",
+            "level-8",
+            "--context",
+            "4k",
+            "--density",
+            "0.2",
+            "-w",
+            str(tmp_path),
+            "--json",
+        ]
 
         def costs(*options: str) -> dict[str, float]:
             main([*line, *options])
@@ -150,9 +201,13 @@ class TestCostCommand:
         assert sinks["kv_cache_bytes"] > plain["kv_cache_bytes"]
         assert "--sinks applies to --density alone" in fails(capsys, *line[:5], "--sinks", "2")
 
-    def test_the_embedded_model_by_default(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_embedded_model_by_default(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         main(["plan", "attention", "--context", "512"])
-        assert "21 layers x 3 KV heads of size 32; 512 tokens" in " ".join(capsys.readouterr().out.split())
+        assert "21 layers x 3 KV heads of size 32; 512 tokens" in " ".join(
+            capsys.readouterr().out.split()
+        )
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -164,7 +219,10 @@ class TestCostCommand:
             (["level-8", "--context", "0"], "at least 1 token; found 0"),
             (["level-8", "--density", "1.5"], "in [0, 1]; found 1.5"),
             (["level-8", "--density", "nan"], "in [0, 1]; found nan"),
-            (["level-8", "--layout", "LAYOUT"], "is for 2 layers x 2 KV heads, the model has 21 layers x 3 KV heads"),
+            (
+                ["level-8", "--layout", "LAYOUT"],
+                "is for 2 layers x 2 KV heads, the model has 21 layers x 3 KV heads",
+            ),
             (["level-8", "--layout", "none.yaml"], "layout not found"),
         ],
     )
@@ -172,5 +230,7 @@ class TestCostCommand:
         self, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         Layout(("GL", "LL"), window=4).write(tmp_path / "small.yaml")
-        arguments = [str(tmp_path / "small.yaml") if option == "LAYOUT" else option for option in options]
+        arguments = [
+            str(tmp_path / "small.yaml") if option == "LAYOUT" else option for option in options
+        ]
         assert message in fails(capsys, "plan", "attention", *arguments)

@@ -26,7 +26,9 @@ class TestLadder:
         """Formula, Hugging Face model and tokens / 160 of the paper's table agree."""
         for name, level in ladder().items():
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(vocab_size=512, **level.config()))
+                model = AutoModelForCausalLM.from_config(
+                    AutoConfig.for_model(vocab_size=512, **level.config())
+                )
             total = sum(p.numel() for p in model.parameters())
             num_parameters = total - 2 * 512 * level.hidden_size  # untied embeddings
             assert level.shape.num_parameters == num_parameters, name
@@ -34,7 +36,9 @@ class TestLadder:
                 row = TABLE[name]
                 billions = float(row["parameters_billion"])
                 assert num_parameters == pytest.approx(1e9 * billions, rel=0.02, abs=5e6), name
-                assert TPP * num_parameters == pytest.approx(1e9 * float(row["tokens_billion"]), rel=1e-3), name
+                assert TPP * num_parameters == pytest.approx(
+                    1e9 * float(row["tokens_billion"]), rel=1e-3
+                ), name
 
     def test_the_table_follows_from_shape_and_batch(self) -> None:
         """Training FLOPs, steps, warm-up (1 TPP) and start of the decay (140 TPP) match the rounded table."""
@@ -43,14 +47,20 @@ class TestLadder:
             content = level.recipe({})
             dense, branch = content["dense"], content["branch"]
             assert dense["steps"] == pytest.approx(float(row["decay_start"]), rel=0.05), name
-            assert dense["steps"] + branch["steps"] == pytest.approx(float(row["steps"]), abs=501), name
+            assert dense["steps"] + branch["steps"] == pytest.approx(
+                float(row["steps"]), abs=501
+            ), name
             assert branch["final_learning_rate"] == 0.01
-            if name == "llama-3-8b":  # the table's warm-up is rounded to 2k, its FLOPs are 3.4 % more
+            if (
+                name == "llama-3-8b"
+            ):  # the table's warm-up is rounded to 2k, its FLOPs are 3.4 % more
                 assert dense["warmup_steps"] == 1664
                 assert level.train_flops == pytest.approx(float(row["train_flops"]), rel=0.04)
             else:
                 assert dense["warmup_steps"] == int(row["warmup_steps"]), name
-                assert level.train_flops == pytest.approx(float(row["train_flops"]), rel=0.003), name
+                assert level.train_flops == pytest.approx(float(row["train_flops"]), rel=0.003), (
+                    name
+                )
 
     def test_proportions_hold_from_micro_to_paper(self) -> None:
         for level in ladder().values():
@@ -67,7 +77,10 @@ class TestLadder:
         """DeepSeek LLM's laws at 1.65e13 FLOPs give 0.00694 and 6,152 tokens, rounded up to a multiple of 8 blocks."""
         micro = ladder()["micro-2"]
         assert micro.train_flops == pytest.approx(1.65e13, rel=0.01)
-        assert (micro.learning_rate, micro.batch_tokens) == (pytest.approx(0.00694, rel=0.005), 8192)
+        assert (micro.learning_rate, micro.batch_tokens) == (
+            pytest.approx(0.00694, rel=0.005),
+            8192,
+        )
         sizes = [ladder()[f"micro-{k}"].batch_tokens for k in range(5)]
         assert sizes == [4096, 4096, 8192, 12288, 16384]
 
@@ -86,16 +99,25 @@ class TestRecipe:
         assert recipe.data.block_size == 8192
         assert recipe.dense is not None
         dense, branch = recipe.dense, recipe.branch
-        assert (dense.batch_size, dense.learning_rate, dense.warmup_steps, dense.steps) == (256, 8.66e-4, 502, 70289)
+        assert (dense.batch_size, dense.learning_rate, dense.warmup_steps, dense.steps) == (
+            256,
+            8.66e-4,
+            502,
+            70289,
+        )
         assert (branch.batch_size, branch.learning_rate, branch.warmup_steps) == (256, 8.66e-4, 0)
         assert (branch.steps, branch.final_learning_rate) == (10041, 0.01)
-        assert Recipe.model_validate(recipe.model_dump()) == recipe  # what results record is a recipe again
+        assert (
+            Recipe.model_validate(recipe.model_dump()) == recipe
+        )  # what results record is a recipe again
 
     def test_each_key_can_be_overridden(self, tmp_path: Path) -> None:
         """Steps follow the batch and block sizes, so that the number of tokens does not change."""
         level, text = ladder()["micro-1"], "model: micro-1\n"
         plain = self.recipe(tmp_path, text)
-        mine = self.recipe(tmp_path, text + "dense: {batch_size: 4}\nbranch: {steps: 7, learning_rate: 1e-3}\n")
+        mine = self.recipe(
+            tmp_path, text + "dense: {batch_size: 4}\nbranch: {steps: 7, learning_rate: 1e-3}\n"
+        )
         assert plain.dense is not None
         assert mine.dense is not None
         assert mine.dense.steps == 140 * level.shape.num_parameters // (4 * 512)
@@ -112,15 +134,24 @@ class TestRecipe:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("model: level-11\n", "key 'model': no level 'level-11'; expected one of level-0, level-1, .* micro-4"),
-            ("model: micro-0\ndense: {step: 5}\n", "unknown key 'dense.step'; did you mean 'steps'"),
+            (
+                "model: level-11\n",
+                "key 'model': no level 'level-11'; expected one of level-0, level-1, .* micro-4",
+            ),
+            (
+                "model: micro-0\ndense: {step: 5}\n",
+                "unknown key 'dense.step'; did you mean 'steps'",
+            ),
             ("model: micro-0\ndense: {batch_size: 0}\n", "key 'dense.batch_size'"),
             ("model: micro-0\ndense: {batch_size: many}\n", "key 'dense.batch_size'"),
             ("model: micro-0\ndense: 5\n", "key 'dense'"),
             ("model: micro-0\ndense: null\n", "needs a 'dense' section"),
             ("model: micro-0\nbranch: null\n", "key 'branch'"),
             ("model: 8\n", "key 'model'"),
-            ("model: micro-0\nmicro_batch_size: 3\ndense: {batch_size: 8}\n", "micro_batch_size 3 does not divide"),
+            (
+                "model: micro-0\nmicro_batch_size: 3\ndense: {batch_size: 8}\n",
+                "micro_batch_size 3 does not divide",
+            ),
         ],
     )
     def test_mistakes(self, text: str, message: str, tmp_path: Path) -> None:
@@ -128,7 +159,11 @@ class TestRecipe:
             self.recipe(tmp_path, text)
 
     def test_a_level_trains(self, recipe_file: Path, tmp_path: Path) -> None:
-        text = RECIPE[: RECIPE.index("model:")] + "model: micro-0\n" + RECIPE[RECIPE.index("tokenizer:") :]
+        text = (
+            RECIPE[: RECIPE.index("model:")]
+            + "model: micro-0\n"
+            + RECIPE[RECIPE.index("tokenizer:") :]
+        )
         recipe_file.write_text(text)
         main(["train", str(recipe_file), "--workspace", str(tmp_path / "w"), "--device", "cpu"])
         dense = next((tmp_path / "w" / "runs" / "tiny").glob("dense-*")) / "final"

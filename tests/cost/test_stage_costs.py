@@ -49,7 +49,8 @@ class _Kept:
     def __init__(self, model: PreTrainedModel) -> None:
         """Exclude the tensors of ``model``."""
         self._model_storages = {
-            tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*model.parameters(), *model.buffers())
         }
         self._storages: dict[int, int] = {}
 
@@ -90,8 +91,14 @@ def test_a_published_model_on_the_meta_device(name: str) -> None:
     apply_layout(model, Layout(rows, window=128))
     assert not predictors(model)
     windows = [state.head_windows(gated=False) for state in layer_states(model)]
-    types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * num_layers
-    local = [row.count("L") if kind == "full_attention" else 0 for row, kind in zip(rows, types, strict=True)]
+    types = (
+        getattr(model.config.get_text_config(), "layer_types", None)
+        or ["full_attention"] * num_layers
+    )
+    local = [
+        row.count("L") if kind == "full_attention" else 0
+        for row, kind in zip(rows, types, strict=True)
+    ]
     assert [row.count(128) for row in windows] == local  # layers with a native window keep it
 
 
@@ -100,7 +107,11 @@ class TestMemory:
         ("family", "learns"),
         [
             *((family, Learns.ALL) for family in FAMILIES),
-            *((family, learns) for family in ("llama", "gemma3_text") for learns in (Learns.GATES, Learns.ADAPTERS)),
+            *(
+                (family, learns)
+                for family in ("llama", "gemma3_text")
+                for learns in (Learns.GATES, Learns.ADAPTERS)
+            ),
         ],
         ids=lambda one: getattr(one, "name", one),
     )
@@ -116,11 +127,17 @@ class TestMemory:
         tokens, kept = torch.full((2, 24), 3), _Kept(model)
         kept.watch(lambda: model.get_decoder()(input_ids=tokens, use_cache=False))
         predicted = PassMemory(model_size(model), gates=GATES).kept(tokens.numel(), learns=learns)
-        assert predicted == pytest.approx(kept.num_bytes, rel=0.22 if family == "gemma3_text" else 0.12)
+        assert predicted == pytest.approx(
+            kept.num_bytes, rel=0.22 if family == "gemma3_text" else 0.12
+        )
 
     @pytest.mark.parametrize(
         ("dtype", "learns"),
-        [(torch.float32, Learns.ADAPTERS), (torch.float32, Learns.ALL), (torch.bfloat16, Learns.ADAPTERS)],
+        [
+            (torch.float32, Learns.ADAPTERS),
+            (torch.float32, Learns.ALL),
+            (torch.bfloat16, Learns.ADAPTERS),
+        ],
         ids=["adapters", "all", "adapters-bfloat16"],
     )
     def test_autocast_copies_of_linear_layers(self, dtype: torch.dtype, learns: Learns) -> None:
@@ -138,7 +155,9 @@ class TestMemory:
 
     @pytest.mark.parametrize("predictor", ["mlp", "linear", "bidirectional"])
     def test_parameters_of_predictors(self, predictor: str) -> None:
-        config = GateConfig(window=6, predictor=predictor, kernel_size=3, heads=["SL", "GG", "SS", "LL"])
+        config = GateConfig(
+            window=6, predictor=predictor, kernel_size=3, heads=["SL", "GG", "SS", "LL"]
+        )
         model = tiny_model()
         attach_gates(model, config)
         counted = sum(parameter.numel() for parameter in predictor_parameters(model))
@@ -148,12 +167,16 @@ class TestMemory:
     def test_parameters_of_adapters(self, targets: str | list[str]) -> None:
         model = tiny_model()
         add_adapters(model, LoraConfig(rank=3, targets=targets), seed=0)
-        counted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        counted = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
         assert num_adapter_parameters(model_size(tiny_model()), 3, targets) == counted
 
     def test_logits_are_those_of_a_chunk(self) -> None:
         assert logit_bytes(1000, 10, item=4) == 10 * 1000 * 8
-        assert logit_bytes(128_256, 1 << 20, item=2) == logit_bytes(128_256, 1 << 21, item=2) < 1 << 30
+        assert (
+            logit_bytes(128_256, 1 << 20, item=2) == logit_bytes(128_256, 1 << 21, item=2) < 1 << 30
+        )
         assert logit_bytes(1000, 1 << 20, item=4, chunk=7 * 4000) == 7 * 1000 * 8
 
     def test_activations_are_recomputed_only_where_nothing_else_fits(self) -> None:
@@ -178,7 +201,9 @@ class TestStages:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(input_ids=torch.zeros(1, length, dtype=torch.int64))
         stages = Stages(model_size(model), GATES, Site("", 1e9), length, 1)
-        square = 2 * stages.size.heads.num_layers * stages.size.heads.attention_width * length * length
+        square = (
+            2 * stages.size.heads.num_layers * stages.size.heads.attention_width * length * length
+        )
         norms = 2 * length * 9 * 32
         assert stages.measure("", length).flops + square - norms == counter.get_total_flops()
 
@@ -186,9 +211,14 @@ class TestStages:
         forward = stages.measure("", 8192).flops
         training = Training(steps=1, batch_size=16)
         assert stages.train("", training, gated=False).flops == 3 * forward
-        assert stages.train("", replace(training, recomputes=True), gated=False).flops == 4 * forward
+        assert (
+            stages.train("", replace(training, recomputes=True), gated=False).flops == 4 * forward
+        )
         gates = 6.0 * stages.num_predictor_parameters * 8192
-        assert stages.train("", replace(training, learns=Learns.GATES), gated=True).flops == 2 * forward + gates
+        assert (
+            stages.train("", replace(training, learns=Learns.GATES), gated=True).flops
+            == 2 * forward + gates
+        )
         assert stages.learn_gates("", 4, 2048).flops == 2 * forward + gates
         of_heads = stages.learn_gates("", 4, 2048, mixes=2)  # the unchanged model runs too
         assert of_heads.flops == 3 * forward
@@ -206,13 +236,19 @@ class TestStages:
             return (memory.weights + memory.learning) / number
 
         assert fixed(1) == 18
-        assert fixed(1, micro_batch_size=8) == 18 - 4 * size.without_embeddings / number  # as activations go
+        assert (
+            fixed(1, micro_batch_size=8) == 18 - 4 * size.without_embeddings / number
+        )  # as activations go
         assert fixed(1, bfloat16=False) == 16
         assert fixed(8) == 22
         assert 2 < fixed(8, sharded=True) < 2.5
         assert fixed(1, moment_bytes=2) == 12
         assert fixed(1, learns=Learns.ADAPTERS, adapters=number) == 4 + 16 + 2
-        larger = replace(stages, site=replace(stages.site, chunk=1 << 30)).train("", training, gated=False).memory
+        larger = (
+            replace(stages, site=replace(stages.site, chunk=1 << 30))
+            .train("", training, gated=False)
+            .memory
+        )
         assert larger.passing > stages.train("", training, gated=False).memory.passing + (1 << 30)
 
     def test_suggested_changes(self, stages: Stages) -> None:
@@ -223,17 +259,27 @@ class TestStages:
         for memory, remedy in ((220e9, f"{again}, micro_batch_size: 1"), (320e9, again)):
             long = replace(stages, block_size=1 << 14, site=replace(stages.site, memory=memory))
             assert long.train("", training, gated=True).remedy == remedy
-        sharded = replace(stages, block_size=2048, site=replace(stages.site, memory=141e9, devices=4))
+        sharded = replace(
+            stages, block_size=2048, site=replace(stages.site, memory=141e9, devices=4)
+        )
         assert sharded.train("", Training(160, 32, sharded=True), gated=True).remedy == again
         assert sharded.train("", Training(160, 32, 4, sharded=True), gated=True).fits
         small = replace(stages, site=Site("", 19e9))
         assert small.measure("", 1 << 20).fits
-        assert small.learn_gates("", 1, 2048).remedy == f"{FIXED}, or several devices with --device auto"
+        assert (
+            small.learn_gates("", 1, 2048).remedy
+            == f"{FIXED}, or several devices with --device auto"
+        )
         long = replace(stages, block_size=1 << 17, site=Site("", 32e9))
-        assert long.measure("", 1 << 20).remedy == "a shorter --block-size, or a device with more memory"
+        assert (
+            long.measure("", 1 << 20).remedy
+            == "a shorter --block-size, or a device with more memory"
+        )
         assert not replace(small, item=4).measure("", 1 << 20).fits
         assert replace(small, item=4).measure("", 1 << 20).remedy == "--dtype bfloat16"
-        assert replace(small, site=Site("", 8e9)).generate("", 1, density=1, window=0).remedy == FIXED
+        assert (
+            replace(small, site=Site("", 8e9)).generate("", 1, density=1, window=0).remedy == FIXED
+        )
         assert small.generate("", 1 << 17, density=1, window=0).remedy == "a shorter --context"
 
     def test_batches_become_smaller_before_they_do_not_fit(self, stages: Stages) -> None:
@@ -270,7 +316,18 @@ class TestCommand:
         assert change in output.err
 
     def test_for_programs(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        line = ["plan", "--model", str(llama), "--hardware", "a100", "--budget", "64", "--context", "32k", "--json"]
+        line = [
+            "plan",
+            "--model",
+            str(llama),
+            "--hardware",
+            "a100",
+            "--budget",
+            "64",
+            "--context",
+            "32k",
+            "--json",
+        ]
         main(line)
         stages = {stage["name"]: stage for stage in json.loads(capsys.readouterr().out)["stages"]}
         added = stages["signal add-one-head"]
@@ -282,10 +339,23 @@ class TestCommand:
 
     def test_of_a_recipe(self, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         before = set(recipe_file.parent.rglob("*"))
-        main(["plan", str(recipe_file), "--workspace", str(recipe_file.parent), "--json", "--device", "cpu"])
+        main(
+            [
+                "plan",
+                str(recipe_file),
+                "--workspace",
+                str(recipe_file.parent),
+                "--json",
+                "--device",
+                "cpu",
+            ]
+        )
         result = json.loads(capsys.readouterr().out)
         stages = {stage["name"]: stage for stage in result["stages"]}
-        assert [stages[name]["tokens"] for name in ("train the dense model", "train the SP-KV reference")] == [
+        assert [
+            stages[name]["tokens"]
+            for name in ("train the dense model", "train the SP-KV reference")
+        ] == [
             6 * 4 * 32,
             8 * 4 * 32,
         ]
@@ -295,34 +365,69 @@ class TestCommand:
         assert set(recipe_file.parent.rglob("*")) == before
 
     def test_training_is_what_init_writes(
-        self, text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+        self,
+        text: Path,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         """The text is too short for a GPU's batches, so another device takes other steps."""
         model, recipe = tmp_path / "model", tmp_path / "recipe.yaml"
         save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, model)
-        main(["init", str(model), str(text), "--out", str(recipe), "-w", str(tmp_path), "--device", "cpu"])
+        main(
+            [
+                "init",
+                str(model),
+                str(text),
+                "--out",
+                str(recipe),
+                "-w",
+                str(tmp_path),
+                "--device",
+                "cpu",
+            ]
+        )
         branch, length = (read_yaml(recipe, "recipe")[key] for key in ("branch", "data"))
         written = branch["steps"] * branch["batch_size"] * length["block_size"]
         capsys.readouterr()
         main(["plan", "--model", str(model), "--data", str(text), "--device", "cpu", "--json"])
         result = json.loads(capsys.readouterr().out)
         stages = {stage["name"]: stage["tokens"] for stage in result["stages"]}
-        assert stages["train the SP-KV reference"] == stages["retrain a hybrid"] == written < 160 * 2048
-        assert f"160 steps of {written // 160:,} tokens (with --device cuda at most 16,384)" in str(result["remarks"])
+        assert (
+            stages["train the SP-KV reference"]
+            == stages["retrain a hybrid"]
+            == written
+            < 160 * 2048
+        )
+        assert f"160 steps of {written // 160:,} tokens (with --device cuda at most 16,384)" in str(
+            result["remarks"]
+        )
 
-    def test_mistakes(self, llama: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_mistakes(
+        self, llama: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert "give either a recipe, or --model" in fails(capsys, "plan")
-        assert "give either a recipe, or --model" in fails(capsys, "plan", recipe_file, "--model", llama)
-        assert "sets the text, block size and steps" in fails(capsys, "plan", recipe_file, "--steps", "3")
-        assert "unknown hardware 'tpu'" in fails(capsys, "plan", "--model", llama, "--hardware", "tpu")
-        llama.write_text(json.dumps({**CONFIGS["Llama-3-8B"], "model_type": "mixtral", "num_hidden_layers": 1}))
+        assert "give either a recipe, or --model" in fails(
+            capsys, "plan", recipe_file, "--model", llama
+        )
+        assert "sets the text, block size and steps" in fails(
+            capsys, "plan", recipe_file, "--steps", "3"
+        )
+        assert "unknown hardware 'tpu'" in fails(
+            capsys, "plan", "--model", llama, "--hardware", "tpu"
+        )
+        llama.write_text(
+            json.dumps({**CONFIGS["Llama-3-8B"], "model_type": "mixtral", "num_hidden_layers": 1})
+        )
         assert "mixture of experts" in fails(capsys, "plan", "--model", llama)
 
 
 class TestDryRunOfAProbe:
     @pytest.fixture(autouse=True)
     def speed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("spkv_nas.training.step_cost.matmul_speed", lambda device, bfloat16: 1e11)
+        monkeypatch.setattr(
+            "spkv_nas.training.step_cost.matmul_speed", lambda device, bfloat16: 1e11
+        )
 
     @pytest.fixture
     def model(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -333,7 +438,18 @@ class TestDryRunOfAProbe:
         self, capsys: pytest.CaptureFixture[str], workspace: Path, *options: str | Path
     ) -> dict[str, dict[str, object]]:
         before = set(workspace.rglob("*"))
-        main(["probe", "--dry-run", "--json", "--workspace", str(workspace), "--device", "cpu", *map(str, options)])
+        main(
+            [
+                "probe",
+                "--dry-run",
+                "--json",
+                "--workspace",
+                str(workspace),
+                "--device",
+                "cpu",
+                *map(str, options),
+            ]
+        )
         assert set(workspace.rglob("*")) == before
         return {stage["name"]: stage for stage in json.loads(capsys.readouterr().out)["stages"]}
 
@@ -346,7 +462,9 @@ class TestDryRunOfAProbe:
         assert list(stages) == ["train gates, frozen model", "probe", "validate the ranking"]
         assert stages["train gates, frozen model"]["tokens"] == 3 * 2048
         assert all(stage["fits"] and stage["seconds"] for stage in stages.values())
-        assert list(self.run(capsys, tmp_path, *size, "--signal", "leave-one-out")) == ["signal leave-one-out"]
+        assert list(self.run(capsys, tmp_path, *size, "--signal", "leave-one-out")) == [
+            "signal leave-one-out"
+        ]
         regression = self.run(capsys, tmp_path, *size, "--signal", "regression")
         assert list(regression) == ["signal regression, at most"]
         gates = self.run(capsys, tmp_path, *size, "--signal", "head-gates", "--steps", "3")
@@ -354,17 +472,26 @@ class TestDryRunOfAProbe:
         duo = self.run(capsys, tmp_path, *size, "--signal", "duo", "--steps", "3")
         assert duo["signal duo"]["tokens"] == 3 * 2 * 32
         for signal in ("retrieval", "attention-mass"):
-            (stage,) = self.run(capsys, tmp_path, *size, "--signal", signal, "--max-tokens", "320").values()
-            assert (stage["name"], stage["tokens"], stage["fits"]) == (f"signal {signal}", 320, True)
+            (stage,) = self.run(
+                capsys, tmp_path, *size, "--signal", signal, "--max-tokens", "320"
+            ).values()
+            assert (stage["name"], stage["tokens"], stage["fits"]) == (
+                f"signal {signal}",
+                320,
+                True,
+            )
 
-    def test_of_the_embedded_reference(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_of_the_embedded_reference(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         stages = self.run(capsys, tmp_path, "--max-tokens", "4096", "--ablation-tokens", "0")
         assert list(stages) == ["probe"]
         assert stages["probe"]["tokens"] == 4096
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 FLOP"), (999, "999 FLOP"), (1500, "1.5 kFLOP"), (7.32e15, "7.32 PFLOP")]
+    ("number", "text"),
+    [(0, "0 FLOP"), (999, "999 FLOP"), (1500, "1.5 kFLOP"), (7.32e15, "7.32 PFLOP")],
 )
 def test_flops_as_text(number: float, text: str) -> None:
     assert format_flops(number) == text

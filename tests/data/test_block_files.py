@@ -33,7 +33,9 @@ class TestPieces:
     @pytest.mark.parametrize("step", [1, 7, 999, 1000, 1001, 5000])
     def test_blocks_do_not_depend_on_how_text_is_read(self, step: int) -> None:
         text = prose(100) + "x" * 3000 + prose(50)
-        assert list(cut((text[i : i + step] for i in range(0, len(text), step)), 1000)) == list(cut([text], 1000))
+        assert list(cut((text[i : i + step] for i in range(0, len(text), step)), 1000)) == list(
+            cut([text], 1000)
+        )
 
     def test_a_text_that_grows_keeps_its_first_chunks(self) -> None:
         before, after = list(cut([prose(200)], 1000)), list(cut([prose(300)], 1000))
@@ -41,7 +43,9 @@ class TestPieces:
 
 
 class TestLongDocuments:
-    def test_a_long_file_is_read_in_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_long_file_is_read_in_chunks(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(readers.tokenizer, "MAX_ENCODED_CHARACTERS", 5000)
         (tmp_path / "long.txt").write_text(prose(300))
         result = list(documents(["long.txt"], tmp_path, piece=1000))
@@ -62,7 +66,9 @@ class TestLongDocuments:
         assert len({d.text for d in result}) == 1
         assert len({d.id for d in result}) == len(result) == 10
 
-    def test_binary_content_after_text_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_binary_content_after_text_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(readers.tokenizer, "MAX_ENCODED_CHARACTERS", 5000)
         (tmp_path / "long.txt").write_bytes(prose(2000).encode() + b"\xff" + prose(2000).encode())
         with pytest.raises(UserError, match=r"cannot read .*long\.txt after \d+ chunks: .*utf-8"):
@@ -73,7 +79,9 @@ class TestShare:
     @pytest.mark.parametrize("share", [1e-9, 0.5, 0.999999])
     @pytest.mark.parametrize("number", [3, 19, 40])
     def test_both_parts_have_text(self, number: int, share: float, tmp_path: Path) -> None:
-        config = DataConfig(sources=[str(write_files(tmp_path / "text", number))], block_size=16, heldout=share)
+        config = DataConfig(
+            sources=[str(write_files(tmp_path / "text", number))], block_size=16, heldout=share
+        )
         folder = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
         train, kept_out = read_split(folder, config)
         assert len(kept_out.documents) >= 2
@@ -83,15 +91,22 @@ class TestShare:
     def test_share_of_the_recipe(self, tmp_path: Path) -> None:
         write_files(tmp_path / "text", 200)
         messages: list[str] = []
-        assert heldout_share(DataConfig(sources=["text"], block_size=16), tmp_path, messages.append) == 0.05
+        assert (
+            heldout_share(DataConfig(sources=["text"], block_size=16), tmp_path, messages.append)
+            == 0.05
+        )
         assert messages == []
 
     def test_another_share_is_reported(self, tmp_path: Path) -> None:
         write_files(tmp_path / "text", 8)
         messages: list[str] = []
-        share = heldout_share(DataConfig(sources=["text"], block_size=16, heldout=1e-6), tmp_path, messages.append)
+        share = heldout_share(
+            DataConfig(sources=["text"], block_size=16, heldout=1e-6), tmp_path, messages.append
+        )
         assert sum(heldout(d, share) for d in documents(["text"], tmp_path)) == 2
-        assert messages[0].startswith("data.heldout 1e-06 would hold out 0 of 8 documents; 2 are held out")
+        assert messages[0].startswith(
+            "data.heldout 1e-06 would hold out 0 of 8 documents; 2 are held out"
+        )
 
     def test_one_long_file_is_split(self, tmp_path: Path) -> None:
         """One file gives training and held-out text."""
@@ -107,7 +122,9 @@ class TestShare:
         """A single chunk would give no standard error."""
         (tmp_path / "corpus.txt").write_text(prose(2000))
         options: dict[str, Any] = {"block_size": 64, "max_tokens": 256}
-        result = load_text(["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options)
+        result = load_text(
+            ["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options
+        )
         assert len(result.documents) == result.num_blocks == 4
 
     @pytest.mark.parametrize(
@@ -153,19 +170,46 @@ class TestFiles:
         ("name", "damage", "message"),
         [
             ("tokens.bin", lambda data: data[:-16], "mmap length is greater"),
-            ("document.bin", lambda data: data[:-4] + b"\x7f" * 4, "their documents do not match their tokens"),
-            ("documents.jsonl", lambda data: data[: len(data) // 2], r"documents.jsonl, line \d is damaged"),
-            ("documents.jsonl", lambda data: data.splitlines(keepends=True)[0], "it has 1 documents, not 3"),
-            ("blocks.json", lambda data: data.replace(b'"num_blocks": 3', b'"num_blocks": [3]'), "key 'num_blocks'"),
-            ("blocks.json", lambda data: data.replace(b"num_documents", b"documents"), "'num_documents' is missing"),
+            (
+                "document.bin",
+                lambda data: data[:-4] + b"\x7f" * 4,
+                "their documents do not match their tokens",
+            ),
+            (
+                "documents.jsonl",
+                lambda data: data[: len(data) // 2],
+                r"documents.jsonl, line \d is damaged",
+            ),
+            (
+                "documents.jsonl",
+                lambda data: data.splitlines(keepends=True)[0],
+                "it has 1 documents, not 3",
+            ),
+            (
+                "blocks.json",
+                lambda data: data.replace(b'"num_blocks": 3', b'"num_blocks": [3]'),
+                "key 'num_blocks'",
+            ),
+            (
+                "blocks.json",
+                lambda data: data.replace(b"num_documents", b"documents"),
+                "'num_documents' is missing",
+            ),
         ],
     )
     def test_files_that_do_not_fit_together_are_named(
         self, name: str, damage: Any, message: str, tmp_path: Path
     ) -> None:
         """With a manifest made to fit, they ended commands with a ValueError of mmap, a KeyError or an IndexError."""
-        documents = ((Document(str(number), "a", str(number)), np.arange(4, dtype=np.int32)) for number in range(3))
-        publish(tmp_path / "partial", tmp_path / "blocks", write_blocks(tmp_path / "partial", documents, 4, "text"))
+        documents = (
+            (Document(str(number), "a", str(number)), np.arange(4, dtype=np.int32))
+            for number in range(3)
+        )
+        publish(
+            tmp_path / "partial",
+            tmp_path / "blocks",
+            write_blocks(tmp_path / "partial", documents, 4, "text"),
+        )
         assert len(list(map_blocks(tmp_path / "blocks").documents)) == 3
         file = tmp_path / "blocks" / name
         file.write_bytes(damage(file.read_bytes()))
@@ -185,7 +229,9 @@ class TestMemory:
             tracemalloc.stop()
 
     @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
-    def test_of_a_long_text(self, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_a_long_text(
+        self, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(readers.tokenizer, "MAX_ENCODED_CHARACTERS", 20_000)
         monkeypatch.setattr("spkv_nas.data.sources.MAX_ENCODED_CHARACTERS", 20_000)
         peaks = []

@@ -11,7 +11,11 @@ from spkv_nas.data.sources import Document
 
 def document(number: int, words: int) -> Document:
     """Return a document of about ``words`` words, which begins with its number."""
-    return Document(f"{number} " + " ".join(f"w{number * 7 + word}" for word in range(words)), "text", f"{number}")
+    return Document(
+        f"{number} " + " ".join(f"w{number * 7 + word}" for word in range(words)),
+        "text",
+        f"{number}",
+    )
 
 
 class TestOwnContext:
@@ -30,21 +34,33 @@ class TestOwnContext:
                 if begins[row, column]:
                     continue
                 back = 0
-                while back < column and blocks.document[row, column - back - 1] == blocks.document[row, column]:
+                while (
+                    back < column
+                    and blocks.document[row, column - back - 1] == blocks.document[row, column]
+                ):
                     back += 1
                 expected.append(back)
         assert before.tolist() == expected
         assert 0 < max(expected) < 63, "documents are shorter than a block, so none sees all of it"
 
-    def test_a_document_that_goes_on_starts_anew(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        blocks = build_blocks([document(0, 600)], tiny_tokenizer, 64, separator="eos", documents="separate")
-        assert blocks.own_context.reshape(blocks.num_blocks, -1).max(1).tolist() == [63] * blocks.num_blocks
+    def test_a_document_that_goes_on_starts_anew(
+        self, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        blocks = build_blocks(
+            [document(0, 600)], tiny_tokenizer, 64, separator="eos", documents="separate"
+        )
+        assert (
+            blocks.own_context.reshape(blocks.num_blocks, -1).max(1).tolist()
+            == [63] * blocks.num_blocks
+        )
 
 
 class TestFarShare:
     def test_counts_tokens_in_the_farther_half(self) -> None:
         assert far_share([100], 100) == 0.5
-        assert far_share([250], 100) == 100 / 250  # two whole sequences, and 50 tokens that see less than half
+        assert (
+            far_share([250], 100) == 100 / 250
+        )  # two whole sequences, and 50 tokens that see less than half
         assert far_share([30, 70], 100) == 20 / 100
         assert far_share([], 100) == 0.0
 
@@ -73,7 +89,9 @@ class TestSupportedContext:
         assert supported_context(texts, tiny_tokenizer, 64) == 64, "the model's context is shorter"
 
 
-def test_beginnings_come_first_of_separate_documents(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_beginnings_come_first_of_separate_documents(
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
     """As a model reads them; packed documents are represented by what is in their middle."""
     texts = [document(number, 300) for number in range(4)]
     blocks = build_blocks(texts, tiny_tokenizer, 64, separator="eos", documents="separate")

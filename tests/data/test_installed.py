@@ -34,7 +34,9 @@ class Site:
 
     def install(self, name: str, version: str, files: Files) -> None:
         about = f"{name}-{version}.dist-info"
-        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nWhat {name} is for.\n"
+        metadata = (
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nWhat {name} is for.\n"
+        )
         files = {**files, f"{about}/METADATA": metadata, f"{about}/LICENSE.md": "licence"}
         for path, text in files.items():
             file = self._folder / path
@@ -96,7 +98,10 @@ class TestWhatIsTaken:
 
     def test_a_licence_at_the_top_is_cut_off_and_another_comment_is_not(self, site: Site) -> None:
         comment = "# what it is for\n"
-        site.add("alpha", {"alpha/a.py": f"{LICENCE}import b\n", "alpha/b.py": f"{comment}import c\n# License\n"})
+        site.add(
+            "alpha",
+            {"alpha/a.py": f"{LICENCE}import b\n", "alpha/b.py": f"{comment}import c\n# License\n"},
+        )
         result = texts()
         assert result["alpha/a.py"][1] == "import b\n"
         assert result["alpha/b.py"][1] == f"{comment}import c\n# License\n"
@@ -110,7 +115,9 @@ class TestWhatIsTaken:
     ) -> None:
         """Files are drawn by a hash of their path, not alphabetically, and equally in another folder."""
         monkeypatch.setattr(installed, "MAX_BYTES", 100)
-        files: Files = {f"alpha/{letter}.py": letter * 10 for letter in "abcdefghijklmnopqrstuvwxyz"}
+        files: Files = {
+            f"alpha/{letter}.py": letter * 10 for letter in "abcdefghijklmnopqrstuvwxyz"
+        }
         site.add("alpha", files)
         result = list(texts())
         assert len(result) == 10 + 1
@@ -147,7 +154,9 @@ class TestVersions:
             texts()
 
 
-def test_a_recipe_mixes_it_with_others_and_equal_files_count_once(site: Site, tmp_path: Path) -> None:
+def test_a_recipe_mixes_it_with_others_and_equal_files_count_once(
+    site: Site, tmp_path: Path
+) -> None:
     site.add("alpha", {"alpha/a.py": "same", "alpha/b.py": "same", "alpha/c.py": "other"})
     (tmp_path / "own.txt").write_text("other")
     result = [document.name for document in documents(["own.txt", "installed"], tmp_path)]
@@ -183,7 +192,10 @@ class TestTheEmbeddedModels:
         (dense,) = AblationPlan.read(EMBEDDED / "dense.yaml").recipes.values()
         reference = Recipe.read(EMBEDDED / "recipe.yaml")
         assert dense.model.path == "runs/stdlib-21x3-start"
-        assert (reference.model.path, reference.data.sources) == ("embedded:dense", dense.data.sources)
+        assert (reference.model.path, reference.data.sources) == (
+            "embedded:dense",
+            dense.data.sources,
+        )
 
     def test_they_have_one_shape(self) -> None:
         shapes = [read_shape(f"embedded:{name}") for name in ("dense", "reference")]

@@ -28,7 +28,9 @@ BOS, SEPARATOR = "<|bos|>", "<|sep|>"
 def tokenizer_with(template: str, bos: bool = True) -> PreTrainedTokenizerBase:
     """Return the embedded tokenizer with two more tokens, which begins and ends texts by a template."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=embedded_tokenizer().backend_tokenizer)
-    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "additional_special_tokens": [BOS, SEPARATOR]})
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|endoftext|>", "additional_special_tokens": [BOS, SEPARATOR]}
+    )
     if bos:
         tokenizer.add_special_tokens({"bos_token": BOS})
     specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (BOS, SEPARATOR)]
@@ -38,7 +40,9 @@ def tokenizer_with(template: str, bos: bool = True) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def opening_tokens(tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int) -> tuple[int, ...]:
+def opening_tokens(
+    tokenizer: PreTrainedTokenizerBase, bos: Bos, block_size: int
+) -> tuple[int, ...]:
     return boundaries(tokenizer, "eos", bos, block_size).opening
 
 
@@ -61,7 +65,9 @@ class TestOpeningTokens:
             (f"$A {SEPARATOR}", "auto", ()),
         ],
     )
-    def test_follow_the_tokenizer_or_the_recipe(self, template: str, bos: Bos, tokens: tuple[str, ...]) -> None:
+    def test_follow_the_tokenizer_or_the_recipe(
+        self, template: str, bos: Bos, tokens: tuple[str, ...]
+    ) -> None:
         tokenizer = tokenizer_with(template)
         assert opening_tokens(tokenizer, bos, 64) == ids(tokenizer, *tokens)
 
@@ -69,7 +75,9 @@ class TestOpeningTokens:
         tokenizer = embedded_tokenizer()
         assert opening_tokens(tokenizer, "auto", 64) == (tokenizer.bos_token_id,)
 
-    @pytest.mark.parametrize("template", [f"{BOS} $A", f"{BOS} $A {SEPARATOR}", f"$A {SEPARATOR}", ""])
+    @pytest.mark.parametrize(
+        "template", [f"{BOS} $A", f"{BOS} $A {SEPARATOR}", f"$A {SEPARATOR}", ""]
+    )
     def test_begin_a_prompt_once_and_nothing_ends_it(self, template: str) -> None:
         tokenizer = tokenizer_with(template)
         text = list(tokenizer("a fox", add_special_tokens=False)["input_ids"])
@@ -102,21 +110,34 @@ def text_of(blocks: TokenBlocks) -> tuple[Any, Any]:
 def by_document(blocks: TokenBlocks, separator: int) -> dict[int, list[int]]:
     """Return the tokens of each document, without opening tokens and separators."""
     tokens, owner = text_of(blocks)
-    return {int(index): [t for t in tokens[owner == index].tolist() if t != separator] for index in np.unique(owner)}
+    return {
+        int(index): [t for t in tokens[owner == index].tolist() if t != separator]
+        for index in np.unique(owner)
+    }
 
 
 @pytest.mark.parametrize("template", [f"{BOS} $A", f"{SEPARATOR} {BOS} $A {SEPARATOR}"])
 class TestBlocks:
     def test_hold_the_same_text_as_without(self, template: str) -> None:
         tokenizer, texts = tokenizer_with(template), [prose(4, i) for i in range(30)]
-        blocks, plain = (build_blocks(texts, tokenizer, 32, bos=bos, separator="eos") for bos in ("auto", False))
+        blocks, plain = (
+            build_blocks(texts, tokenizer, 32, bos=bos, separator="eos") for bos in ("auto", False)
+        )
         opening = opening_tokens(tokenizer, "auto", 32)
         check(blocks, opening)
         assert not plain.opening
         one, other = (by_document(part, tokenizer.eos_token_id) for part in (blocks, plain))
         assert len(one) > 25
-        assert all(tokens[: len(other[index])] == other[index][: len(tokens)] for index, tokens in one.items())
-        for part in (blocks.take(3), blocks.spread(4), blocks.part(slice(1, None, 2)), *blocks.nested([2, 5])):
+        assert all(
+            tokens[: len(other[index])] == other[index][: len(tokens)]
+            for index, tokens in one.items()
+        )
+        for part in (
+            blocks.take(3),
+            blocks.spread(4),
+            blocks.part(slice(1, None, 2)),
+            *blocks.nested([2, 5]),
+        ):
             check(part, opening)
 
     @pytest.mark.parametrize("size", [16, 48, 64])
@@ -133,20 +154,43 @@ class TestBlocks:
         write_files(tmp_path / "text", 40)
         tokenizer = tokenizer_with(template)
         opening = opening_tokens(tokenizer, "auto", 32)
-        whole = load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, separator="eos")
+        whole = load_text(
+            ["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, separator="eos"
+        )
         check(whole, opening)
         texts = [file.read_text() for file in sorted((tmp_path / "text").iterdir())]
-        assert np.array_equal(whole.tokens, build_blocks(texts, tokenizer, 32, separator="eos").tokens)
+        assert np.array_equal(
+            whole.tokens, build_blocks(texts, tokenizer, 32, separator="eos").tokens
+        )
         check(
             load_text(
-                ["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, separator="eos", max_tokens=640
+                ["text"],
+                tokenizer,
+                tmp_path / "cache",
+                tmp_path,
+                block_size=32,
+                separator="eos",
+                max_tokens=640,
             ),
             opening,
         )
         # The setting is part of the cache's key
-        plain = load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, separator="eos", bos=False)
+        plain = load_text(
+            ["text"],
+            tokenizer,
+            tmp_path / "cache",
+            tmp_path,
+            block_size=32,
+            separator="eos",
+            bos=False,
+        )
         assert not np.isin(plain.tokens, opening).any()
-        check(load_text(["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, separator="eos"), opening)
+        check(
+            load_text(
+                ["text"], tokenizer, tmp_path / "cache", tmp_path, block_size=32, separator="eos"
+            ),
+            opening,
+        )
 
     def test_are_those_of_training_and_held_out_text(self, template: str, tmp_path: Path) -> None:
         config = sixty_documents(tmp_path).model_copy(update={"separator": "eos"})
@@ -165,7 +209,9 @@ class TestBlocks:
         opening = opening_tokens(tokenizer, "auto", 512)
         lengths = (200, 512 - len(opening))
         limits = boundaries(tokenizer, "eos", "auto", 512)
-        samples = RulerBlocks(tokenizer, 512, ("niah_single_1",), lengths, True, 0, Material(), limits)
+        samples = RulerBlocks(
+            tokenizer, 512, ("niah_single_1",), lengths, True, 0, Material(), limits
+        )
         check(samples.held_out(4), opening)
         learned = np.stack([samples.block(number)[1] for number in range(4)])
         assert learned[:, len(opening)].all()
@@ -182,7 +228,9 @@ class TestRestart:
             return result
 
         def load(folder: str, patience: int = 10**9) -> TokenBlocks:
-            return load_text(["text"], tokenizer(patience), tmp_path / folder, tmp_path, block_size=48, bos=True)
+            return load_text(
+                ["text"], tokenizer(patience), tmp_path / folder, tmp_path, block_size=48, bos=True
+            )
 
         with pytest.raises(KeyboardInterrupt):
             load("cache", 20)

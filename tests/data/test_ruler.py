@@ -28,7 +28,12 @@ from spkv_nas.data.ruler.words import all_words
 
 NEEDLES = [task for task in TASKS if task.startswith("niah")]
 LENGTHS = (512, 1024, 4096, 32768)
-LARGE = {"niah_multikey_2": 40, "niah_multikey_3": 100, "qa_1": 60, "qa_2": 60}  # most tokens of a unit, where above 10
+LARGE = {
+    "niah_multikey_2": 40,
+    "niah_multikey_3": 100,
+    "qa_1": 60,
+    "qa_2": 60,
+}  # most tokens of a unit, where above 10
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +46,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """Write essays, and questions in the formats of SQuAD and HotpotQA."""
     folder, rng = tmp_path_factory.mktemp("ruler"), Random(0)
     words = ("the", "value", "of", "this", "is", "a", "new", "line", "with", "more", "text")
-    sentences = [" ".join(rng.choices(words, k=rng.randint(3, 15))).capitalize() + "." for _ in range(400)]
+    sentences = [
+        " ".join(rng.choices(words, k=rng.randint(3, 15))).capitalize() + "." for _ in range(400)
+    ]
     (folder / "essays.txt").write_text(" ".join(sentences))
     passages = [f"Note {i}. " + " ".join(rng.sample(sentences, 3))[:120] for i in range(1200)]
     articles = [
@@ -50,7 +57,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
                 {
                     "context": passage,
                     "qas": [
-                        {"question": f"What of {passage[:9]}?", "answers": [{"text": "value"}, {"text": "the value"}]},
+                        {
+                            "question": f"What of {passage[:9]}?",
+                            "answers": [{"text": "value"}, {"text": "the value"}],
+                        },
                         {"question": "Nothing?", "answers": [], "is_impossible": True},
                     ],
                 }
@@ -61,7 +71,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     ]
     (folder / "squad.json").write_text(json.dumps({"version": "v2.0", "data": articles}))
     rows = [
-        {"question": f"Which {i}?", "answer": "line", "context": [[f"Title {i}", [passages[i], " More."]]] * 2}
+        {
+            "question": f"Which {i}?",
+            "answer": "line",
+            "context": [[f"Title {i}", [passages[i], " More."]]] * 2,
+        }
         for i in range(1200)
     ]
     (folder / "hotpot.json").write_text(json.dumps(rows))
@@ -97,7 +111,9 @@ def test_samples_fill_but_never_exceed_the_length(
 @pytest.mark.slow
 def test_two_processes_make_the_same_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
     script, environment = TESTS / "ruler_bytes.py", {**os.environ, "PYTHONHASHSEED": "7"}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == digest(tokenizer)
 
 
@@ -107,7 +123,9 @@ def test_seed_index_and_length_matter(tokenizer: PreTrainedTokenizerBase) -> Non
 
 
 @pytest.mark.parametrize("task", NEEDLES)
-def test_every_needle_is_there_once(task: str, tokenizer: PreTrainedTokenizerBase, material: Material) -> None:
+def test_every_needle_is_there_once(
+    task: str, tokenizer: PreTrainedTokenizerBase, material: Material
+) -> None:
     num_answers = {"niah_multivalue": 4, "niah_multiquery": 4}.get(task, 1)
     for sample in samples(task, 1024, 20, tokenizer, material):
         named = re.findall(r"A magic \w+ of ([\w-]+(?: [\w-]+)*?) is ([\w-]+)\.", sample.text)
@@ -118,11 +136,19 @@ def test_every_needle_is_there_once(task: str, tokenizer: PreTrainedTokenizerBas
             assert result[answer] in sample.answer_prefix
         if task != "niah_multivalue":
             assert len(set(result.values())) == len(result)
-        assert len(result) >= {"niah_multikey_1": 4, "niah_multikey_2": 20, "niah_multikey_3": 7}.get(task, num_answers)
+        assert len(result) >= {
+            "niah_multikey_1": 4,
+            "niah_multikey_2": 20,
+            "niah_multikey_3": 7,
+        }.get(task, num_answers)
 
 
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_single_3", "niah_multikey_2", "niah_multivalue"])
-def test_depths_are_uniform(task: str, tokenizer: PreTrainedTokenizerBase, material: Material) -> None:
+@pytest.mark.parametrize(
+    "task", ["niah_single_1", "niah_single_3", "niah_multikey_2", "niah_multivalue"]
+)
+def test_depths_are_uniform(
+    task: str, tokenizer: PreTrainedTokenizerBase, material: Material
+) -> None:
     depths = []
     for sample in samples(task, 1024, 100, tokenizer, material):
         text = sample.prompt[sample.prompt.index("\n") + 1 : sample.prompt.rindex("\n")]
@@ -147,8 +173,12 @@ def test_variables_lead_to_their_value(tokenizer: PreTrainedTokenizerBase) -> No
             assert sample.text.count("\n\n") == 1  # after the worked example
 
 
-@pytest.mark.parametrize(("length", "often"), [(512, {3}), (1024, {6}), (2048, {6}), (4096, {6, 30}), (9000, {30})])
-def test_common_words_are_the_most_common(length: int, often: set[int], tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize(
+    ("length", "often"), [(512, {3}), (1024, {6}), (2048, {6}), (4096, {6, 30}), (9000, {30})]
+)
+def test_common_words_are_the_most_common(
+    length: int, often: set[int], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Words occur as often as in RULER where they fit."""
     for sample in samples("cwe", length, 3 if length > 4096 else 10, tokenizer):
         examples = sample.text.split("\n\n")
@@ -164,7 +194,9 @@ def test_common_words_are_the_most_common(length: int, often: set[int], tokenize
 
 
 @pytest.mark.parametrize("length", [512, 1024, 4096])
-def test_frequent_words_are_the_most_frequent(length: int, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_frequent_words_are_the_most_frequent(
+    length: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
     for sample in samples("fwe", length, 5, tokenizer):
         ranked = Counter(sample.text.split("\n")[1].split(" ")).most_common()
         assert ranked[0][0] == "..."
@@ -173,7 +205,9 @@ def test_frequent_words_are_the_most_frequent(length: int, tokenizer: PreTrained
         assert ranked[0][1] / ranked[1][1] == pytest.approx(4, rel=0.1)
 
 
-def test_questions_have_their_documents(tokenizer: PreTrainedTokenizerBase, material: Material) -> None:
+def test_questions_have_their_documents(
+    tokenizer: PreTrainedTokenizerBase, material: Material
+) -> None:
     questions = set()
     for task in ("qa_1", "qa_2"):
         for sample in samples(task, 1024, 20, tokenizer, material):
@@ -185,32 +219,47 @@ def test_questions_have_their_documents(tokenizer: PreTrainedTokenizerBase, mate
     assert len(questions) == 40
 
 
-def test_a_question_that_does_not_fit_is_replaced(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_question_that_does_not_fit_is_replaced(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     rows = [
-        {"question": f"Which {i}?", "answer": "x", "context": [["T", ["long " * (2000 if i % 2 else 5)]]]}
+        {
+            "question": f"Which {i}?",
+            "answer": "x",
+            "context": [["T", ["long " * (2000 if i % 2 else 5)]]],
+        }
         for i in range(10)
     ]
     (tmp_path / "hotpot.json").write_text(json.dumps(rows))
     material = Material.read([], [str(tmp_path / "hotpot.json")])
     assert available(material)[-1] == "qa_2"
-    numbers = {int(re.search(r"Which (\d)", one.prompt)[1]) for one in samples("qa_2", 512, 10, tokenizer, material)}  # type: ignore[index]
+    numbers = {
+        int(re.search(r"Which (\d)", one.prompt)[1])
+        for one in samples("qa_2", 512, 10, tokenizer, material)
+    }  # type: ignore[index]
     assert numbers <= {0, 2, 4, 6, 8}
 
 
 def test_needles_are_at_their_depth() -> None:
     assert hide(["a", "b", "c"], ["X", "Y"], [0.99, 0.0], " ") == "Y a b c X"
     assert hide(["a", "b", "c"], ["X", "Y"], [0.3, 0.49]) == "a\nX\nY\nb\nc"
-    line = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    line = (
+        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    )
     assert noise(12) == [line, line, "The grass is green. The sky is blue."]
     assert noise(5) == [line]
 
 
 @pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt"])
-def test_noise_and_needles_are_on_separate_lines(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_noise_and_needles_are_on_separate_lines(
+    task: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Needles, assignments and sentences of noise are one per line, as in RULER."""
     (sample,) = samples(task, 2048, 1, tokenizer)
     lines = sample.prompt.split("\n\n")[-1].split("\n")[1:-1]
-    whole = re.compile(r"The grass is green\. .* again\.|A magic \w+ of [\w-]+ is [\w-]+\.|VAR [A-Z]{5} = [\w ]+\.")
+    whole = re.compile(
+        r"The grass is green\. .* again\.|A magic \w+ of [\w-]+ is [\w-]+\.|VAR [A-Z]{5} = [\w ]+\."
+    )
     assert len(lines) > 15
     assert all(whole.fullmatch(line) for line in lines[:-1])
     assert whole.fullmatch(lines[-1]) or lines[-1].startswith("The grass is green.")
@@ -268,7 +317,9 @@ def test_words_equal_those_of_ruler() -> None:
         ("fwe", 100, "100 are too few"),
     ],
 )
-def test_impossible_samples(task: str, length: int, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_impossible_samples(
+    task: str, length: int, message: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
     with pytest.raises(UserError, match=message):
         generate(task, 0, 0, length, tokenizer)
 

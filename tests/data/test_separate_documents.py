@@ -39,7 +39,9 @@ from spkv_nas.training.corpus import BlockDataset
 
 SIZE, WINDOW = 32, 4
 WORDS = ["alpha", "beta", "gamma", "delta"]
-TEXTS = [" ".join(np.resize(WORDS, 1 + i * 7 % 12)) + f" {i}" for i in range(24)]  # of 5 to 30 tokens
+TEXTS = [
+    " ".join(np.resize(WORDS, 1 + i * 7 % 12)) + f" {i}" for i in range(24)
+]  # of 5 to 30 tokens
 IN_TEXT = "Ġgamma"  # token that most texts contain, here also after each of them
 LAYOUT = Layout(("GL", "LG", "LL", "GL"), WINDOW, sinks=1)
 SEPARATE: dict[str, Any] = {"documents": "separate"}
@@ -56,11 +58,19 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(
-    params=[*map(slow, ["bos", "eos"]), "eos+bos", "eos without bos", slow(IN_TEXT), f"{IN_TEXT} without bos"]
+    params=[
+        *map(slow, ["bos", "eos"]),
+        "eos+bos",
+        "eos without bos",
+        slow(IN_TEXT),
+        f"{IN_TEXT} without bos",
+    ]
 )
 def blocks(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -> TokenBlocks:
     separator, _, plain = request.param.partition(" ")
-    return build_blocks(TEXTS, tokenizer, SIZE, separator=separator, bos=False if plain else "auto", **SEPARATE)
+    return build_blocks(
+        TEXTS, tokenizer, SIZE, separator=separator, bos=False if plain else "auto", **SEPARATE
+    )
 
 
 def inputs(blocks: TokenBlocks) -> dict[str, torch.Tensor]:
@@ -70,7 +80,11 @@ def inputs(blocks: TokenBlocks) -> dict[str, torch.Tensor]:
 def parts(blocks: TokenBlocks) -> list[np.ndarray]:
     """Return the documents in the blocks, with opening tokens and separators, and without filling."""
     starts = [np.flatnonzero(row == 0)[1:] for row in inputs(blocks)["position_ids"].numpy()]
-    documents = [part for row, start in zip(blocks.tokens, starts, strict=True) for part in np.split(row, start)]
+    documents = [
+        part
+        for row, start in zip(blocks.tokens, starts, strict=True)
+        for part in np.split(row, start)
+    ]
     return [part for part in documents if len(set(part.tolist())) > 2]
 
 
@@ -108,10 +122,16 @@ def test_nll_is_that_of_documents_alone(model: PreTrainedModel, blocks: TokenBlo
     """The first tokens of documents are no targets."""
     full, local = zero_shot(model, [None, LAYOUT], blocks)
     for nll in (full, document_nll(model, blocks)):
-        assert (nll.total.sum(), nll.num_tokens.sum()) == pytest.approx(alone(model, blocks), rel=1e-5)
+        assert (nll.total.sum(), nll.num_tokens.sum()) == pytest.approx(
+            alone(model, blocks), rel=1e-5
+        )
     with spkv_nas.layout_applied(model, LAYOUT):
-        assert (local.total.sum(), local.num_tokens.sum()) == pytest.approx(alone(model, blocks), rel=1e-5)
-    joined = zero_shot(model, [None], TokenBlocks(blocks.tokens, blocks.document, blocks.documents))[0]
+        assert (local.total.sum(), local.num_tokens.sum()) == pytest.approx(
+            alone(model, blocks), rel=1e-5
+        )
+    joined = zero_shot(
+        model, [None], TokenBlocks(blocks.tokens, blocks.document, blocks.documents)
+    )[0]
     assert abs(joined.mean - full.mean) > 1e-3
 
 
@@ -123,11 +143,15 @@ def test_training_counts_the_same_targets(model: PreTrainedModel, blocks: TokenB
     assert model(**batch, use_cache=False).loss.item() == pytest.approx(total / count, rel=1e-5)
 
 
-def test_gates_learn_on_the_same_targets(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_gates_learn_on_the_same_targets(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     blocks = build_blocks(TEXTS, tokenizer, SIZE, **SEPARATE)
     with torch.inference_mode():
         total, count = alone(model, blocks)
-        assert loss.mean_nll(model, **inputs(blocks)).item() == pytest.approx(total / count, rel=1e-5)
+        assert loss.mean_nll(model, **inputs(blocks)).item() == pytest.approx(
+            total / count, rel=1e-5
+        )
     spkv_nas.learn_gates(model, blocks, spkv_nas.GateConfig(window=WINDOW, price=0.1), steps=1)
     assert spkv_nas.probe(model, blocks).values.shape == (4, 2)
 
@@ -135,7 +159,9 @@ def test_gates_learn_on_the_same_targets(model: PreTrainedModel, tokenizer: PreT
 def test_signals_see_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Windows as long as the longest document cost nothing."""
     texts = [" ".join(text.split()[-3:]) for text in TEXTS]
-    separate, joined = (build_blocks(texts, tokenizer, SIZE, documents=each) for each in ("separate", "joined"))
+    separate, joined = (
+        build_blocks(texts, tokenizer, SIZE, documents=each) for each in ("separate", "joined")
+    )
     longest = max(map(len, parts(separate)))
     for blocks, is_free in ((separate, True), (joined, False)):
         gates = head_gates(model, blocks, longest, sinks=0, steps=2)
@@ -155,18 +181,33 @@ def test_filling_does_not_count(model: PreTrainedModel, blocks: TokenBlocks) -> 
     """Divergence, price and densities are means over the tokens of documents, as if each were alone."""
     batches, batch = document_batches(blocks), inputs(blocks)
     num_tokens = sum(x.numel() for x in batches)
-    assert int(blocks.boundaries.is_filling(blocks.marked())[:, 1:].sum()) == blocks.tokens.size - num_tokens > 0
-    assert blocks.boundaries.num_measured(blocks.marked()) == (num_tokens - len(batches), num_tokens)
+    assert (
+        int(blocks.boundaries.is_filling(blocks.marked())[:, 1:].sum())
+        == blocks.tokens.size - num_tokens
+        > 0
+    )
+    assert blocks.boundaries.num_measured(blocks.marked()) == (
+        num_tokens - len(batches),
+        num_tokens,
+    )
     # Divergence of a layout
     with spkv_nas.layout_applied(model, LAYOUT), torch.no_grad():
         reference = partial(windows.full_attention, model)
         sums = [loss.mean_divergence(model, x, reference) * (x.numel() - 1) for x in batches]
-        divergence = loss.mean_divergence(model, batch["input_ids"], reference, position_ids=batch["position_ids"])
+        divergence = loss.mean_divergence(
+            model, batch["input_ids"], reference, position_ids=batch["position_ids"]
+        )
     # Log-probabilities in float32 are right to 1e-7 or so, which a small divergence of them cannot be better than
-    assert divergence.item() == pytest.approx(sum(sums).item() / (num_tokens - len(batches)), rel=1e-4, abs=3e-8)
+    assert divergence.item() == pytest.approx(
+        sum(sums).item() / (num_tokens - len(batches)), rel=1e-4, abs=3e-8
+    )
     # Price and densities of gates, without effect on hidden states in any mode; the sink token has no gate
-    spkv_nas.attach_gates(model, spkv_nas.GateConfig(window=SIZE, sinks=1, bias=0.0, init_scale=40.0), seed=0)
-    *_, predictor = predictors(model).values()  # of the last layer, which no other layer's price moves
+    spkv_nas.attach_gates(
+        model, spkv_nas.GateConfig(window=SIZE, sinks=1, bias=0.0, init_scale=40.0), seed=0
+    )
+    *_, predictor = predictors(
+        model
+    ).values()  # of the last layer, which no other layer's price moves
     kept, slope = 0.0, 0.0
     with watch_logits(model, lambda layer, logits, _: seen.append(logits)):
         for tokens in batches:
@@ -176,7 +217,9 @@ def test_filling_does_not_count(model: PreTrainedModel, blocks: TokenBlocks) -> 
             (gradient,) = torch.autograd.grad(torch.sigmoid(seen[-1]).sum(), predictor.down.weight)
             slope = slope + gradient
     padded = torch.nn.utils.rnn.pad_sequence([x[0] for x in batches], batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x[0]) for x in batches], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(x[0]) for x in batches], batch_first=True
+    )
     for each in (batch, {"input_ids": padded, "attention_mask": mask}):
         tracker, slopes = DensityTracker(model), []
         tracker.start()
@@ -186,16 +229,22 @@ def test_filling_does_not_count(model: PreTrainedModel, blocks: TokenBlocks) -> 
             slopes.append(torch.autograd.grad(nll, predictor.down.weight)[0])
         assert tracker.stop() == pytest.approx((kept / num_tokens).numpy())
         expected = 1000.0 / 4 * slope / (2 * num_tokens)  # 4 layers of 2 heads
-        assert torch.allclose(slopes[1] - slopes[0], expected, rtol=1e-2, atol=1e-4 * float(expected.abs().max()))
+        assert torch.allclose(
+            slopes[1] - slopes[0], expected, rtol=1e-2, atol=1e-4 * float(expected.abs().max())
+        )
     modes.set_price(model, 0.0)
     table = spkv_nas.probe(model, blocks)
     assert table.density == pytest.approx((kept / num_tokens).numpy(), abs=1e-4)
     assert table.rows["num_tokens"].unique().tolist() == [num_tokens]
-    assert table.positions.groupby(["layer", "kv_head"])["num_tokens"].sum().unique().tolist() == [num_tokens]
+    assert table.positions.groupby(["layer", "kv_head"])["num_tokens"].sum().unique().tolist() == [
+        num_tokens
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:the model predicts only")
-def test_attention_is_that_of_documents_alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_attention_is_that_of_documents_alone(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Mass outside of the window and on first tokens, and retrieval inside of the longest document."""
     blocks = build_blocks(TEXTS, tokenizer, SIZE, **SEPARATE)
     infos = (DocumentInfo("a", "all", "a"),)
@@ -204,19 +253,30 @@ def test_attention_is_that_of_documents_alone(model: PreTrainedModel, tokenizer:
     beyond = [each for each in alone if each.block_size > WINDOW]
     masses = [attention_mass(model, each, WINDOW, sinks=1).values for each in beyond]
     expected = np.average(masses, 0, [each.block_size - WINDOW for each in beyond])
-    assert attention_mass(model, blocks, WINDOW, sinks=1).values == pytest.approx(expected, rel=1e-4)
+    assert attention_mass(model, blocks, WINDOW, sinks=1).values == pytest.approx(
+        expected, rel=1e-4
+    )
     beyond = [each for each in alone if each.block_size > WINDOW + 8]
     reports = [measure_sinks(model, each, WINDOW) for each in beyond]
-    weights, found = [each.block_size - WINDOW - 8 for each in beyond], measure_sinks(model, blocks, WINDOW)
-    assert found.mass == pytest.approx(np.average([each.mass for each in reports], 0, weights), rel=1e-4)
-    assert found.average == pytest.approx(np.average([each.average for each in reports], 0, weights))
+    weights, found = (
+        [each.block_size - WINDOW - 8 for each in beyond],
+        measure_sinks(model, blocks, WINDOW),
+    )
+    assert found.mass == pytest.approx(
+        np.average([each.mass for each in reports], 0, weights), rel=1e-4
+    )
+    assert found.average == pytest.approx(
+        np.average([each.average for each in reports], 0, weights)
+    )
     # Move all documents but the longest of each block, which retrieval reads last
     rows = []
     for row in blocks.tokens:
         documents = np.split(row, np.flatnonzero(blocks.boundaries.begins_text(row)))
         longest = documents.pop(int(np.argmax([len(part) for part in documents])))
         rows.append(np.concatenate([longest, *reversed(documents)]))
-    moved = replace(blocks, tokens=np.stack(rows), document=np.zeros_like(blocks.document), begins=None)
+    moved = replace(
+        blocks, tokens=np.stack(rows), document=np.zeros_like(blocks.document), begins=None
+    )
     original = replace(blocks, document=moved.document)
     assert retrieval(model, moved, 2, needle_length=3).values == pytest.approx(
         retrieval(model, original, 2, needle_length=3).values, rel=1e-4
@@ -233,8 +293,13 @@ def test_continuations_are_those_of_documents_alone(
     positions = blocks.boundaries.positions(blocks.marked()[:, :-8])[:, -1]
     assert (positions < SIZE - 9).any(), "some prompts have several documents"
     for line, scores, position in zip(lines, predicted, positions, strict=True):
-        prompt = torch.tensor(blocks.tokens[line["block"], -9 - position : -8].astype(np.int64))[None]
-        assert continue_tokens(model, tokenizer, prompt, torch.ones_like(prompt), 8)[0] == line["tokens"]
+        prompt = torch.tensor(blocks.tokens[line["block"], -9 - position : -8].astype(np.int64))[
+            None
+        ]
+        assert (
+            continue_tokens(model, tokenizer, prompt, torch.ones_like(prompt), 8)[0]
+            == line["tokens"]
+        )
         tokens = torch.cat([prompt[0], torch.tensor(line["tokens"])])
         with torch.inference_mode():
             log_p = model(tokens[None]).logits[0, position:-1].log_softmax(-1)
@@ -260,7 +325,12 @@ def test_are_the_same_from_files(tokenizer: PreTrainedTokenizerBase, tmp_path: P
         expected = build_blocks(TEXTS, tokenizer, documents=documents, **build)
         for _ in range(2):  # from the text, and from the cache
             found = load_text(
-                [str(tmp_path / "text")], tokenizer, tmp_path / "cache", Path(), documents=documents, **build
+                [str(tmp_path / "text")],
+                tokenizer,
+                tmp_path / "cache",
+                Path(),
+                documents=documents,
+                **build,
             )
             assert np.array_equal(found.tokens, expected.tokens)
             assert found.boundaries == expected.boundaries
@@ -273,7 +343,9 @@ def test_no_token_is_needed_between_documents(tokenizer: PreTrainedTokenizerBase
     positions = blocks.boundaries.positions(blocks.marked())
     for row, owner in enumerate(blocks.document):
         is_text = ~blocks.boundaries.is_filling(blocks.marked(row))
-        firsts = [np.flatnonzero(is_text & (owner == index))[0] for index in np.unique(owner[is_text])]
+        firsts = [
+            np.flatnonzero(is_text & (owner == index))[0] for index in np.unique(owner[is_text])
+        ]
         assert [positions[row, first] for first in firsts] == [0] * len(firsts)
     assert int((~blocks.boundaries.is_filling(blocks.marked())).sum()) > 0
 

@@ -23,7 +23,23 @@ from spkv_nas.model import loss
 from spkv_nas.training.corpus import BlockDataset
 
 SIZE = 64
-WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "ran", "far", "away", "over", "the", "hills"]
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "the",
+    "mat",
+    "and",
+    "the",
+    "dog",
+    "ran",
+    "far",
+    "away",
+    "over",
+    "the",
+    "hills",
+]
 PLAIN = [f"{number} " + " ".join(WORDS[: 5 + number % 11]) for number in range(48)]
 SPELLED = [text.replace(" the", f" {END_OF_TEXT}the{BEGIN_OF_TEXT}") for text in PLAIN]
 SEPARATORS = ["eos", "bos", "eos+bos"]
@@ -37,11 +53,22 @@ def bpe() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def words() -> PreTrainedTokenizerBase:
     """Return a tokenizer whose vocabulary of whole words holds its special tokens, so that text gives their ids."""
-    vocabulary = ["<unk>", "<s>", "</s>", *sorted({word for text in PLAIN for word in text.split()})]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(vocabulary)}, "<unk>"))
+    vocabulary = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *sorted({word for text in PLAIN for word in text.split()}),
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(vocabulary)}, "<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def with_ids(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -65,7 +92,9 @@ def num_runs(blocks: TokenBlocks) -> int:
 
 def test_spelled_tokens_are_text(bpe: PreTrainedTokenizerBase) -> None:
     special = {*bpe.all_special_ids}
-    assert special & {*bpe(SPELLED[5])["input_ids"][1:]}, "by default the tokenizer reads them as special tokens"
+    assert special & {*bpe(SPELLED[5])["input_ids"][1:]}, (
+        "by default the tokenizer reads them as special tokens"
+    )
     for ids, text in zip(encode(SPELLED, bpe), SPELLED, strict=True):
         assert not special & {*ids.tolist()}
         assert bpe.decode(ids) == text
@@ -76,7 +105,9 @@ def test_tokenizers_that_never_read_special_tokens_need_no_option() -> None:
     """Tokenizers of mistral-common refuse the option."""
 
     class Refusing:
-        def __call__(self, texts: Any, *, add_special_tokens: bool, verbose: bool) -> dict[str, Any]:
+        def __call__(
+            self, texts: Any, *, add_special_tokens: bool, verbose: bool
+        ) -> dict[str, Any]:
             return {"input_ids": [len(text) for text in texts]}
 
     Refusing.__module__ = "transformers.tokenization_mistral_common"
@@ -84,11 +115,17 @@ def test_tokenizers_that_never_read_special_tokens_need_no_option() -> None:
 
 
 @pytest.mark.parametrize("separator", SEPARATORS)
-def test_separate_documents_are_divided_where_they_end(words: PreTrainedTokenizerBase, separator: str) -> None:
+def test_separate_documents_are_divided_where_they_end(
+    words: PreTrainedTokenizerBase, separator: str
+) -> None:
     options: Any = {"block_size": SIZE, "separator": separator, "documents": "separate"}
     blocks = build_blocks(with_ids(words), words, **options)
     assert num_starts(blocks) == num_runs(blocks)
-    for changed in (blocks.in_random_order(0), blocks.part(np.arange(1, blocks.num_blocks)), blocks.and_(blocks)):
+    for changed in (
+        blocks.in_random_order(0),
+        blocks.part(np.arange(1, blocks.num_blocks)),
+        blocks.and_(blocks),
+    ):
         assert num_starts(changed) == num_runs(changed)
     longer = blocks.cut(2 * SIZE)
     filling = int(longer.boundaries.is_filling(longer.marked()).sum())
@@ -97,7 +134,9 @@ def test_separate_documents_are_divided_where_they_end(words: PreTrainedTokenize
 
 @pytest.mark.parametrize("separator", SEPARATORS)
 @torch.inference_mode()
-def test_joined_documents_score_all_their_tokens(words: PreTrainedTokenizerBase, separator: str) -> None:
+def test_joined_documents_score_all_their_tokens(
+    words: PreTrainedTokenizerBase, separator: str
+) -> None:
     """Only what is put before a text is not scored, not the same tokens inside of it."""
     model = tiny_model(vocab_size=len(words))
     blocks = build_blocks(with_ids(words), words, SIZE, separator=separator)
@@ -108,7 +147,9 @@ def test_joined_documents_score_all_their_tokens(words: PreTrainedTokenizerBase,
     if "bos" in separator:
         is_opening[:, :-1] = np.diff(blocks.document, axis=1) != 0
         is_last = blocks.document[:-1, -1] != blocks.document[1:, 1]
-        is_opening[:-1, -1] |= is_last & (blocks.tokens[:-1, -1] == 1)  # a block that ends with its document
+        is_opening[:-1, -1] |= is_last & (
+            blocks.tokens[:-1, -1] == 1
+        )  # a block that ends with its document
         is_opening[-1, -1] |= bool(blocks.begins_text()[-1, -1])
     scored = ~is_opening[:, 1:]
     nll = spkv_nas.evaluate(model, blocks).nll
@@ -119,7 +160,9 @@ def test_joined_documents_score_all_their_tokens(words: PreTrainedTokenizerBase,
 
 
 @pytest.mark.parametrize("documents", ["separate", "joined"])
-def test_files_keep_where_documents_end(words: PreTrainedTokenizerBase, tmp_path: Path, documents: str) -> None:
+def test_files_keep_where_documents_end(
+    words: PreTrainedTokenizerBase, tmp_path: Path, documents: str
+) -> None:
     texts = with_ids(words)
     (tmp_path / "text").mkdir()
     for number, text in enumerate(texts):
@@ -128,7 +171,9 @@ def test_files_keep_where_documents_end(words: PreTrainedTokenizerBase, tmp_path
     expected = build_blocks(texts, words, **build)
     assert expected.begins is not None
     for limit in (None, None, 10 * SIZE, 10 * SIZE):  # from the text, and from the cache
-        found = load_text([str(tmp_path / "text")], words, tmp_path / "cache", Path(), max_tokens=limit, **build)
+        found = load_text(
+            [str(tmp_path / "text")], words, tmp_path / "cache", Path(), max_tokens=limit, **build
+        )
         assert found.begins is not None
         if limit is None:
             assert np.array_equal(found.begins, expected.begins)
@@ -140,7 +185,9 @@ def test_samples_are_divided_where_they_end(bpe: PreTrainedTokenizerBase) -> Non
     token = "Ġthe"
     options: Any = {"separator": token, "documents": "separate"}
     boundaries = build_blocks(PLAIN, bpe, SIZE, **options).boundaries
-    samples = RulerBlocks(bpe, 2048, ("niah_single_1",), (600,), True, 0, Material(None), boundaries)
+    samples = RulerBlocks(
+        bpe, 2048, ("niah_single_1",), (600,), True, 0, Material(None), boundaries
+    )
     tokens, _ = samples.block(0)
     plain = np.maximum(tokens, ~tokens)
     assert int((plain == bpe.convert_tokens_to_ids(token)).sum()) > 3

@@ -38,7 +38,12 @@ class TestSources:
         ]
 
     def test_duplicates_and_empty_documents_are_left_out(self, tmp_path: Path) -> None:
-        for name, text in (("a.txt", "same"), ("b.txt", "same"), ("c.txt", " \n"), ("d.txt", "other")):
+        for name, text in (
+            ("a.txt", "same"),
+            ("b.txt", "same"),
+            ("c.txt", " \n"),
+            ("d.txt", "other"),
+        ):
             (tmp_path / name).write_text(text)
         assert [d.text for d in read(".", base=tmp_path)] == ["same", "other"]
 
@@ -48,7 +53,11 @@ class TestSources:
         pd.DataFrame({"body": ["three"], "kind": ["books"]}).to_parquet(tmp_path / "b.parquet")
         parquet = SourceConfig(path="b.parquet", text_field="body", domain_field="kind")
         result = read("a.jsonl", parquet, base=tmp_path)
-        assert [(d.text, d.domain) for d in result] == [("one", "web"), ("two", tmp_path.name), ("three", "books")]
+        assert [(d.text, d.domain) for d in result] == [
+            ("one", "web"),
+            ("two", tmp_path.name),
+            ("three", "books"),
+        ]
 
     def test_the_recipe_can_say_the_domain_and_a_limit(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
@@ -70,7 +79,9 @@ class TestSources:
     def test_unreadable_files_are_counted_in_one_warning(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
         (tmp_path / "b.txt").write_text("fine")
-        with pytest.warns(UserWarning, match=r"skipped 1 files .* a\.txt: it is UTF-16, UTF-32 or binary"):
+        with pytest.warns(
+            UserWarning, match=r"skipped 1 files .* a\.txt: it is UTF-16, UTF-32 or binary"
+        ):
             assert len(read(str(tmp_path), base=tmp_path)) == 1
 
     @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "b.parquet"])
@@ -81,23 +92,31 @@ class TestSources:
         pd.DataFrame({"text": ["\ufeffone"]}).to_parquet(tmp_path / "b.parquet")
         assert [document.text for document in read(name, base=tmp_path)] == ["one"]
 
-    @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+    @pytest.mark.parametrize(
+        "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"]
+    )
     def test_text_in_another_encoding_is_refused(self, encoding: str, tmp_path: Path) -> None:
         for name in ("a.txt", "a.jsonl"):
             (tmp_path / name).write_text('{"text": "one"}', encoding=encoding)
-            with pytest.raises(UserError, match=rf"{name}.*it is UTF-16, UTF-32 or binary: save it as UTF-8"):
+            with pytest.raises(
+                UserError, match=rf"{name}.*it is UTF-16, UTF-32 or binary: save it as UTF-8"
+            ):
                 read(name, base=tmp_path)
 
     def test_a_domain_that_is_a_number(self, tmp_path: Path) -> None:
         """Domain 0 was taken for no domain."""
-        (tmp_path / "a.jsonl").write_text('{"text": "one", "domain": 0}\n{"text": "two", "domain": 1}\n')
+        (tmp_path / "a.jsonl").write_text(
+            '{"text": "one", "domain": 0}\n{"text": "two", "domain": 1}\n'
+        )
         assert [document.domain for document in read("a.jsonl", base=tmp_path)] == ["0", "1"]
 
     def test_texts_at_hand_take_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """``path: stdlib`` with options named a folder that does not exist."""
         first = list(islice(stdlib.files(), 20))
         monkeypatch.setattr(stdlib, "files", lambda: first)
-        result = read(SourceConfig(path="stdlib", domain="mine", max_documents=2), base=Path("/nowhere"))
+        result = read(
+            SourceConfig(path="stdlib", domain="mine", max_documents=2), base=Path("/nowhere")
+        )
         assert {document.domain for document in result} == {"mine"}
         assert len({document.name for document in result}) == 2
 
@@ -114,7 +133,11 @@ class TestSources:
 
     @pytest.mark.parametrize(
         ("path", "domain"),
-        [("json/decoder.py", "code"), ("test/test_os.py", "tests"), ("encodings/cp1252.py", "tables")],
+        [
+            ("json/decoder.py", "code"),
+            ("test/test_os.py", "tests"),
+            ("encodings/cp1252.py", "tables"),
+        ],
     )
     def test_domains_by_path(self, path: str, domain: str) -> None:
         assert stdlib.domain(Path(path)) == domain
@@ -128,7 +151,9 @@ class TestSplit:
         assert small < {t for t in texts if heldout(Document(t, "a", "x"), 0.2)}
         assert 0.07 < len(small) / 2000 < 0.13
 
-    def test_held_out_documents_do_not_leak(self, recipe: Recipe, recipe_file: Path, tmp_path: Path) -> None:
+    def test_held_out_documents_do_not_leak(
+        self, recipe: Recipe, recipe_file: Path, tmp_path: Path
+    ) -> None:
         tokenizer = train_tokenizer(recipe.data, 280, recipe_file.parent)
         folder = cache_split(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
         train, kept_out = read_split(folder, recipe.data)
@@ -137,13 +162,17 @@ class TestSplit:
         again = load_heldout(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
         assert np.array_equal(again.tokens, kept_out.tokens)
 
-    def test_a_damaged_cache_is_named(self, recipe: Recipe, recipe_file: Path, tmp_path: Path) -> None:
+    def test_a_damaged_cache_is_named(
+        self, recipe: Recipe, recipe_file: Path, tmp_path: Path
+    ) -> None:
         """A truncated cache file is a user error that names it."""
         tokenizer = train_tokenizer(recipe.data, 280, recipe_file.parent)
         folder = cache_split(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
         file = folder / f"heldout-{RULE}-1600-{recipe.data.block_size}.npz"
         file.write_bytes(file.read_bytes()[:-50])
-        with pytest.raises(UserError, match=r"1600-32\.npz is damaged: .*\nremove it: the text is then"):
+        with pytest.raises(
+            UserError, match=r"1600-32\.npz is damaged: .*\nremove it: the text is then"
+        ):
             read_split(folder, recipe.data)
 
     def test_the_tokenizer_never_sees_held_out_text(
@@ -152,7 +181,11 @@ class TestSplit:
         seen: list[str] = []
         monkeypatch.setattr("spkv_nas.data.splits.train_bpe", lambda texts, *_: seen.extend(texts))
         train_tokenizer(recipe.data, 280, recipe_file.parent)
-        kept_out = [d for d in documents(recipe.data.sources, recipe_file.parent) if heldout(d, recipe.data.heldout)]
+        kept_out = [
+            d
+            for d in documents(recipe.data.sources, recipe_file.parent)
+            if heldout(d, recipe.data.heldout)
+        ]
         assert kept_out
         assert not {d.text for d in kept_out} & set(seen)
 
@@ -193,7 +226,10 @@ class TestBlocks:
 
     def test_every_token_has_its_document(self, tiny_tokenizer: object) -> None:
         blocks = build_blocks(self.documents("abc", "de", "fgh"), tiny_tokenizer, 4)  # type: ignore[arg-type]
-        assert blocks.document.tolist() == [[0, 0, 0, 0], [2, 2, 2, 2]]  # with separators; "de" fills no block
+        assert blocks.document.tolist() == [
+            [0, 0, 0, 0],
+            [2, 2, 2, 2],
+        ]  # with separators; "de" fills no block
         assert blocks.domains == ("d0", "d1")
         short = build_blocks(self.documents("ab", "cd", "abcdef", "ef"), tiny_tokenizer, 4)  # type: ignore[arg-type]
         assert short.document.tolist() == [[0, 0, 0, 1], [2, 2, 2, 2], [1, 1, 2, 2]]
@@ -201,14 +237,25 @@ class TestBlocks:
     def test_strings_are_documents(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         blocks = build_blocks(("abc", "de"), tiny_tokenizer, 4)
         assert blocks.document.tolist() == [[0, 0, 0, 0]]
-        assert [(d.name, d.domain) for d in blocks.documents] == [("text 1", "text"), ("text 2", "text")]
+        assert [(d.name, d.domain) for d in blocks.documents] == [
+            ("text 1", "text"),
+            ("text 2", "text"),
+        ]
         assert build_blocks("abc", tiny_tokenizer, 4).tokens.tolist() == blocks.tokens.tolist()
 
     def test_what_no_tokenizer_encodes(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """Lone surrogates, bytes and missing values failed inside the tokenizer."""
         blocks = build_blocks(["ab\ud800", "de"], tiny_tokenizer, 4)
-        assert blocks.tokens.tolist() == build_blocks(["ab\ufffd\ufffd\ufffd", "de"], tiny_tokenizer, 4).tokens.tolist()
-        for texts in (["abc", None], ["abc", b"de"], ["abc", Document(3, "d", "n")], ["abc", ["de"]]):  # type: ignore[arg-type]
+        assert (
+            blocks.tokens.tolist()
+            == build_blocks(["ab\ufffd\ufffd\ufffd", "de"], tiny_tokenizer, 4).tokens.tolist()
+        )
+        for texts in (
+            ["abc", None],
+            ["abc", b"de"],
+            ["abc", Document(3, "d", "n")],
+            ["abc", ["de"]],
+        ):  # type: ignore[arg-type]
             with pytest.raises(UserError, match=r"text 2 is of type \w+: expected a string"):
                 build_blocks(texts, tiny_tokenizer, 4)  # type: ignore[arg-type]
         for text in (b"abcd", {"train": "abcd"}):

@@ -39,7 +39,9 @@ def texts(sizes: list[int]) -> list[tuple[Document, np.ndarray]]:
     ]
 
 
-def sampled(documents: list[tuple[Document, np.ndarray]], most: int, stretch: int = 16) -> SpreadSample:
+def sampled(
+    documents: list[tuple[Document, np.ndarray]], most: int, stretch: int = 16
+) -> SpreadSample:
     sample = SpreadSample(most, stretch)
     for document, ids in documents:
         if sample.wants(document):
@@ -59,7 +61,10 @@ class TestSample:
         held = np.bincount(kept.tokens.ravel() // 1000, minlength=len(SIZES))
         rounds = np.ceil(held / 16)
         whole = np.ceil(np.array(SIZES) / 16)
-        assert all(number >= min(want, rounds.max() - 1) for number, want in zip(rounds, whole, strict=True))
+        assert all(
+            number >= min(want, rounds.max() - 1)
+            for number, want in zip(rounds, whole, strict=True)
+        )
 
     def test_does_not_depend_on_the_order_of_documents(self) -> None:
         result = texts(SIZES)
@@ -80,7 +85,11 @@ class TestSample:
         blocks = sampled(texts(SIZES), 2500).blocks(16, "text")
         single = [row for row in blocks.tokens if row[0] // 1000 == row[-1] // 1000]
         assert len(single) > 0.8 * blocks.num_blocks
-        assert all(np.array_equal(row, np.arange(row[0], row[0] + 16)) for row in single if row[0] % 1000 % 16 == 0)
+        assert all(
+            np.array_equal(row, np.arange(row[0], row[0] + 16))
+            for row in single
+            if row[0] % 1000 % 16 == 0
+        )
         assert sum(row[0] % 1000 % 16 == 0 for row in single) >= 100
         flat = np.sort(blocks.tokens.ravel())
         assert len(np.unique(flat)) == len(flat)  # no token twice
@@ -111,7 +120,9 @@ class TestSpread:
         owner = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         documents = [DocumentInfo(str(i), "a", str(i)) for i in range(len(sizes))]
         return TokenBlocks(
-            np.arange(4 * len(owner), dtype=np.int32).reshape(-1, 4), owner[:, None].repeat(4, 1), documents
+            np.arange(4 * len(owner), dtype=np.int32).reshape(-1, 4),
+            owner[:, None].repeat(4, 1),
+            documents,
         )
 
     @pytest.mark.parametrize("number", [1, 3, 5, 7, 12, 40])
@@ -120,7 +131,9 @@ class TestSpread:
         chosen = self.blocks(sizes).spread(number)
         counts = np.bincount(chosen.document[:, 0], minlength=5)
         assert counts.sum() == number
-        assert all(count >= min(size, counts.max() - 1) for count, size in zip(counts, sizes, strict=True))
+        assert all(
+            count >= min(size, counts.max() - 1) for count, size in zip(counts, sizes, strict=True)
+        )
         assert (np.diff(chosen.tokens[:, 0]) > 0).all()
 
     def test_a_limit_above_the_number_takes_all_blocks(self) -> None:
@@ -139,13 +152,29 @@ class TestTexts:
     def test_a_token_limit_is_spread_over_documents(self, tmp_path: Path) -> None:
         """``--max-tokens`` takes tokens of every document."""
         write_uneven(tmp_path / "text")
-        blocks = load_text(["text"], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, max_tokens=3200)
+        blocks = load_text(
+            ["text"],
+            bytes_tokenizer(),
+            tmp_path / "cache",
+            tmp_path,
+            block_size=64,
+            max_tokens=3200,
+        )
         assert blocks.num_blocks == 50
         assert effective_number(blocks) > 45
-        again = load_text(["text"], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, max_tokens=3200)
+        again = load_text(
+            ["text"],
+            bytes_tokenizer(),
+            tmp_path / "cache",
+            tmp_path,
+            block_size=64,
+            max_tokens=3200,
+        )
         assert np.array_equal(again.tokens, blocks.tokens)
 
-    def test_a_sample_reads_no_more_than_it_can_use(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_sample_reads_no_more_than_it_can_use(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         write_uneven(tmp_path / "text")
         monkeypatch.setattr(splits, "_MIN_REACH", 50_000)
         passed: list[Document] = []
@@ -155,7 +184,9 @@ class TestTexts:
             "documents",
             lambda *a, **k: (passed.append(d) or d for d in documents(*a, **k)),  # type: ignore[func-returns-value]
         )
-        load_text(["text"], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, max_tokens=64)
+        load_text(
+            ["text"], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, max_tokens=64
+        )
         assert 2 <= len(passed) < 100
 
     def test_held_out_text_is_spread_over_documents(self, tmp_path: Path) -> None:
@@ -172,11 +203,15 @@ class TestTexts:
         folder = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
         files = [path.name for path in folder.glob("heldout-*")]
         assert files == [f"heldout-{RULE}-6400-64.npz"]
-        (folder / files[0]).rename(folder / "heldout-6400.npz")  # the name that the older rule gave it
+        (folder / files[0]).rename(
+            folder / "heldout-6400.npz"
+        )  # the name that the older rule gave it
         cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
         assert (folder / files[0]).is_file()
 
-    def test_branches_of_the_older_rule_are_not_used(self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_branches_of_the_older_rule_are_not_used(
+        self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         keys = []
         for rule in (RULE, RULE + 1):
             monkeypatch.setattr("spkv_nas.training.branches.RULE", rule)
@@ -187,4 +222,7 @@ class TestTexts:
         assert recipe.heldout_stretch == recipe.data.block_size
         extend: Any = {"block_size": 4 * recipe.data.block_size}
         branch = recipe.branch.model_validate({**recipe.branch.model_dump(), "extend": extend})
-        assert recipe.model_copy(update={"branch": branch}).heldout_stretch == 4 * recipe.data.block_size
+        assert (
+            recipe.model_copy(update={"branch": branch}).heldout_stretch
+            == 4 * recipe.data.block_size
+        )

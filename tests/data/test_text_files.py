@@ -21,7 +21,9 @@ from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.splits import load_text
 from spkv_nas.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
 
-TEXTS = [f"{number} the cat sat on the mat and ran over {number * number} hills" for number in range(24)]
+TEXTS = [
+    f"{number} the cat sat on the mat and ran over {number * number} hills" for number in range(24)
+]
 CHATS = [
     [
         {"role": "user", "content": f"What is {number}?"},
@@ -48,7 +50,9 @@ PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".
 
 
 def lines(key: str, values: list[Any]) -> bytes:
-    return "".join(json.dumps({"id": number, key: value}) + "\n" for number, value in enumerate(values)).encode()
+    return "".join(
+        json.dumps({"id": number, key: value}) + "\n" for number, value in enumerate(values)
+    ).encode()
 
 
 def read(*paths: Path | str) -> list[str]:
@@ -72,26 +76,40 @@ def test_compressed_files_hold_the_same_text(tmp_path: Path, pack: str) -> None:
     assert {*read(tmp_path)} == {"été\nand autumn", *TEXTS}
     assert not readers.check_source(str(tmp_path), Path())
     texts = readers.open_source(str(table), Path()).texts(8192)
-    assert sum(text.size for text in texts) == table.stat().st_size, "sizes add up to the file's, for progress"
+    assert sum(text.size for text in texts) == table.stat().st_size, (
+        "sizes add up to the file's, for progress"
+    )
 
 
 @pytest.mark.parametrize("pack", [".gz", ".zst"])
 @pytest.mark.parametrize("damage", ["cut", "changed", "plain"])
-def test_damaged_compressed_files_are_refused_before_work(tmp_path: Path, pack: str, damage: str) -> None:
+def test_damaged_compressed_files_are_refused_before_work(
+    tmp_path: Path, pack: str, damage: str
+) -> None:
     packed = PACK[pack](lines("text", TEXTS))
-    content = {"cut": packed[:40], "changed": packed[:20] + bytes(20) + packed[40:], "plain": lines("text", TEXTS)}
+    content = {
+        "cut": packed[:40],
+        "changed": packed[:20] + bytes(20) + packed[40:],
+        "plain": lines("text", TEXTS),
+    }
     file = tmp_path / f"rows.jsonl{pack}"
     file.write_bytes(content[damage])
-    with pytest.raises(UserError, match=r"cannot read .*rows.jsonl.*: cannot unpack it|not valid JSON"):
+    with pytest.raises(
+        UserError, match=r"cannot read .*rows.jsonl.*: cannot unpack it|not valid JSON"
+    ):
         readers.check_source(str(file), Path())
 
 
 @pytest.mark.parametrize("pack", [".gz", ".zst"])
-def test_what_unpacks_to_far_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str) -> None:
+def test_what_unpacks_to_far_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str
+) -> None:
     monkeypatch.setattr(text_files, "_MAX_UNPACKED", 1 << 16)
     file = tmp_path / f"bomb.jsonl{pack}"
     file.write_bytes(PACK[pack](b'{"text": "' + b"a" * (1 << 22) + b'"}\n'))
-    with pytest.raises(UserError, match=r"bomb.jsonl.* unpack to more than .*: unpack it to read it"):
+    with pytest.raises(
+        UserError, match=r"bomb.jsonl.* unpack to more than .*: unpack it to read it"
+    ):
         read(file)
     monkeypatch.setattr(readers, "_MAX_LINE", 1 << 10)
     (tmp_path / "long.jsonl").write_bytes(b'{"text": "' + b"a" * (1 << 12) + b'"}\n')
@@ -106,7 +124,8 @@ def test_a_column_is_named_after_the_path(tmp_path: Path) -> None:
     for file in ("rows.jsonl", "rows.parquet"):
         assert read(f"{tmp_path / file}:column=story") == TEXTS
         with pytest.raises(
-            UserError, match=r"its fields: .*story.*\n.*--data PATH:column=FIELD\n.*text_field: FIELD.*\Z"
+            UserError,
+            match=r"its fields: .*story.*\n.*--data PATH:column=FIELD\n.*text_field: FIELD.*\Z",
         ):
             readers.check_source(str(tmp_path / file), Path())
     assert read(f"{tmp_path}:column=story") == TEXTS, "of all tables of a folder"
@@ -117,17 +136,25 @@ def test_a_column_is_named_after_the_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_chats_are_encoded_by_the_models_template(tmp_path: Path, tokenizer: Tokenizer, named: bool) -> None:
+def test_chats_are_encoded_by_the_models_template(
+    tmp_path: Path, tokenizer: Tokenizer, named: bool
+) -> None:
     """Special tokens of the template are special, those that a message spells are text, and no chat is divided."""
     file = tmp_path / "chats.jsonl"
     file.write_bytes(lines("turns" if named else "messages", CHATS))
     source = f"{file}:column=turns" if named else str(file)
     assert readers.check_source(source, Path())
     for documents in ("joined", "separate"):
-        blocks = load_text([source], tokenizer, tmp_path / "cache", Path(), block_size=64, documents=documents)
+        blocks = load_text(
+            [source], tokenizer, tmp_path / "cache", Path(), block_size=64, documents=documents
+        )
         assert len(blocks.documents) == len(CHATS)
-        assert np.array_equal(blocks.tokens, build_blocks(CHATS, tokenizer, 64, documents=documents).tokens)
-    [only] = sources.encode_documents([*sources.as_documents([{"messages": CHATS[7]}], 64)], tokenizer)
+        assert np.array_equal(
+            blocks.tokens, build_blocks(CHATS, tokenizer, 64, documents=documents).tokens
+        )
+    [only] = sources.encode_documents(
+        [*sources.as_documents([{"messages": CHATS[7]}], 64)], tokenizer
+    )
     expected = f"{END_OF_TEXT}user: What is 7?\n{END_OF_TEXT}assistant: It is {END_OF_TEXT}7.\n"
     assert tokenizer.decode(only) == expected
     end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
@@ -145,11 +172,18 @@ def test_a_template_that_writes_what_begins_a_text_does_so_once(tokenizer: Token
 
 def test_chats_without_a_template_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     plain = train_bpe(TEXTS, 300)
-    with pytest.raises(UserError, match="text 1 holds chats, and the model's tokenizer has no chat template"):
+    with pytest.raises(
+        UserError, match="text 1 holds chats, and the model's tokenizer has no chat template"
+    ):
         build_blocks(CHATS, plain, 64)
-    tokenizer.chat_template, template = "{{ raise_exception('roles must alternate') }}", tokenizer.chat_template
+    tokenizer.chat_template, template = (
+        "{{ raise_exception('roles must alternate') }}",
+        tokenizer.chat_template,
+    )
     try:
-        with pytest.raises(UserError, match=r"text 1: the model's chat template refuses it: .*roles must alternate"):
+        with pytest.raises(
+            UserError, match=r"text 1: the model's chat template refuses it: .*roles must alternate"
+        ):
             build_blocks(CHATS, tokenizer, 64)
     finally:
         tokenizer.chat_template = template
@@ -163,7 +197,8 @@ def test_saved_data_sets_are_read(tmp_path: Path) -> None:
 
     half = len(TEXTS) // 2
     parts = [
-        datasets.Dataset.from_list([{"text": text, "n": 1} for text in part]) for part in (TEXTS[:half], TEXTS[half:])
+        datasets.Dataset.from_list([{"text": text, "n": 1} for text in part])
+        for part in (TEXTS[:half], TEXTS[half:])
     ]
     datasets.disable_progress_bars()
     parts[0].save_to_disk(tmp_path / "one", num_shards=3)
@@ -173,7 +208,10 @@ def test_saved_data_sets_are_read(tmp_path: Path) -> None:
     assert read(tmp_path / "two/test") == TEXTS[half:]
     # Arrow's file format, as other programs write it
     table = pyarrow.table({"body": TEXTS})
-    with pyarrow.OSFile(str(tmp_path / "file.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+    with (
+        pyarrow.OSFile(str(tmp_path / "file.arrow"), "wb") as sink,
+        pyarrow.ipc.new_file(sink, table.schema) as writer,
+    ):
         writer.write_table(table, 5)
     assert read(f"{tmp_path / 'file.arrow'}:column=body") == TEXTS
     (tmp_path / "bad.arrow").write_bytes(b"no arrow file")
@@ -218,10 +256,14 @@ def test_the_readme_of_a_folder_of_data_is_left_out_with_a_word(tmp_path: Path, 
     assert len(read(tmp_path)) == len(TEXTS) + 2
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.parquet.gz", "a.tar.gz", "a.zip", "a.pdf", "a.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["a.json", "a.csv", "a.parquet.gz", "a.tar.gz", "a.zip", "a.pdf", "a.safetensors"]
+)
 def test_files_of_other_formats_are_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b'[{"text": "a"}]')
-    with pytest.raises(UserError, match=rf"cannot read .*{name}.*(unpack|convert|write|give)") as caught:
+    with pytest.raises(
+        UserError, match=rf"cannot read .*{name}.*(unpack|convert|write|give)"
+    ) as caught:
         readers.check_source(str(tmp_path / name), Path())
     assert str(caught.value).count("\n") == 0
     with pytest.raises(UserError, match=r"no .txt .* files in .*: not read: 1 "):
@@ -243,7 +285,9 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     assert len(text_files.find(data).readable) == 3
 
 
-def test_folders_without_permission_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_without_permission_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text(TEXTS[0])
 
     def walk(folder: Path, onerror: Callable[[OSError], None], *, followlinks: bool) -> Any:

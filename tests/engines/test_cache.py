@@ -22,15 +22,26 @@ from spkv_nas.engines.vllm import VLLM, Part, count_parts, plan_parts
 GIB = 2**30
 
 # 21 layers of 128 bytes a token, as served on a CPU: pages of 128 tokens, chunks of 2,048
-LAYERS = ServedCache((21, 1), 64, "bfloat16", window=128, context=32768, page_size=128, in_flight=2048)
-COST = EngineCost(32768, 10, 128, 64, "bfloat16", serving=Serving(VLLM, page_size=128, in_flight=2048))  # 10 requests
+LAYERS = ServedCache(
+    (21, 1), 64, "bfloat16", window=128, context=32768, page_size=128, in_flight=2048
+)
+COST = EngineCost(
+    32768, 10, 128, 64, "bfloat16", serving=Serving(VLLM, page_size=128, in_flight=2048)
+)  # 10 requests
 GRIDS = ((21, 3), (32, 8), (36, 8))
 
 
 class TestVllm:
     @pytest.mark.parametrize(
         ("num_global", "tokens"),
-        [(7, 2_101_191), (8, 1_838_599), (9, 1_306_175), (12, 1_306_175), (13, 1_012_963), (21, 798_848)],
+        [
+            (7, 2_101_191),
+            (8, 1_838_599),
+            (9, 1_306_175),
+            (12, 1_306_175),
+            (13, 1_012_963),
+            (21, 798_848),
+        ],
     )
     def test_reports_of_a_running_engine(self, num_global: int, tokens: int) -> None:
         """vLLM 0.32 printed these numbers when it served models of 21 layers with 4 GiB of cache."""
@@ -70,9 +81,13 @@ class TestVllm:
         assert plan_parts(whole, {Part(1, 128): 1}).request_pages == 256 + 1
 
     @pytest.mark.parametrize("num_global", [0, 7, 9, 21])
-    def test_a_sink_token_takes_a_page_in_every_group_of_local_layers(self, num_global: int) -> None:
+    def test_a_sink_token_takes_a_page_in_every_group_of_local_layers(
+        self, num_global: int
+    ) -> None:
         plan, with_sink = (VLLM.plan(replace(LAYERS, sinks=sinks), num_global) for sinks in (0, 1))
-        groups = {0: 1, 7: 2, 9: 1, 21: 0}[num_global]  # 21, 14, 12 and no local layers in groups of 21, 7, 12
+        groups = {0: 1, 7: 2, 9: 1, 21: 0}[
+            num_global
+        ]  # 21, 14, 12 and no local layers in groups of 21, 7, 12
         assert with_sink.request_bytes - plan.request_bytes == groups * with_sink.page_bytes
 
     def test_short_contexts_favour_full_attention(self) -> None:
@@ -86,7 +101,9 @@ class TestSeveralWindows:
     windows = ((128, 1024, None), (128, 1024, None), (128, 1024, 4096)) * 2
     windows = (*windows, (None, None, 4096))
     cache = replace(LAYERS, grid=(7, 3))
-    local_pages = 2 * (17 + 1) + 2 * (24 + 1) + (48 + 1)  # of 2,175, 3,071 and 6,143 tokens, and one a group
+    local_pages = (
+        2 * (17 + 1) + 2 * (24 + 1) + (48 + 1)
+    )  # of 2,175, 3,071 and 6,143 tokens, and one a group
 
     def test_every_window_has_groups_of_its_own(self) -> None:
         """Units of one head: groups of 3, as many as there are heads with the rarest window."""
@@ -107,7 +124,9 @@ class TestSeveralWindows:
 
     def test_four_are_refused(self) -> None:
         layout = Layout.from_windows(((128, 1024, None), (256, 512, None)))
-        with pytest.raises(UserError, match=r"at most 3 windows of local heads, .* but the layout has 4\nleave out"):
+        with pytest.raises(
+            UserError, match=r"at most 3 windows of local heads, .* but the layout has 4\nleave out"
+        ):
             COST.layout_plan(layout)
 
 
@@ -140,7 +159,12 @@ class TestLayouts:
 
 class TestBudgets:
     def test_twelve_layers_cost_what_nine_do(self) -> None:
-        assert [COST.max_heads_same_memory(number, 21) for number in (8, 9, 10, 21)] == [8, 12, 11, 21]
+        assert [COST.max_heads_same_memory(number, 21) for number in (8, 9, 10, 21)] == [
+            8,
+            12,
+            11,
+            21,
+        ]
         assert COST.max_heads_same_memory(27, 63) == 36
         assert COST.max_heads_same_memory(9 * 3, 63, stride=3) == 36
         assert COST.max_heads_same_memory(30, 63) == 33
@@ -158,12 +182,15 @@ class TestBudgets:
         assert COST.total(8, 21) == 10 * plan.request_bytes + plan.page_bytes
 
     def test_too_little_memory(self) -> None:
-        with pytest.raises(UserError, match=r"1\.00 KiB is too small in vLLM 0\.32: 10 requests of 32,768"):
+        with pytest.raises(
+            UserError, match=r"1\.00 KiB is too small in vLLM 0\.32: 10 requests of 32,768"
+        ):
             COST.largest_budget(1024, 21)
 
     def test_sink_tokens_that_engines_do_not_keep_are_refused(self) -> None:
         with pytest.raises(
-            UserError, match=r"vLLM 0\.32 keeps at most 1 sink token for local heads, but the layout has 4"
+            UserError,
+            match=r"vLLM 0\.32 keeps at most 1 sink token for local heads, but the layout has 4",
         ):
             replace(COST, sinks=4)
 
@@ -194,24 +221,41 @@ def cases() -> Iterator[Case]:
     for num_layers, num_kv_heads in GRIDS:
         cache = ServedCache((num_layers, num_kv_heads), 128, "bfloat16", 128, 32768, 16, 8192)
         for layers in range(num_layers + 1):
-            for context, page_size, in_flight in ((32768, 16, 8192), (32768, 128, 2048), (512, 16, 512), (1000, 48, 7)):
+            for context, page_size, in_flight in (
+                (32768, 16, 8192),
+                (32768, 128, 2048),
+                (512, 16, 512),
+                (1000, 48, 7),
+            ):
                 settings = replace(cache, context=context, page_size=page_size, in_flight=in_flight)
                 wide = replace(settings, head_dim=80, dtype="float32")
                 for window, served, memory in ((128, settings, 4 * GIB), (1024, wide, 10**9 + 7)):
-                    whole = [(None,) * num_kv_heads] * layers + [(window,) * num_kv_heads] * (num_layers - layers)
+                    whole = [(None,) * num_kv_heads] * layers + [(window,) * num_kv_heads] * (
+                        num_layers - layers
+                    )
                     yield Case(served, count_parts(whole, num_kv_heads), memory)
         for heads in range(cache.num_heads + 1):  # with one window, or three
             local = rng.choice([64, 512, 4096] if heads % 2 else [128], cache.num_heads)
-            layout = np.where(rng.permutation(cache.num_heads) < heads, None, local).reshape(cache.grid).tolist()
+            layout = (
+                np.where(rng.permutation(cache.num_heads) < heads, None, local)
+                .reshape(cache.grid)
+                .tolist()
+            )
             by_kind, units = count_parts(layout, 0), count_parts(layout, 1)
             yield Case(cache, units, 40 * GIB + 12345)
             yield Case(cache, by_kind, 40 * GIB + 12345)
             yield Case(replace(cache, sinks=1), by_kind, 40 * GIB)
             yield Case(replace(cache, sinks=1, page_size=128), units, 40 * GIB)
-        for heads in range(num_kv_heads + 1):  # the same number in every layer, and in every other one
+        for heads in range(
+            num_kv_heads + 1
+        ):  # the same number in every layer, and in every other one
             row, local = (None,) * heads + (128,) * (num_kv_heads - heads), (128,) * num_kv_heads
             yield Case(cache, count_parts([row] * num_layers, 0), 40 * GIB)
-            yield Case(cache, count_parts([row if layer % 2 else local for layer in range(num_layers)], 0), 40 * GIB)
+            yield Case(
+                cache,
+                count_parts([row if layer % 2 else local for layer in range(num_layers)], 0),
+                40 * GIB,
+            )
 
 
 @needs_vllm
@@ -231,7 +275,10 @@ def test_plans_equal_those_of_vllm() -> None:
     for case, answer in zip(everything, json.loads(result.stdout), strict=True):
         plan = plan_parts(case.cache, case.parts)
         assert answer["in_flight"] == case.cache.in_flight
-        assert (plan.page_bytes, plan.request_bytes) == (answer["page_bytes"], answer["request_bytes"]), case
+        assert (plan.page_bytes, plan.request_bytes) == (
+            answer["page_bytes"],
+            answer["request_bytes"],
+        ), case
         assert (plan.memory(1) <= case.memory) == answer["starts"], case
         if answer["starts"]:
             started += 1

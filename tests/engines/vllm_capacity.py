@@ -15,7 +15,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
 import torch
@@ -43,7 +48,9 @@ def config(folder: Path, case: dict[str, Any]) -> VllmConfig:
     """Make the configuration of an engine."""
     context = case["context"]
     return VllmConfig(
-        model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=context),
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, max_model_len=context
+        ),
         cache_config=CacheConfig(block_size=case["page_size"], enable_prefix_caching=True),
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig(device="cpu"),

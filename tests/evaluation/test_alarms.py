@@ -54,13 +54,22 @@ def nll(factor: float) -> DocumentNLL:
 class TestTables:
     def test_normal_ones_raise_no_alarm(self) -> None:
         factors = {"densest": 1.01, "random-0": 1.05, "random-1": 1.04, "wide": 1.0}
-        assert alarm(_WELL, nll(1.0), {name: nll(value) for name, value in factors.items()}, _LAYOUTS) is None
+        assert (
+            alarm(_WELL, nll(1.0), {name: nll(value) for name, value in factors.items()}, _LAYOUTS)
+            is None
+        )
 
     @pytest.mark.parametrize(
         ("factors", "symptom"),
         [
-            ((1.03, 0.92, 0.90, 0.95), "3 of 4 layouts have a lower NLL than full attention without training"),
-            ((1.06, 1.02, 1.03, 1.0), "densest loses more without training than random layouts of as many heads"),
+            (
+                (1.03, 0.92, 0.90, 0.95),
+                "3 of 4 layouts have a lower NLL than full attention without training",
+            ),
+            (
+                (1.06, 1.02, 1.03, 1.0),
+                "densest loses more without training than random layouts of as many heads",
+            ),
         ],
     )
     def test_of_the_wrong_text_raise_one(self, factors: tuple[float, ...], symptom: str) -> None:
@@ -77,9 +86,12 @@ class TestTables:
         assert alarm(_WELL, nll(1.0), scores, layouts) is None
 
     @pytest.mark.parametrize(
-        ("percent", "error", "raised"), [(-1.0, 0.4, True), (-1.0, 0.6, False), (-0.05, 0.01, False)]
+        ("percent", "error", "raised"),
+        [(-1.0, 0.4, True), (-1.0, 0.6, False), (-0.05, 0.01, False)],
     )
-    def test_a_gain_must_be_significant_and_matter(self, percent: float, error: float, raised: bool) -> None:
+    def test_a_gain_must_be_significant_and_matter(
+        self, percent: float, error: float, raised: bool
+    ) -> None:
         assert (changes_alarm(_WELL, [PairedDifference(percent, error)]) is not None) == raised
 
     @pytest.mark.parametrize(("factor", "raised"), [(0.9, True), (0.99, False), (1.1, False)])
@@ -89,7 +101,9 @@ class TestTables:
         assert not raised or "improved full attention (the control) by 10" in str(sentence)
 
 
-@pytest.mark.parametrize(("owners", "warned"), [([0, 0, 0, 0], False), ([0, 1, 1, 1], True), ([0, 0, 0, 1], False)])
+@pytest.mark.parametrize(
+    ("owners", "warned"), [([0, 0, 0, 0], False), ([0, 1, 1, 1], True), ([0, 0, 0, 1], False)]
+)
 def test_packing_is_warned_of_where_documents_share_blocks(owners: list[int], warned: bool) -> None:
     """It costs nothing where documents fill blocks of their own."""
     document = np.array([owners] * 5, dtype=np.int32)
@@ -103,8 +117,14 @@ def test_packing_is_warned_of_where_documents_share_blocks(owners: list[int], wa
     [
         ({"block_size": 1024}, "the model's context is 512 tokens: use --context 512"),
         ({"share": 0.9}, "the text or the tokenizer is not what the model was trained with"),
-        ({"separator": SeparatorReport("bos")}, "documents are separated by 'bos', which was not measured"),
-        ({"separator": replace(_KNOWN, alone=1.9)}, "packing documents into blocks costs the model 5.3 % of NLL"),
+        (
+            {"separator": SeparatorReport("bos")},
+            "documents are separated by 'bos', which was not measured",
+        ),
+        (
+            {"separator": replace(_KNOWN, alone=1.9)},
+            "packing documents into blocks costs the model 5.3 % of NLL",
+        ),
         ({"dtype": "float16"}, "the model computes in float16"),
         ({}, "the text is unlike what the model was trained on"),
     ],
@@ -119,7 +139,9 @@ def test_frequencies_predict_independent_tokens_as_well_as_their_entropy() -> No
     probability = np.array([0.5, 0.25, 0.125, 0.125])
     tokens = np.random.default_rng(0).choice(4, size=(64, 512), p=probability).astype(np.int32)
     blocks = TokenBlocks(tokens, np.zeros_like(tokens), ())
-    assert frequency_nll(blocks, 4) == pytest.approx(-(probability * np.log(probability)).sum(), rel=1e-2)
+    assert frequency_nll(blocks, 4) == pytest.approx(
+        -(probability * np.log(probability)).sum(), rel=1e-2
+    )
 
 
 def _shuffled(text: str) -> str:
@@ -130,7 +152,9 @@ def _shuffled(text: str) -> str:
 
 def _checked(model: PreTrainedModel, tokenizer: Any, texts: Iterable[str], size: int) -> str | None:
     """Return the alarm about texts in blocks of ``size`` tokens."""
-    _, sentence = check_text(model, spkv_nas.build_blocks(texts, tokenizer, size, separator="eos"), 32, _KNOWN)
+    _, sentence = check_text(
+        model, spkv_nas.build_blocks(texts, tokenizer, size, separator="eos"), 32, _KNOWN
+    )
     return sentence
 
 
@@ -140,7 +164,9 @@ def test_a_text_that_a_model_does_not_know(monkeypatch: pytest.MonkeyPatch) -> N
     model, tokenizer = spkv_nas.load("embedded:dense")
     texts = [file.read_text() for file in sorted(Path(json.__file__).parent.glob("*.py"))]
     assert _checked(model, tokenizer, texts, 512) is None
-    assert "of what token frequencies alone give" in str(_checked(model, tokenizer, map(_shuffled, texts), 512))
+    assert "of what token frequencies alone give" in str(
+        _checked(model, tokenizer, map(_shuffled, texts), 512)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:sequences of 64 tokens are longer")

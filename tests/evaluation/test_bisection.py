@@ -123,7 +123,9 @@ def draw(random: np.random.Generator, kind: str, number: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["independent", "equal", "alike"])
 @pytest.mark.parametrize("order", ["none", "lower half", "every second", "upper half"])
 @pytest.mark.parametrize("wanted", ["passes", "fails"])
-def test_any_wrong_answer_is_rarer_than_the_risk(kind: str, order: str, wanted: Answer, runs: int) -> None:
+def test_any_wrong_answer_is_rarer_than_the_risk(
+    kind: str, order: str, wanted: Answer, runs: int
+) -> None:
     """The error rate holds in any order of losses, and with any dependence of the tests.
 
     Where a wrong failure is looked for, half of the other candidates pass, so that both bisections look at several.
@@ -141,9 +143,13 @@ def test_any_wrong_answer_is_rarer_than_the_risk(kind: str, order: str, wanted: 
         first = None if run % 2 else 5
         ruled_out = range(run % 3 * 9)
         p = np.where(is_true, random.random(number) ** 8, draw(random, kind, number))
-        others = random.random(number) ** 8  # p-values of the other answer, which is right where the wanted one is not
+        others = (
+            random.random(number) ** 8
+        )  # p-values of the other answer, which is right where the wanted one is not
 
-        def test(position: int, level: float, p: np.ndarray = p, others: np.ndarray = others) -> Answer:
+        def test(
+            position: int, level: float, p: np.ndarray = p, others: np.ndarray = others
+        ) -> Answer:
             if p[position] <= level:
                 return wanted
             is_other = wanted == "fails" and not is_true[position] and others[position] <= level
@@ -161,7 +167,9 @@ def test_a_candidate_that_costs_rule_out_is_tested_only_on_the_way() -> None:
     answers = "FFFFFFPPPPPPPPP"
 
     def looked_at(ruled_out: range) -> set[int]:
-        result = critical(len(answers), 0.05, lambda position, level: LETTERS[answers[position]], 7, ruled_out)
+        result = critical(
+            len(answers), 0.05, lambda position, level: LETTERS[answers[position]], 7, ruled_out
+        )
         assert result.passes == 6
         return {look.position for look in result.looks}
 

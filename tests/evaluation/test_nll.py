@@ -45,7 +45,9 @@ def spoil_gates(model: PreTrainedModel) -> PreTrainedModel:
 class TestNLL:
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_of_all_documents(self, value: float, blocks: TokenBlocks) -> None:
-        with pytest.raises(UserError, match=r"the NLL of 12 of 12 documents is not a finite number\nthe model's"):
+        with pytest.raises(
+            UserError, match=r"the NLL of 12 of 12 documents is not a finite number\nthe model's"
+        ):
             document_nll(spoil(tiny_model(), value), blocks)
 
     def test_one_document_with_nan(self, blocks: TokenBlocks) -> None:
@@ -53,7 +55,9 @@ class TestNLL:
         model = tiny_model(vocab_size=300)
         blocks.tokens[0, 5] = 299
         model.model.embed_tokens.weight.data[299] = math.nan
-        with pytest.raises(UserError, match="the NLL of 2 of 12 documents"):  # and the next, in the same block
+        with pytest.raises(
+            UserError, match="the NLL of 2 of 12 documents"
+        ):  # and the next, in the same block
             document_nll(model, blocks)
 
     def test_of_layouts(self, blocks: TokenBlocks, tmp_path: Path) -> None:
@@ -94,21 +98,31 @@ def test_signals(signal: str, blocks: TokenBlocks) -> None:
     model = tiny_model(vocab_size=300)
     model.model.layers[1].self_attn.q_proj.weight.data[3] = math.nan
     learns = {"duo": "duo: the distillation loss", "head-gates": "head gates: the loss"}
-    message = f"{learns[signal]} is nan at step 1" if signal in learns else f"the score '{signal}' is not a number"
+    message = (
+        f"{learns[signal]} is nan at step 1"
+        if signal in learns
+        else f"the score '{signal}' is not a number"
+    )
     options: dict[str, Any] = {"window": 4, "steps": 2 if signal in learns else None}
     with pytest.raises(UserError, match=message):
         measure_signal(signal, model, blocks, sinks=0, **options)
-    with pytest.raises(UserError, match="the model's attention is not finite"):  # when its sinks are measured
+    with pytest.raises(
+        UserError, match="the model's attention is not finite"
+    ):  # when its sinks are measured
         measure_signal(signal, model, blocks, **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_logits_are_an_error_in_generation(temperature: float, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_nan_logits_are_an_error_in_generation(
+    temperature: float, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Sampling and greedy decoding both report NaN logits."""
     for model in (tiny_model(vocab_size=300), gated()):
         generate(model, tiny_tokenizer, "the fox", max_new_tokens=3, temperature=temperature)
         with pytest.raises(UserError, match="the model's logits are not finite"):
-            generate(spoil(model), tiny_tokenizer, "the fox", max_new_tokens=3, temperature=temperature)
+            generate(
+                spoil(model), tiny_tokenizer, "the fox", max_new_tokens=3, temperature=temperature
+            )
 
 
 def test_a_prompt_with_tokens_of_another_model(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -116,13 +130,17 @@ def test_a_prompt_with_tokens_of_another_model(tiny_tokenizer: PreTrainedTokeniz
         generate(tiny_model(vocab_size=20), tiny_tokenizer, "the fox")
 
 
-def test_a_prompt_and_an_answer_longer_than_the_table_of_positions(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_prompt_and_an_answer_longer_than_the_table_of_positions(
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
     """The last new token is not read."""
     model = tiny_model("gpt2", vocab_size=300, max_position_embeddings=32)
     model.generation_config.eos_token_id = 299
     most = 33 - len(tiny_tokenizer("the fox")["input_ids"])
     assert generate(model, tiny_tokenizer, "the fox", max_new_tokens=most).num_new_tokens <= most
-    with pytest.raises(UserError, match="sequences of 33 tokens are longer than the model's table of 32 positions"):
+    with pytest.raises(
+        UserError, match="sequences of 33 tokens are longer than the model's table of 32 positions"
+    ):
         generate(model, tiny_tokenizer, "the fox", max_new_tokens=most + 1)
 
 

@@ -11,9 +11,17 @@ import pytest
 from spkv_nas.artifacts.comparison import DENSE
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.statistics import critical_errors, effective_number, jackknife_ratio
-from spkv_nas.evaluation.paired import DocumentNLL, pair_error, paired_difference, read_documents, write_documents
+from spkv_nas.evaluation.paired import (
+    DocumentNLL,
+    pair_error,
+    paired_difference,
+    read_documents,
+    write_documents,
+)
 
-OLD_DEMO = np.array([26_000, 24_000, 3_500, 3_000, 2_500, 1_500, 1_400, 1_300, 1_100, 700, 408])  # tokens by document
+OLD_DEMO = np.array(
+    [26_000, 24_000, 3_500, 3_000, 2_500, 1_500, 1_400, 1_300, 1_100, 700, 408]
+)  # tokens by document
 
 
 def documents(rng: np.random.Generator, number: int, spread: float) -> DocumentNLL:
@@ -28,7 +36,8 @@ def test_standard_error_equals_the_jackknife() -> None:
     base = documents(rng, 30, 0.2)
     candidate = DocumentNLL(base.total * (1.2 + 0.05 * rng.normal(size=30)), base.num_tokens)
     left_out = np.array(
-        [np.delete(candidate.total, i).sum() / np.delete(base.total, i).sum() for i in range(30)], dtype=np.float64
+        [np.delete(candidate.total, i).sum() / np.delete(base.total, i).sum() for i in range(30)],
+        dtype=np.float64,
     )
     ratio = candidate.total.sum() / base.total.sum()
     expected = math.sqrt(29 / 30 * ((left_out - ratio) ** 2).sum())
@@ -83,7 +92,9 @@ def test_a_95_percent_interval_has_its_coverage(sizes: np.ndarray, low: float, h
 
 def test_critical_errors() -> None:
     assert critical_errors(math.nan) == critical_errors(20.0) == 2.0
-    assert critical_errors(4.0) == pytest.approx(3.182, abs=1e-3)  # Student's t with 3 degrees of freedom
+    assert critical_errors(4.0) == pytest.approx(
+        3.182, abs=1e-3
+    )  # Student's t with 3 degrees of freedom
     assert critical_errors(1.0) == math.inf
 
 
@@ -107,7 +118,9 @@ class TestPairs:
         dense = documents(rng, 50, 0.2)
         harm = 1.2 + 0.1 * rng.normal(size=50)
         one, other = (
-            DocumentNLL(dense.total * (harm + extra + 0.001 * rng.normal(size=50)), dense.num_tokens)
+            DocumentNLL(
+                dense.total * (harm + extra + 0.001 * rng.normal(size=50)), dense.num_tokens
+            )
             for extra in (0.0, 0.002)
         )
         return {DENSE: dense, "one": one, "other": other}
@@ -115,12 +128,16 @@ class TestPairs:
     def test_shared_variance_cancels(self) -> None:
         """Errors of layouts on the same documents are not added in quadrature."""
         rows = self.rows()
-        apart = [paired_difference(rows[name], rows[DENSE]).standard_error for name in ("one", "other")]
+        apart = [
+            paired_difference(rows[name], rows[DENSE]).standard_error for name in ("one", "other")
+        ]
         error = pair_error(rows)("one", "other")
         assert 0 < error < math.hypot(*apart) / 20
         assert error == pair_error(rows)("other", "one")
         assert math.isnan(pair_error(rows)("one", "missing"))
-        assert math.isnan(pair_error({name: row for name, row in rows.items() if name != DENSE})("one", "other"))
+        assert math.isnan(
+            pair_error({name: row for name, row in rows.items() if name != DENSE})("one", "other")
+        )
 
     def test_standard_errors_are_stored_with_the_comparison(self, tmp_path: Path) -> None:
         rows, file = self.rows(), tmp_path / "comparison-documents.npz"
@@ -128,6 +145,11 @@ class TestPairs:
         again = read_documents(file)
         assert list(again) == list(rows)
         assert all(np.array_equal(again[name].total, rows[name].total) for name in rows)
-        np.savez(file, strategy=np.array(["one"]), total=np.ones((2, 3)), num_tokens=np.ones(3, dtype=int))
+        np.savez(
+            file,
+            strategy=np.array(["one"]),
+            total=np.ones((2, 3)),
+            num_tokens=np.ones(3, dtype=int),
+        )
         with pytest.raises(UserError, match="damaged"):
             read_documents(file)

@@ -17,7 +17,11 @@ from spkv_nas.base.progress import Agenda, Display, Progress, Reporter
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criteria import DocumentNLLs
 from spkv_nas.evaluation.verdict.criterion import Rounds
-from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget, named_by_memory
+from spkv_nas.evaluation.verdict.critical_budget import (
+    CriticalBudget,
+    find_critical_budget,
+    named_by_memory,
+)
 from spkv_nas.evaluation.verdict.trial import Trial
 
 MEMORIES = (4, 5, 6, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 60, 75)
@@ -51,7 +55,11 @@ class Store:
         sizes = random.gamma(4.0, 100.0, self.number)
         noise = random.normal(0.0, 0.03, self.number)
         loss = self.losses.get(contender.name, 0.0) / 100.0
-        scores = sizes * NLL * (1.0 + loss * (1.0 + 20.0 * noise)) if contender != self.contender else sizes * NLL
+        scores = (
+            sizes * NLL * (1.0 + loss * (1.0 + 20.0 * noise))
+            if contender != self.contender
+            else sizes * NLL
+        )
         return cast(np.ndarray, scores[: number * rounds.size])
 
 
@@ -104,14 +112,19 @@ def search(
         for number, (memory, loss) in enumerate(zip(MEMORIES, losses, strict=True))
     ]
     candidates = [Contender(layout.strategy, layout=layout) for layout in layouts]
-    named = [named_by_memory(layout, memory).strategy for layout, memory in zip(layouts, MEMORIES, strict=True)]
+    named = [
+        named_by_memory(layout, memory).strategy
+        for layout, memory in zip(layouts, MEMORIES, strict=True)
+    ]
     names = named if chooses else [each.name for each in candidates]
     store = Store(dict(zip(names, losses, strict=True)), seed)
     agenda, shown = Agenda(lambda: store.time), list[tuple[float, float]]()
 
     @contextmanager
     def display(_: str) -> Iterator[Display]:
-        def show(done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None) -> None:
+        def show(
+            done: int, total: int, note: str = "", *, unit: str = "", left: float | None = None
+        ) -> None:
             assert done <= total
             assert unit == "rounds"
             if left is not None:
@@ -119,7 +132,9 @@ def search(
 
         yield show
 
-    trial = Trial([(DocumentNLLs(), 1.0)], {"nll": SimulatedRounds(store.number)}, cast(ScoreStore, store))
+    trial = Trial(
+        [(DocumentNLLs(), 1.0)], {"nll": SimulatedRounds(store.number)}, cast(ScoreStore, store)
+    )
     reporter = Reporter(display, agenda)
     memories = [float(memory) for memory in MEMORIES]
     chooser = SimulatedChooser(store, layouts) if chooses else None
@@ -131,8 +146,12 @@ def search(
 GOES_ON = {(2.0, 0.5, 0), (2.0, 0.5, 1), (2.0, 2.0, 2)}
 
 
-QUICK = [parameter.values for parameter in pairwise([0.5, 1.0, 2.0, 5.0], [0.5, 1.0, 2.0], [0, 1, 2])]
-OTHERS = [case for case in product([0.5, 1.0, 2.0, 5.0], [0.5, 1.0, 2.0], [0, 1, 2]) if case not in QUICK]
+QUICK = [
+    parameter.values for parameter in pairwise([0.5, 1.0, 2.0, 5.0], [0.5, 1.0, 2.0], [0, 1, 2])
+]
+OTHERS = [
+    case for case in product([0.5, 1.0, 2.0, 5.0], [0.5, 1.0, 2.0], [0, 1, 2]) if case not in QUICK
+]
 
 
 @pytest.mark.parametrize(("scale", "error", "seed"), [*QUICK, *map(slow, OTHERS)])
@@ -142,7 +161,9 @@ def test_time_left_of_a_search(scale: float, error: float, seed: int) -> None:
     check_time_left(store.time, shown, may_rise=(scale, error, seed) in GOES_ON)
 
 
-def check_time_left(end: float, shown: list[tuple[float, float]], *, may_rise: bool = False) -> None:
+def check_time_left(
+    end: float, shown: list[tuple[float, float]], *, may_rise: bool = False
+) -> None:
     """Check the bounds of the time left after a tenth of the time."""
     lowest = np.inf
     assert len(shown) > 10

@@ -32,11 +32,18 @@ from spkv_nas.stages.verdict import VerdictResult, document
 from spkv_nas.stages.verdict import run as verdict
 from spkv_nas.training.recipe import Recipe
 
-TEXTS = {"a": range(12), "b": range(8, 20), "c": range(18, 30), "d": range(30, 42)}  # documents of each folder
+TEXTS = {
+    "a": range(12),
+    "b": range(8, 20),
+    "c": range(18, 30),
+    "d": range(30, 42),
+}  # documents of each folder
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+def model_folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase
+) -> Path:
     """Write a dense model and texts that share documents."""
     folder = tmp_path_factory.mktemp("selection")
     save(tiny_model(vocab_size=300), tiny_tokenizer, folder / "dense")
@@ -58,7 +65,9 @@ def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def measure(text: str, **options: object) -> str:
     """Probe on a text, and return the name of the probe."""
-    return probe(ProbeOptions(model="dense", data=[text], context="32", signal="attention-mass", **options)).name  # type: ignore[arg-type]
+    return probe(
+        ProbeOptions(model="dense", data=[text], context="32", signal="attention-mass", **options)
+    ).name  # type: ignore[arg-type]
 
 
 def judge(*layouts: Path, data: list[str], **options: object) -> VerdictResult:
@@ -74,7 +83,9 @@ def left_out(*layouts: Path, data: list[str]) -> int | None:
     except UserError as error:
         return None if "give held-out text" in str(error) else pytest.fail(str(error))
     claim = document(result)["sentences"][-1]
-    assert ("on other text" in claim) == (not result.compared.num_left_out and not result.compared.selected.unknown)
+    assert ("on other text" in claim) == (
+        not result.compared.num_left_out and not result.compared.selected.unknown
+    )
     return result.compared.num_left_out
 
 
@@ -113,7 +124,9 @@ class TestReplacedRecords:
             shutil.rmtree("probes")
         else:
             shutil.copytree(table, "elsewhere/probes/copied")
-            layout = propose(ProposeOptions(budget="3", probe="copied", workspace=Path("elsewhere"))).folder
+            layout = propose(
+                ProposeOptions(budget="3", probe="copied", workspace=Path("elsewhere"))
+            ).folder
             shutil.rmtree("elsewhere/probes")
             layout /= "densest.yaml"
         assert left_out(layout, data=["a"]) is None
@@ -146,7 +159,9 @@ class TestReplacedRecords:
         record.parent.mkdir(parents=True)
         for damaged in ("num_tokens: many\n", "a: [\n"):
             record.write_text(damaged)
-            score(ScoreOptions(layouts=[Path("mine.yaml")], model="dense", data=["c"], context="32"))
+            score(
+                ScoreOptions(layouts=[Path("mine.yaml")], model="dense", data=["c"], context="32")
+            )
             assert "inputs" in record.read_text()
             assert damaged in [file.read_text() for file in record.parent.glob("zero-shot-*.yaml")]
 
@@ -175,7 +190,9 @@ class History:
         self.probe()
         self.propose()
         for _ in range(steps):
-            command = self.random.choice(("probe", "propose", "score", "search", "mischief", "check", "check"))
+            command = self.random.choice(
+                ("probe", "propose", "score", "search", "mischief", "check", "check")
+            )
             getattr(self, command)()
             yield command
         self.check()
@@ -195,7 +212,10 @@ class History:
         self.files = sorted(Path("layouts").rglob("*.yaml"))
 
     def score(self) -> None:
-        files, text = self.random.sample(self.files, min(3, len(self.files))), self.random.choice([*TEXTS])
+        files, text = (
+            self.random.sample(self.files, min(3, len(self.files))),
+            self.random.choice([*TEXTS]),
+        )
         score(ScoreOptions(layouts=files, model="dense", data=[text], context="32"))
         for file in files:
             self.of_layout[Layout.read(file).content].update(TEXTS[text])
@@ -213,12 +233,16 @@ class History:
         name = f"s{text}-{probe}"
         effort = {"budget": "3", "trials": 2, "retrain": 0, "max_tokens": 4096}
         folder = run(SearchOptions(recipe=recipe, probe=probe, name=name, **effort)).value.folder  # type: ignore[arg-type]
-        evaluator = RecipeEvaluator(Recipe.read(recipe), Path(), Path("runs", f"s{text}"), max_tokens=4096)
+        evaluator = RecipeEvaluator(
+            Recipe.read(recipe), Path(), Path("runs", f"s{text}"), max_tokens=4096
+        )
         numbers = {int(Path(info.name).stem) for info in evaluator._chosen_on.present}
         window = HeadScores.read(Path("probes", probe)).window
         assert window is not None
         for heads in pd.read_csv(folder / "search.csv")["heads"]:
-            self.of_layout.setdefault(Layout(tuple(heads.split()), window).content, set()).update(numbers)
+            self.of_layout.setdefault(Layout(tuple(heads.split()), window).content, set()).update(
+                numbers
+            )
         for file in Path("layouts", name, "search").glob("*.yaml"):
             self.of_layout[Layout.read(file).content].update(self.of_probe[probe])
         self.files = sorted(Path("layouts").rglob("*.yaml"))
@@ -236,7 +260,10 @@ class History:
 
     def check(self) -> None:
         """Compare what a verdict leaves out with the list."""
-        file, texts = self.random.choice(self.files), self.random.sample([*TEXTS], self.random.randint(1, 2))
+        file, texts = (
+            self.random.choice(self.files),
+            self.random.sample([*TEXTS], self.random.randint(1, 2)),
+        )
         documents = {number for text in texts for number in TEXTS[text]}
         expected = documents & self.of_layout[Layout.read(file).content]
         assert left_out(file, data=texts) == (None if expected == documents else len(expected))

@@ -16,7 +16,12 @@ import spkv_nas
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.tokenizer import Boundaries, boundaries, default_separator, train_bpe
 from spkv_nas.evaluation.alarms import about_packing
-from spkv_nas.evaluation.separators import MAX_PACKING_COST, SeparatorReport, _best, shared_separator
+from spkv_nas.evaluation.separators import (
+    MAX_PACKING_COST,
+    SeparatorReport,
+    _best,
+    shared_separator,
+)
 
 _WORDS = ["alpha", "beta", "gamma", "delta", "kappa", "omega", "sigma", "theta"]
 _LENGTH, _STEPS = 64, 150
@@ -39,7 +44,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return train_bpe(documents(100, np.random.default_rng(0)), 300, bos=True)
 
 
-def row(tokenizer: PreTrainedTokenizerBase, limits: Boundaries, is_alone: bool, rng: Generator) -> list[int]:
+def row(
+    tokenizer: PreTrainedTokenizerBase, limits: Boundaries, is_alone: bool, rng: Generator
+) -> list[int]:
     """Return a training sequence: a document alone, or several with separators."""
     tokens = [*limits.opening]
     while len(tokens) < _LENGTH:
@@ -50,9 +57,14 @@ def row(tokenizer: PreTrainedTokenizerBase, limits: Boundaries, is_alone: bool, 
     return tokens[:_LENGTH]
 
 
-def trained(tokenizer: PreTrainedTokenizerBase, separator: str, *, is_alone: bool = False) -> PreTrainedModel:
+def trained(
+    tokenizer: PreTrainedTokenizerBase, separator: str, *, is_alone: bool = False
+) -> PreTrainedModel:
     """Train a tiny model on documents with a separator, packed or each alone."""
-    limits, rng = boundaries(tokenizer, separator, separator in ("bos", "eos+bos"), _LENGTH), np.random.default_rng(1)
+    limits, rng = (
+        boundaries(tokenizer, separator, separator in ("bos", "eos+bos"), _LENGTH),
+        np.random.default_rng(1),
+    )
     model = tiny_model(vocab_size=300, num_hidden_layers=2).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     for _ in range(_STEPS):
@@ -66,30 +78,44 @@ def trained(tokenizer: PreTrainedTokenizerBase, separator: str, *, is_alone: boo
 @pytest.mark.slow
 class TestTrainedModels:
     @pytest.mark.parametrize("separator", ["bos", "eos", "eos+bos"])
-    def test_the_separator_of_training_is_best(self, tokenizer: PreTrainedTokenizerBase, separator: str) -> None:
+    def test_the_separator_of_training_is_best(
+        self, tokenizer: PreTrainedTokenizerBase, separator: str
+    ) -> None:
         """stories260k, trained with BOS between stories, lost 23 % of NLL to an EOS that it had never seen."""
         texts = list(documents(200, np.random.default_rng(7)))
-        report = spkv_nas.measure_separator(trained(tokenizer, separator), tokenizer, texts, _LENGTH)
+        report = spkv_nas.measure_separator(
+            trained(tokenizer, separator), tokenizer, texts, _LENGTH
+        )
         assert report.best == separator
         others = [value for name, value in report.nll.items() if separator not in name]
         assert min(others) > 1.03 * report.nll[separator]
 
-    def test_a_model_without_separators_has_none_that_is_better(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_model_without_separators_has_none_that_is_better(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         texts = list(documents(200, np.random.default_rng(7)))
         report = spkv_nas.measure_separator(trained(tokenizer, "none"), tokenizer, texts, _LENGTH)
         assert report.nll[report.best] == pytest.approx(report.nll["none"], rel=2e-3)
 
-    def test_packing_costs_a_model_of_documents_alone(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_packing_costs_a_model_of_documents_alone(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Such a model never saw a token of another document."""
         texts = list(documents(200, np.random.default_rng(7)))
-        report = spkv_nas.measure_separator(trained(tokenizer, "eos+bos", is_alone=True), tokenizer, texts, _LENGTH)
+        report = spkv_nas.measure_separator(
+            trained(tokenizer, "eos+bos", is_alone=True), tokenizer, texts, _LENGTH
+        )
         assert report.packing_cost > MAX_PACKING_COST
         assert f"costs the model {report.packing_cost:.1f} % of NLL" in about_packing(report)
 
 
 class TestChoice:
-    @pytest.mark.parametrize(("others", "best"), [([1.0, 1.1, 0.9], "eos"), ([1.0, 1.01, 1.02], "bos")])
-    def test_the_convention_stays_unless_it_is_clearly_worse(self, others: list[float], best: str) -> None:
+    @pytest.mark.parametrize(
+        ("others", "best"), [([1.0, 1.1, 0.9], "eos"), ([1.0, 1.01, 1.02], "bos")]
+    )
+    def test_the_convention_stays_unless_it_is_clearly_worse(
+        self, others: list[float], best: str
+    ) -> None:
         convention = np.array([1.2, 1.3, 1.1]) if best == "eos" else np.array([1.01, 1.0, 1.02])
         assert _best({"eos": np.array(others), "bos": convention}, "bos") == best
 
@@ -117,13 +143,24 @@ class TestChoice:
 
 class TestBoundaries:
     @pytest.mark.parametrize(
-        ("separator", "names"), [("none", ""), ("eos", "eos"), ("bos", "bos"), ("eos+bos", "eos bos"), ("Ġ", "Ġ")]
+        ("separator", "names"),
+        [("none", ""), ("eos", "eos"), ("bos", "bos"), ("eos+bos", "eos bos"), ("Ġ", "Ġ")],
     )
-    def test_are_tokens_after_a_document(self, tokenizer: PreTrainedTokenizerBase, separator: str, names: str) -> None:
-        tokens = {"eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id, "Ġ": tokenizer.get_vocab()["Ġ"]}
-        assert boundaries(tokenizer, separator, "auto", 8).separator == tuple(tokens[name] for name in names.split())
+    def test_are_tokens_after_a_document(
+        self, tokenizer: PreTrainedTokenizerBase, separator: str, names: str
+    ) -> None:
+        tokens = {
+            "eos": tokenizer.eos_token_id,
+            "bos": tokenizer.bos_token_id,
+            "Ġ": tokenizer.get_vocab()["Ġ"],
+        }
+        assert boundaries(tokenizer, separator, "auto", 8).separator == tuple(
+            tokens[name] for name in names.split()
+        )
 
-    @pytest.mark.parametrize(("separator", "named"), [("bos", "no BOS token"), ("nothing", "no 'nothing' token")])
+    @pytest.mark.parametrize(
+        ("separator", "named"), [("bos", "no BOS token"), ("nothing", "no 'nothing' token")]
+    )
     def test_of_a_token_that_is_missing_are_refused(self, separator: str, named: str) -> None:
         plain = train_bpe(["a text"], 260)
         with pytest.raises(UserError, match=named):

@@ -51,7 +51,12 @@ class TestSweep:
             set_gate_mode(model, "hard", tau)
             nll = document_nll(model, blocks)
             change = paired_difference(nll, opened)
-            expected = (probe(model, blocks, tau).mean, nll.mean, change.percent, change.standard_error)
+            expected = (
+                probe(model, blocks, tau).mean,
+                nll.mean,
+                change.percent,
+                change.standard_error,
+            )
             # A change is the difference of two NLLs in percent, each of which is rounded by up to 1e-5 %
             assert rows.loc[tau].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -71,12 +76,16 @@ class TestSweep:
             tau_sweep(model, blocks, [0.1, tau])
         except UserError:
             assert tau > 1.0
-        states = {(s.mode, s.tau, s.anneal) for s in (state.settings for state in layer_states(model))}
+        states = {
+            (s.mode, s.tau, s.anneal) for s in (state.settings for state in layer_states(model))
+        }
         assert states == {("soft", 0.3, 0.25)}
 
     def test_progress_counts_all_passes(self, blocks: TokenBlocks) -> None:
         seen: list[tuple[int, int]] = []
-        tau_sweep(gated(), blocks, [0.0, 0.5, 0.9], batch_size=6, progress=lambda *step: seen.append(step))
+        tau_sweep(
+            gated(), blocks, [0.0, 0.5, 0.9], batch_size=6, progress=lambda *step: seen.append(step)
+        )
         assert seen == [(done, 27) for done in (6, 9, 15, 18, 24, 27)]
 
 
@@ -117,7 +126,9 @@ class TestThresholds:
 
 class TestCommand:
     @pytest.mark.usefixtures("whole_pictures")
-    def test_sweep(self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_sweep(
+        self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         workspace = tmp_path / "w"
         options = ["--model", str(checkpoint), "--data", str(text), "--context", str(BLOCK)]
         main(["evaluate", *options, "--taus", "0.1,0.5,0.9", "--workspace", str(workspace)])
@@ -133,7 +144,9 @@ class TestCommand:
         model, tokenizer = load(checkpoint)
         blocks = build_blocks(documents([str(text)], Path()), tokenizer, BLOCK, documents=SEPARATE)
         half = evaluate(model, blocks, 0.5)
-        assert rows.loc[2, ["density", "nll"]].tolist() == pytest.approx([half.density, half.nll.mean], rel=1e-5)
+        assert rows.loc[2, ["density", "nll"]].tolist() == pytest.approx(
+            [half.density, half.nll.mean], rel=1e-5
+        )
         summary = yaml.safe_load((folder / "tau-sweep.yaml").read_text())
         assert summary["model"] == str(checkpoint)
         assert summary["data"] == [str(text)]
@@ -150,19 +163,42 @@ class TestCommand:
         model, tokenizer = load(checkpoint)
         cache = tmp_path / "cache"
         blocks = load_text(
-            [str(text)], tokenizer, cache, Path(), block_size=BLOCK, max_tokens=127, documents=SEPARATE
+            [str(text)],
+            tokenizer,
+            cache,
+            Path(),
+            block_size=BLOCK,
+            max_tokens=127,
+            documents=SEPARATE,
         ).spread(3)
-        options = ["--model", str(checkpoint), "--data", str(text), "--context", str(BLOCK), "--max-tokens", "127"]
+        options = [
+            "--model",
+            str(checkpoint),
+            "--data",
+            str(text),
+            "--context",
+            str(BLOCK),
+            "--max-tokens",
+            "127",
+        ]
         for tau, extra in ((0.4, []), (0.9, ["--tau", "0.9"])):
             main(["evaluate", *options, *extra, "--workspace", str(tmp_path / "w")])
             expected = evaluate(model, blocks, tau)
             assert expected.density is not None
             output = " ".join(capsys.readouterr().out.split())
-            assert f"NLL {expected.nll.mean:.4f}, density {100 * expected.density:.1f} % at tau {tau}; 93" in output
+            assert (
+                f"NLL {expected.nll.mean:.4f}, density {100 * expected.density:.1f} % at tau {tau}; 93"
+                in output
+            )
         assert [path.name for path in (tmp_path / "w").iterdir()] == ["runs"]
-        assert {path.name for path in (tmp_path / "w" / "runs" / "mine").iterdir()} == {"blocks", "separators.json"}
+        assert {path.name for path in (tmp_path / "w" / "runs" / "mine").iterdir()} == {
+            "blocks",
+            "separators.json",
+        }
         help_text = " ".join((NLL.run.__doc__ or "").split())
-        assert "The tokens of --data are kept in runs/NAME/blocks/" in help_text  # it once promised to write nothing
+        assert (
+            "The tokens of --data are kept in runs/NAME/blocks/" in help_text
+        )  # it once promised to write nothing
 
     @pytest.mark.parametrize("kind", ["dense", "hybrid"])
     def test_a_model_without_gates(
@@ -177,8 +213,19 @@ class TestCommand:
         if kind == "hybrid":
             apply_layout(model, Layout(("GL", "LL", "LL", "GG"), window=6))
         save(model, tiny_tokenizer, tmp_path / kind)
-        blocks = build_blocks(documents([str(text)], Path()), tiny_tokenizer, BLOCK, documents=SEPARATE)
-        options = ["--model", tmp_path / kind, "--data", text, "--context", BLOCK, "--workspace", tmp_path / "w"]
+        blocks = build_blocks(
+            documents([str(text)], Path()), tiny_tokenizer, BLOCK, documents=SEPARATE
+        )
+        options = [
+            "--model",
+            tmp_path / kind,
+            "--data",
+            text,
+            "--context",
+            BLOCK,
+            "--workspace",
+            tmp_path / "w",
+        ]
         main(["evaluate", *map(str, options)])
         output = " ".join(capsys.readouterr().out.split())
         assert f"{kind}: NLL {document_nll(model, blocks).mean:.4f}; " in output

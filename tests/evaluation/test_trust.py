@@ -43,14 +43,18 @@ from spkv_nas.stages.record import trust, unknown_trust
 
 GAINS = np.array([[0.040, 0.001], [0.020, 0.0], [-0.001, 0.010], [0.030, 0.002]])
 ERRORS = np.full((4, 2), 0.002)
-LEFT = 0.6 + 0.1 * np.arange(8).reshape(4, 2) / 8  # densities that have nothing to do with the gains
+LEFT = (
+    0.6 + 0.1 * np.arange(8).reshape(4, 2) / 8
+)  # densities that have nothing to do with the gains
 
 
 def gains(values: object = GAINS, errors: object = ERRORS) -> Gains:
     return Gains(np.asarray(values, dtype=float), np.asarray(errors, dtype=float))
 
 
-def judge(values: np.ndarray, budget: int = 3, measured: Gains | None = None, documents: int | None = None) -> Trust:
+def judge(
+    values: np.ndarray, budget: int = 3, measured: Gains | None = None, documents: int | None = None
+) -> Trust:
     return Trust.of(values, densest(values, budget), measured or gains(), documents)
 
 
@@ -76,7 +80,9 @@ class TestTrust:
         assert (actual.rho, actual.interval) == expected
         left = 0.09 / 0.103
         assert actual.left_out == pytest.approx(left)
-        assert actual.left_out_error == pytest.approx(0.002 / 0.103 * np.sqrt(3 * (1 - left) ** 2 + 3 * left**2))
+        assert actual.left_out_error == pytest.approx(
+            0.002 / 0.103 * np.sqrt(3 * (1 - left) ** 2 + 3 * left**2)
+        )
         assert [(head.layer, head.kv_head, head.gain) for head in actual.missed] == [
             (0, 0, 0.04),
             (3, 0, 0.03),
@@ -90,17 +96,23 @@ class TestTrust:
         assert result.missed == ()
         assert result.sentence().startswith("no single-head gain exceeds the noise")
 
-    @pytest.mark.parametrize(("documents", "are_few"), [(5, True), (7, True), (8, False), (None, False)])
+    @pytest.mark.parametrize(
+        ("documents", "are_few"), [(5, True), (7, True), (8, False), (None, False)]
+    )
     def test_few_documents_name_no_head(self, documents: int | None, are_few: bool) -> None:
         """Five documents do not suffice to advise another signal."""
         result = judge(-GAINS, documents=documents)
         assert (result.missed == ()) == are_few
-        assert result.sentence().endswith("measured on 5 documents, too few to rely on") == (documents == 5)
+        assert result.sentence().endswith("measured on 5 documents, too few to rely on") == (
+            documents == 5
+        )
         assert ("most in layer 0, head 0" in result.sentence()) != are_few
 
     def test_missing_standard_errors(self) -> None:
         result = judge(-GAINS, measured=gains(GAINS, np.full((4, 2), np.nan)))
-        assert "exclude 99 % of the gains, most in layer 0, head 0 (0.040 nats)" in result.sentence()
+        assert (
+            "exclude 99 % of the gains, most in layer 0, head 0 (0.040 nats)" in result.sentence()
+        )
 
 
 class TestFiles:
@@ -135,14 +147,20 @@ class TestFiles:
     )
     def test_damaged_or_foreign(self, lines: Sequence[str], message: str, tmp_path: Path) -> None:
         make_table([[0.5, 0.2]]).write(tmp_path)
-        (tmp_path / "gains.csv").write_text("\n".join(["layer,kv_head,gain,standard_error", *lines]) + "\n")
+        (tmp_path / "gains.csv").write_text(
+            "\n".join(["layer,kv_head,gain,standard_error", *lines]) + "\n"
+        )
         with pytest.raises(UserError, match=message.replace("[", r"\[")):
             HeadScores.read(tmp_path)
 
 
-def put(workspace: Workspace, name: str, values: object, measured: Gains | None = None, **metadata: Any) -> HeadScores:
+def put(
+    workspace: Workspace, name: str, values: object, measured: Gains | None = None, **metadata: Any
+) -> HeadScores:
     """Write a probe to a workspace, by default of the model ``m``, and return it as read back."""
-    table = replace(make_table(values), name=name, gains=measured, metadata={"model": "m", **metadata})
+    table = replace(
+        make_table(values), name=name, gains=measured, metadata={"model": "m", **metadata}
+    )
     table.write(workspace.probe_dir(name))
     return HeadScores.read(workspace.probe_dir(name))
 
@@ -156,12 +174,45 @@ class TestWorkspace:
         table = put(workspace, "mine", LEFT)
         chosen = densest(table.values, 3)
         assert trust(workspace, table, chosen) is None
-        put(workspace, "elsewhere", GAINS, signal="add-one-head", kind="gain", unit="nats per token", model="other")
-        put(workspace, "layers", GAINS, signal="add-one-head", kind="gain", unit="nats per token", granularity="layer")
-        put(workspace, "small", GAINS[:2], signal="add-one-head", kind="gain", unit="nats per token")
-        put(workspace, "sinks", GAINS, signal="add-one-head", kind="gain", unit="nats per token", sinks=1)
+        put(
+            workspace,
+            "elsewhere",
+            GAINS,
+            signal="add-one-head",
+            kind="gain",
+            unit="nats per token",
+            model="other",
+        )
+        put(
+            workspace,
+            "layers",
+            GAINS,
+            signal="add-one-head",
+            kind="gain",
+            unit="nats per token",
+            granularity="layer",
+        )
+        put(
+            workspace, "small", GAINS[:2], signal="add-one-head", kind="gain", unit="nats per token"
+        )
+        put(
+            workspace,
+            "sinks",
+            GAINS,
+            signal="add-one-head",
+            kind="gain",
+            unit="nats per token",
+            sinks=1,
+        )
         assert trust(workspace, table, chosen) is None
-        put(workspace, "mine-add-one-head", GAINS, signal="add-one-head", kind="gain", unit="nats per token")
+        put(
+            workspace,
+            "mine-add-one-head",
+            GAINS,
+            signal="add-one-head",
+            kind="gain",
+            unit="nats per token",
+        )
         result = trust(workspace, table, chosen)
         assert result is not None
         assert result.rho == Trust.of(table.values, chosen, gains()).rho
@@ -174,7 +225,11 @@ class TestWorkspace:
         put(workspace, "mine-duo", GAINS.clip(0) * 20, signal="duo", kind="share")
         result = propose(ProposeOptions(probe="mine", budget="3", workspace=workspace.root))
         output = " ".join(
-            [*result.sentences, *(f"{one.reason} {one.command}" for one in result.next), str(result.advice)]
+            [
+                *result.sentences,
+                *(f"{one.reason} {one.command}" for one in result.next),
+                str(result.advice),
+            ]
         )
         assert result.trust is not None
         assert result.trust.num_documents == 9
@@ -183,7 +238,9 @@ class TestWorkspace:
         assert "mine-duo" not in output
         assert [one.reason.startswith(RECOMMENDATION) for one in result.next] == [True]
 
-    def test_propose_shows_the_recommended_signal_beside_densities(self, workspace: Workspace) -> None:
+    def test_propose_shows_the_recommended_signal_beside_densities(
+        self, workspace: Workspace
+    ) -> None:
         put(workspace, "mine", LEFT)
         put(workspace, "mine-duo", GAINS.clip(0) * 20, signal="duo", kind="share")
         options = ProposeOptions(workspace=workspace.root, probe="mine", budget="3", num_random=0)
@@ -204,7 +261,9 @@ class TestWorkspace:
         table = put(workspace, "mine", LEFT)
         put(workspace, "mine-duo", GAINS.clip(0), signal="duo", kind="share")
         (workspace.probe_dir("mine-duo") / "density.csv").write_text("layer\n")
-        with pytest.warns(UserWarning, match="edited or damaged after|ignoring a probe that cannot be read"):
+        with pytest.warns(
+            UserWarning, match="edited or damaged after|ignoring a probe that cannot be read"
+        ):
             result = trust(workspace, table, densest(table.values, 3))
         assert result is None
 
@@ -212,7 +271,10 @@ class TestWorkspace:
         table = make_table(LEFT)
         assert unknown_trust(table) is None
         assert "was not validated" in str(unknown_trust(replace(table, metadata={"model": "m"})))
-        assert unknown_trust(replace(table, metadata={"model": "m", "signal": "duo", "kind": "share"})) is None
+        assert (
+            unknown_trust(replace(table, metadata={"model": "m", "signal": "duo", "kind": "share"}))
+            is None
+        )
 
 
 def trust_without_errors(table: HeadScores, chosen: np.ndarray) -> Trust:
@@ -224,20 +286,26 @@ def test_gains_of_a_table_are_those_of_the_signal() -> None:
     """One of the two domains has a single document, and so no standard error."""
     tokens = np.random.default_rng(0).integers(3, 290, size=(4, 40)).astype(np.int32)
     owner = np.repeat(np.arange(8, dtype=np.int32), 20).reshape(4, 40)
-    blocks = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i == 7], str(i)) for i in range(8)))
+    blocks = TokenBlocks(
+        tokens, owner, tuple(DocumentInfo(str(i), "ab"[i == 7], str(i)) for i in range(8))
+    )
     model = tiny_model(vocab_size=300)
     result, took = add_one_head_gains(model, blocks, 6)
     assert result.values == pytest.approx(ADD_ONE_HEAD.measure(model, blocks, 6).values, abs=1e-6)
     assert took == {"passes": 6.0, "tokens": 160, "documents": 8}
     one = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "a", str(i)) for i in range(8)))
-    assert result.standard_error == pytest.approx(ADD_ONE_HEAD.measure(model, one, 6).standard_error, abs=1e-9)
+    assert result.standard_error == pytest.approx(
+        ADD_ONE_HEAD.measure(model, one, 6).standard_error, abs=1e-9
+    )
 
 
 class TestCommand:
     @pytest.fixture
     def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
         save(gated(), tiny_tokenizer, tmp_path / "mine")
-        (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
+        (tmp_path / "text.txt").write_text(
+            "".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60))
+        )
         options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--context", 64]
         return [*map(str, options), "--workspace", str(tmp_path / "w")]
 
@@ -255,20 +323,33 @@ class TestCommand:
         expected = Trust.of(table.values, densest(table.values, 3), table.gains, documents)
         assert document["trust"]["rho"] == expected.rho
         assert document["trust"]["budget"] == 3
-        assert [head["gain"] for head in document["trust"]["missed"]] == [head.gain for head in expected.missed]
+        assert [head["gain"] for head in document["trust"]["missed"]] == [
+            head.gain for head in expected.missed
+        ]
         assert expected.sentence() in document["sentences"]
 
     def test_the_recommended_signal_is_named(self, tmp_path: Path) -> None:
         """The recommendation replaces probed densities; other signals stay."""
         table, workspace = make_table([[0.5, 0.4]]), Workspace(tmp_path)
-        embedded = {"model": "embedded:reference", "data": {"sources": ["stdlib"]}, "options": {"signal": "density"}}
+        embedded = {
+            "model": "embedded:reference",
+            "data": {"sources": ["stdlib"]},
+            "options": {"signal": "density"},
+        }
         advice = recommend(workspace, replace(table, metadata=embedded), "25%")
         assert advice is not None
         assert advice.reason.startswith("head gates are recommended for choosing the heads")
-        assert advice.command == f"spkv-nas probe --signal head-gates --budget 25% --workspace {tmp_path}"
+        assert (
+            advice.command
+            == f"spkv-nas probe --signal head-gates --budget 25% --workspace {tmp_path}"
+        )
         for signal in ("head-gates", "duo", "add-one-head"):
             assert (
-                recommend(workspace, replace(table, metadata={**embedded, "signal": signal, "kind": "share"})) is None
+                recommend(
+                    workspace,
+                    replace(table, metadata={**embedded, "signal": signal, "kind": "share"}),
+                )
+                is None
             )
         assert recommend(workspace, table) is None
 
@@ -284,10 +365,15 @@ class TestCommand:
         assert "validated" not in capsys.readouterr().err
         options[options.index("64")] = "6"
         main(["probe", *options])
-        assert "the ranking was not validated: blocks of 6 tokens have no keys beyond" in capsys.readouterr().err
+        assert (
+            "the ranking was not validated: blocks of 6 tokens have no keys beyond"
+            in capsys.readouterr().err
+        )
         assert HeadScores.read(tmp_path / "w" / "probes" / "mine").gains is None
         message = "--ablation-tokens does not apply to --signal duo; it applies to density"
-        assert message in fails(capsys, "probe", *options, "--signal", "duo", "--ablation-tokens", "64")
+        assert message in fails(
+            capsys, "probe", *options, "--signal", "duo", "--ablation-tokens", "64"
+        )
 
     def test_propose_stays_quick_to_import(self) -> None:
         code = "import sys, spkv_nas.stages.propose, spkv_nas.evaluation.ranking as ranking\n"
@@ -299,8 +385,12 @@ class TestCommand:
 def test_the_page_says_how_far_the_ranking_is_reliable(tmp_path: Path) -> None:
     table, layouts = make_table(LEFT), make_layouts("densest")
     result = Trust.of(table.values, layouts["densest"].global_mask, gains())
-    text = write_report(tmp_path / "one", ReportInputs(table, layouts, trust=result)).read_text(encoding="utf-8")
-    assert result.sentence()[1:].replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0") in unescape(text)
+    text = write_report(tmp_path / "one", ReportInputs(table, layouts, trust=result)).read_text(
+        encoding="utf-8"
+    )
+    assert result.sentence()[1:].replace(" %", "\u00a0%").replace(
+        " ± ", "\u00a0±\u00a0"
+    ) in unescape(text)
     plain = write_report(tmp_path / "two", ReportInputs(table, layouts)).read_text(encoding="utf-8")
     assert "Reliability of the ranking" in text
     assert "Reliability of the ranking" not in plain

@@ -50,7 +50,9 @@ class TestPairedTests:
     def test_the_loss_is_that_of_score(self) -> None:
         pairs = documents(0.7)
         tokens = np.full(len(pairs), 500)
-        change = paired_difference(DocumentNLL(pairs[:, 0], tokens), DocumentNLL(pairs[:, 1], tokens))
+        change = paired_difference(
+            DocumentNLL(pairs[:, 0], tokens), DocumentNLL(pairs[:, 1], tokens)
+        )
         assert RelativeRise().loss(pairs) == pytest.approx(change.percent)
 
     @pytest.mark.parametrize(
@@ -62,7 +64,9 @@ class TestPairedTests:
         ],
         ids=["nll", "answers", "shortfall"],
     )
-    def test_clear_cases(self, test: PairedTest, good: np.ndarray, bad: np.ndarray, margin: float) -> None:
+    def test_clear_cases(
+        self, test: PairedTest, good: np.ndarray, bad: np.ndarray, margin: float
+    ) -> None:
         assert test.evidence(good, margin).p_passes < 0.05 < test.evidence(good, margin).p_fails
         assert test.evidence(bad, margin).p_fails < 0.05 < test.evidence(bad, margin).p_passes
 
@@ -72,15 +76,29 @@ class TestPairedTests:
 
     @pytest.mark.parametrize(
         ("test", "pairs"),
-        [(RelativeRise(), documents(0.5)), (MeanDrop(), answers(0.05)), (MeanShortfall(), answers(0.05))],
+        [
+            (RelativeRise(), documents(0.5)),
+            (MeanDrop(), answers(0.05)),
+            (MeanShortfall(), answers(0.05)),
+        ],
         ids=["nll", "answers", "shortfall"],
     )
-    def test_the_interval_holds_the_margins_that_are_undecided(self, test: PairedTest, pairs: np.ndarray) -> None:
+    def test_the_interval_holds_the_margins_that_are_undecided(
+        self, test: PairedTest, pairs: np.ndarray
+    ) -> None:
         low, high = loss_interval(test, pairs, 0.05, 0.05)
         assert low < test.loss(pairs) < high
         target = math.log(20.0)
-        assert test.evidence(pairs, high + 1e-3).passes.max() >= target > test.evidence(pairs, high - 1e-3).passes.max()
-        assert test.evidence(pairs, low - 1e-3).fails.max() >= target > test.evidence(pairs, low + 1e-3).fails.max()
+        assert (
+            test.evidence(pairs, high + 1e-3).passes.max()
+            >= target
+            > test.evidence(pairs, high - 1e-3).passes.max()
+        )
+        assert (
+            test.evidence(pairs, low - 1e-3).fails.max()
+            >= target
+            > test.evidence(pairs, low + 1e-3).fails.max()
+        )
 
     def test_the_interval_of_a_candidate_that_passed_ends_below_the_margin(self) -> None:
         """A round goes on after the sample that decides, and its last samples may lower the evidence again."""
@@ -92,8 +110,14 @@ class TestPairedTests:
     def test_a_shortfall_is_seen_sooner_than_a_drop(self) -> None:
         """Where the baseline always scores 1, the candidate cannot score above it."""
         pairs = answers(0.1, 40)
-        assert MeanShortfall().evidence(pairs, 2.0).p_fails < 0.05 < MeanDrop().evidence(pairs, 2.0).p_fails
-        same = MeanShortfall().evidence(pairs, 20.0).passes == MeanDrop().evidence(pairs, 20.0).passes
+        assert (
+            MeanShortfall().evidence(pairs, 2.0).p_fails
+            < 0.05
+            < MeanDrop().evidence(pairs, 2.0).p_fails
+        )
+        same = (
+            MeanShortfall().evidence(pairs, 20.0).passes == MeanDrop().evidence(pairs, 20.0).passes
+        )
         assert same.all()
 
     def test_no_interval_reaches_below_no_shortfall(self) -> None:
@@ -168,7 +192,9 @@ class TestDecision:
 @pytest.fixture
 def long_text(tiny_tokenizer: PreTrainedTokenizerBase) -> TokenBlocks:
     """Return documents of unequal length in blocks of 16 tokens."""
-    texts = [f"document {number}: " + f"fox{number} jumps " * (3 + number % 7) for number in range(40)]
+    texts = [
+        f"document {number}: " + f"fox{number} jumps " * (3 + number % 7) for number in range(40)
+    ]
     return build_blocks(texts, tiny_tokenizer, block_size=16)
 
 
@@ -178,7 +204,8 @@ class TestRandomOrder:
 
         def tokens(blocks: TokenBlocks) -> dict[str, list[int]]:
             return {
-                info.id: blocks.tokens[blocks.document == index].tolist() for index, info in enumerate(blocks.documents)
+                info.id: blocks.tokens[blocks.document == index].tolist()
+                for index, info in enumerate(blocks.documents)
             }
 
         before, after = tokens(long_text), tokens(mixed)
@@ -188,12 +215,16 @@ class TestRandomOrder:
         assert all(after[key] == before[key][: len(after[key])] for key in incomplete)
 
     def test_the_seed_decides(self, long_text: TokenBlocks) -> None:
-        order = [[info.id for info in long_text.in_random_order(seed).documents] for seed in (0, 0, 1)]
+        order = [
+            [info.id for info in long_text.in_random_order(seed).documents] for seed in (0, 0, 1)
+        ]
         assert order[0] == order[1] != order[2]
 
     def test_documents_are_left_out(self, long_text: TokenBlocks) -> None:
         ids = [info.id for info in long_text.documents]
-        mixed = long_text.in_random_order(0, frozenset(info.text_id for info in [*long_text.documents][:30]))
+        mixed = long_text.in_random_order(
+            0, frozenset(info.text_id for info in [*long_text.documents][:30])
+        )
         assert {info.id for info in mixed.documents} == set(ids[30:])
 
 

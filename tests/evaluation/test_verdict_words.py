@@ -11,14 +11,26 @@ import pytest
 from spkv_nas.artifacts.measurement import Measurement, interval_words, measurements
 from spkv_nas.evaluation.verdict.words import conclusion
 
-ROW: dict[str, Any] = {"criterion": "nll", "answer": "open", "margin": 1.0, "unit": "%", "num_samples": 41}
+ROW: dict[str, Any] = {
+    "criterion": "nll",
+    "answer": "open",
+    "margin": 1.0,
+    "unit": "%",
+    "num_samples": 41,
+}
 ROW |= {"candidate": "mine", "low": math.nan, "high": math.nan}
 
 
 @pytest.mark.parametrize(
     ("loss", "more", "passes_level", "fails_level", "reason"),
     [
-        (2.88, None, 0.025, 0.0, "its loss of +2.88 % is above the margin of 1 %, but the search tested only whether"),
+        (
+            2.88,
+            None,
+            0.025,
+            0.0,
+            "its loss of +2.88 % is above the margin of 1 %, but the search tested only whether",
+        ),
         (
             0.3,
             None,
@@ -26,7 +38,13 @@ ROW |= {"candidate": "mine", "low": math.nan, "high": math.nan}
             0.025,
             "its loss of +0.300 % is below the margin of 1 %, but the search tested only whether it",
         ),
-        (1.01, None, 0.025, 0.025, "its loss of +1.01 % is too near the margin of 1 % to say how many more would tell"),
+        (
+            1.01,
+            None,
+            0.025,
+            0.025,
+            "its loss of +1.01 % is too near the margin of 1 % to say how many more would tell",
+        ),
         (0.3, 12, 0.025, 0.0, "about 12 more would tell"),
     ],
 )
@@ -58,7 +76,16 @@ def test_an_interval_of_one_end_is_a_bound(low: float, high: float, words: str) 
 
 def test_a_measurement_says_what_its_row_says() -> None:
     rows = pd.DataFrame(
-        [ROW | {"loss": 0.709, "high": 0.96, "num_samples": 1197, "answer": "passes", "more_samples": None}]
+        [
+            ROW
+            | {
+                "loss": 0.709,
+                "high": 0.96,
+                "num_samples": 1197,
+                "answer": "passes",
+                "more_samples": None,
+            }
+        ]
     )
     layouts = {"mine": {"heads": "GL", "window": 8, "kv_cache_percent": 11.88}}
     record = {"nouns": {"nll": "documents"}, "risk": 0.05, "layouts": layouts, "context": 512}

@@ -40,7 +40,9 @@ GRIDS = ("GL LL LG LL", "GL LL LG GG", "LL LL LL LL", "GL LL LG LL", "GL GG LG L
 LAYOUTS = [Layout(tuple(grid.split()), window) for window in (6, 3) for grid in GRIDS]
 
 
-def test_a_stored_score_serves_the_same_blocks_of_more_documents(blocks: TokenBlocks, tmp_path: Path) -> None:
+def test_a_stored_score_serves_the_same_blocks_of_more_documents(
+    blocks: TokenBlocks, tmp_path: Path
+) -> None:
     """A search takes the first blocks of a longer text."""
     model = tiny_model()
     more = replace(blocks, documents=(*blocks.documents, DocumentInfo("12", "all", "12")))
@@ -48,7 +50,9 @@ def test_a_stored_score_serves_the_same_blocks_of_more_documents(blocks: TokenBl
     for some in (blocks, more, blocks):
         cache = cache_folder(tmp_path, model, "embedded:dense", some)
         for score, alone in zip(
-            zero_shot(model, layouts, some, cache=cache), zero_shot(model, layouts, some), strict=True
+            zero_shot(model, layouts, some, cache=cache),
+            zero_shot(model, layouts, some),
+            strict=True,
         ):
             assert same(score, alone)
     assert len(list(tmp_path.iterdir())) == 1
@@ -56,12 +60,16 @@ def test_a_stored_score_serves_the_same_blocks_of_more_documents(blocks: TokenBl
 
 def same(one: DocumentNLL, other: DocumentNLL) -> bool:
     """Return whether one is a copy of the other, such as what was written to a file."""
-    return np.array_equal(one.total, other.total) and np.array_equal(one.num_tokens, other.num_tokens)
+    return np.array_equal(one.total, other.total) and np.array_equal(
+        one.num_tokens, other.num_tokens
+    )
 
 
 def agree(one: DocumentNLL, other: DocumentNLL) -> bool:
     """Return whether two computations have one result."""
-    return equal_up_to_rounding(one.total, other.total) and np.array_equal(one.num_tokens, other.num_tokens)
+    return equal_up_to_rounding(one.total, other.total) and np.array_equal(
+        one.num_tokens, other.num_tokens
+    )
 
 
 def by_hand(model: PreTrainedModel, layout: Layout | None, text: TokenBlocks) -> DocumentNLL:
@@ -77,7 +85,11 @@ class TestScores:
     @pytest.mark.parametrize("family", slow_after(3, ["gemma3_text", "sp-kv", "hybrid", "granite"]))
     def test_scores_equal_each_layout_applied_alone(self, family: str, blocks: TokenBlocks) -> None:
         """In any order, with repetitions, on dense, local, gated and hybrid models."""
-        model = gated() if family == "sp-kv" else tiny_model("llama" if family == "hybrid" else family, vocab_size=300)
+        model = (
+            gated()
+            if family == "sp-kv"
+            else tiny_model("llama" if family == "hybrid" else family, vocab_size=300)
+        )
         if family == "hybrid":
             apply_layout(model, LAYOUTS[1])
         before = document_nll(model, blocks)
@@ -85,7 +97,9 @@ class TestScores:
         for layout, score in zip(LAYOUTS, scores[1:-1], strict=True):
             assert agree(score, by_hand(model, layout, blocks))
         assert agree(scores[0], scores[-1])
-        assert scores[0].total == pytest.approx(by_hand(model, None, blocks).total, rel=1e-6)  # PyTorch's own attention
+        assert scores[0].total == pytest.approx(
+            by_hand(model, None, blocks).total, rel=1e-6
+        )  # PyTorch's own attention
         # Of 14, a layout of each window and None come twice; every other layer of Gemma 3 keeps its native window
         assert len({score.mean for score in scores}) == (7 if family == "gemma3_text" else 11)
         assert agree(document_nll(model, blocks), before)
@@ -93,7 +107,9 @@ class TestScores:
     def test_the_model_is_restored(self, blocks: TokenBlocks) -> None:
         model = gated().train()
         states = copy.deepcopy(layer_states(model))
-        with pytest.raises(UserError, match=r"the layout is for 3 layers x 2 KV heads, the model has 4 layers x 2"):
+        with pytest.raises(
+            UserError, match=r"the layout is for 3 layers x 2 KV heads, the model has 4 layers x 2"
+        ):
             zero_shot(model, [LAYOUTS[0], Layout(("GL",) * 3, 6)], blocks)
         zero_shot(model, LAYOUTS[:2], blocks)
         assert model.training
@@ -109,7 +125,9 @@ class TestScores:
         model = tiny_model(vocab_size=300)
         runs = [0] * 4
         for depth, layer in enumerate(model.model.layers):
-            layer.mlp.register_forward_hook(lambda *_, depth=depth: runs.__setitem__(depth, runs[depth] + 1))
+            layer.mlp.register_forward_hook(
+                lambda *_, depth=depth: runs.__setitem__(depth, runs[depth] + 1)
+            )
         zero_shot(model, LAYOUTS[:1], blocks, batch_size=4)
         alone = runs.copy()
         zero_shot(model, LAYOUTS[:6], blocks, batch_size=4)
@@ -134,7 +152,13 @@ class TestScores:
 
     def test_progress_counts_what_is_run(self, blocks: TokenBlocks) -> None:
         messages = MessageLog()
-        zero_shot(tiny_model(vocab_size=300), LAYOUTS[:2], blocks, batch_size=6, reporter=messages.reporter)
+        zero_shot(
+            tiny_model(vocab_size=300),
+            LAYOUTS[:2],
+            blocks,
+            batch_size=6,
+            reporter=messages.reporter,
+        )
         assert messages.bars == {"zero-shot scoring": [(6, 18), (12, 18), (15, 18), (18, 18)]}
 
 
@@ -155,9 +179,15 @@ class TestCache:
     ) -> None:
         model = tiny_model(vocab_size=300)
         first = zero_shot(model, [None, *LAYOUTS[:3]], blocks, cache=tmp_path)
-        assert {p.stem for p in tmp_path.iterdir()} == {"full-attention", *(x.content_hash for x in LAYOUTS[:3])}
+        assert {p.stem for p in tmp_path.iterdir()} == {
+            "full-attention",
+            *(x.content_hash for x in LAYOUTS[:3]),
+        }
         with monkeypatch.context() as patch:
-            patch.setattr("spkv_nas.evaluation.zero_shot.score_windows", lambda *_, **__: pytest.fail("computed again"))
+            patch.setattr(
+                "spkv_nas.evaluation.zero_shot.score_windows",
+                lambda *_, **__: pytest.fail("computed again"),
+            )
             messages = MessageLog()
             layouts = [LAYOUTS[2], None, LAYOUTS[0]]
             again = zero_shot(model, layouts, blocks, cache=tmp_path, reporter=messages.reporter)
@@ -175,7 +205,9 @@ class TestCache:
         file = tmp_path / f"{LAYOUTS[0].content_hash}.npz"
         content = file.read_bytes()
         for position in range(len(content)):
-            file.write_bytes(content[:position] + bytes([content[position] ^ 0xFF]) + content[position + 1 :])
+            file.write_bytes(
+                content[:position] + bytes([content[position] ^ 0xFF]) + content[position + 1 :]
+            )
             with contextlib.suppress(UserError):
                 assert same(DocumentNLL.read(file), whole)
         file.write_bytes(content[:59] + b"\xff" + content[60:])
@@ -198,15 +230,24 @@ class TestCache:
         moved = TokenBlocks(blocks.tokens, blocks.document[::-1].copy(), blocks.documents)
 
         def folder(name: str, some: TokenBlocks = blocks, **options: Any) -> Path:
-            return cache_folder(tmp_path, load(tmp_path / name, **options)[0], tmp_path / name, some)
+            return cache_folder(
+                tmp_path, load(tmp_path / name, **options)[0], tmp_path / name, some
+            )
 
-        folders = [folder("one"), folder("two"), folder("one", blocks.take(8)), folder("one", moved)]
+        folders = [
+            folder("one"),
+            folder("two"),
+            folder("one", blocks.take(8)),
+            folder("one", moved),
+        ]
         folders += [folder("one", dtype=torch.bfloat16)]
         assert len(set(folders)) == 5
         assert folder("plain") == folder("two")  # the same config and weights
         assert folder("one") == folders[0]
         config = tmp_path / "plain" / "config.json"
-        config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+        config.write_text(
+            config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05')
+        )
         assert folder("plain") != folders[1]
 
 
@@ -218,7 +259,9 @@ class TestRankCorrelation:
         rho = spearmanr(one[:5], other[:5]).statistic
         orders = [abs(spearmanr(one[:5], order).statistic) for order in permutations(other[:5])]
         assert result["rho"] == pytest.approx(rho, abs=1e-4)
-        assert result["p_value"] == pytest.approx(np.mean([some > abs(rho) - 1e-9 for some in orders]), abs=1e-4)
+        assert result["p_value"] == pytest.approx(
+            np.mean([some > abs(rho) - 1e-9 for some in orders]), abs=1e-4
+        )
         assert result["layouts"] == 5
         many = np.random.default_rng(1).normal(size=(2, 9))
         result = rank_correlation(*many)
@@ -241,7 +284,9 @@ class TestRankCorrelation:
         shown = f"{exact}p = {result['p_value']:.2g}" if number < 8 else "p < 0.0001"
         assert format_rank_correlation(result) == f"-1.00 ({number} layouts, {shown})"
 
-    @pytest.mark.parametrize("pair", [([1, 2], [1, 2]), ([1, 2, np.nan], [1, 2, 3]), ([1, 1, 1], [1, 2, 3]), ([], [])])
+    @pytest.mark.parametrize(
+        "pair", [([1, 2], [1, 2]), ([1, 2, np.nan], [1, 2, 3]), ([1, 1, 1], [1, 2, 3]), ([], [])]
+    )
     def test_is_none_where_undefined(self, pair: tuple[list[float], list[float]]) -> None:
         assert rank_correlation(*pair) is None
 
@@ -255,7 +300,16 @@ def test_table(blocks: TokenBlocks) -> None:
     rows = score_table(layouts, scores, full, memory, covered).set_index("strategy")
     assert rows["nll"].tolist() == [full.mean, *sorted(score.mean for score in some)]
     change = paired_difference(scores["b"], full)
-    expected = [LAYOUTS[1].hash, 4, 50.0, 62.5, 75.0, scores["b"].mean, change.percent, change.standard_error]
+    expected = [
+        LAYOUTS[1].hash,
+        4,
+        50.0,
+        62.5,
+        75.0,
+        scores["b"].mean,
+        change.percent,
+        change.standard_error,
+    ]
     assert rows.loc["b"].tolist() == [*expected, "GL LL LG GG"]
     assert rows.loc["full-attention", ["num_global", "coverage_percent"]].tolist() == [8, 100.0]
     assert score_table(layouts, scores, full, memory, {})["coverage_percent"].isna().all()
@@ -263,10 +317,14 @@ def test_table(blocks: TokenBlocks) -> None:
 
 class TestCommand:
     @pytest.fixture
-    def options(self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    def options(
+        self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> list[str]:
         save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
         for name, layout in zip(("one", "two"), LAYOUTS, strict=False):
-            Layout(layout.heads, layout.window, name).write(tmp_path / "w" / "layouts" / "mine" / f"{name}.yaml")
+            Layout(layout.heads, layout.window, name).write(
+                tmp_path / "w" / "layouts" / "mine" / f"{name}.yaml"
+            )
         model = ["--model", str(tmp_path / "mine"), "--data", str(text), "--context", str(BLOCK)]
         return [*model, "--workspace", str(tmp_path / "w")]
 
@@ -282,7 +340,9 @@ class TestCommand:
         rows = pd.read_csv(folder / "zero-shot.csv", index_col="strategy")
         model, tokenizer = load(tmp_path / "mine")
         expected = by_hand(
-            model, LAYOUTS[1], build_blocks(documents([str(text)], Path()), tokenizer, BLOCK, documents=SEPARATE)
+            model,
+            LAYOUTS[1],
+            build_blocks(documents([str(text)], Path()), tokenizer, BLOCK, documents=SEPARATE),
         )
         assert rows.loc["two", "nll"] == pytest.approx(expected.mean, rel=1e-5)
         assert f"{expected.mean:.4f}" in capsys.readouterr().out
@@ -293,15 +353,25 @@ class TestCommand:
     def test_with_coverage_of_files(self, options: list[str], tmp_path: Path) -> None:
         table = tmp_path / "table.csv"
         table.write_text(
-            "layer,kv_head,density\n" + "".join(f"{i},{j},{0.1 * (i + j)}\n" for i in range(4) for j in (0, 1))
+            "layer,kv_head,density\n"
+            + "".join(f"{i},{j},{0.1 * (i + j)}\n" for i in range(4) for j in (0, 1))
         )
         file = tmp_path / "w" / "layouts" / "mine" / "one.yaml"
         main(["score", str(file), *options, "--probe", str(table), "--max-tokens", "70"])
-        rows = pd.read_csv(tmp_path / "w" / "reports" / "table" / "zero-shot.csv", index_col="strategy")
+        rows = pd.read_csv(
+            tmp_path / "w" / "reports" / "table" / "zero-shot.csv", index_col="strategy"
+        )
         assert rows["coverage_percent"].tolist() == pytest.approx([100.0, 100 * 0.3 / 1.6])
-        assert yaml.safe_load((tmp_path / "w" / "reports" / "table" / "zero-shot.yaml").read_text())["num_tokens"] == 62
+        assert (
+            yaml.safe_load((tmp_path / "w" / "reports" / "table" / "zero-shot.yaml").read_text())[
+                "num_tokens"
+            ]
+            == 62
+        )
 
-    def test_bad_input(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_bad_input(
+        self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         wrong = tmp_path / "wrong.yaml"
         Layout(("GLG",) * 4, window=6).write(wrong)
         assert "the model has 4 layers x 2 KV heads" in fails(capsys, "score", wrong, *options)

@@ -27,7 +27,13 @@ SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, 
 def main() -> None:
     """Write the file."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=97, intermediate_size=48, num_hidden_layers=2, attn_implementation="eager", **SIZES)
+    config = LlamaConfig(
+        vocab_size=97,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        attn_implementation="eager",
+        **SIZES,
+    )
     model = LlamaForCausalLM(config).eval()
     for weight in model.parameters():  # so that attention is far from even
         if weight.ndim == 2:
@@ -35,10 +41,13 @@ def main() -> None:
     context, prompt = torch.randint(97, (1, CONTEXT)), torch.randint(97, (1, PROMPT))
     tokens = torch.cat([context, prompt, context], 1)
     seen = watched(model, tokens)
-    module, hidden, k, v, weights = (seen[name] for name in ("module", "hidden", "k", "v", "weights"))
+    module, hidden, k, v, weights = (
+        seen[name] for name in ("module", "hidden", "k", "v", "weights")
+    )
     arrays = {name: seen[name][0].numpy() for name in ("hidden", "q", "k", "v")}
     arrays["cos"], arrays["sin"] = (
-        x[0].numpy() for x in model.model.rotary_emb(hidden, torch.arange(tokens.shape[1] + 512)[None])
+        x[0].numpy()
+        for x in model.model.rotary_emb(hidden, torch.arange(tokens.shape[1] + 512)[None])
     )
     arrays["output"] = module.o_proj.weight.numpy()
     observed = kvpress.ObservedAttentionPress(0.5)
@@ -66,7 +75,11 @@ def watched(model: LlamaForCausalLM, tokens: Tensor) -> dict[str, Any]:
     module = model.model.layers[-1].self_attn
 
     def see(_module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        seen.update(hidden=kwargs["hidden_states"], weights=output[1], position=kwargs["position_embeddings"])
+        seen.update(
+            hidden=kwargs["hidden_states"],
+            weights=output[1],
+            position=kwargs["position_embeddings"],
+        )
 
     handle = module.register_forward_hook(see, with_kwargs=True)
     cache = DynamicCache()

@@ -21,7 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 ROOT = Path(__file__).parents[2]
 DENSE = ROOT / "spkv_nas" / "assets" / "stdlib-21x3" / "dense"
 SHORT, STRIDE = 96, 40
-FILES = ("proposal/coverage.py", "data/batches.py", "artifacts/shape.py")  # of the package, which no model has read
+FILES = (
+    "proposal/coverage.py",
+    "data/batches.py",
+    "artifacts/shape.py",
+)  # of the package, which no model has read
 MAX_CHARACTERS = 1800  # characters, about 500 tokens
 
 
@@ -38,15 +42,30 @@ def main() -> None:
         text = (ROOT / "spkv_nas" / name).read_text()[:MAX_CHARACTERS]
         spans = Path(__file__).with_name("spans.txt")
         result = compute_longppl(
-            text, model, model, tokenizer, tokenizer, save_path=str(spans), trunc_len=SHORT, sliding_window=STRIDE
+            text,
+            model,
+            model,
+            tokenizer,
+            tokenizer,
+            save_path=str(spans),
+            trunc_len=SHORT,
+            sliding_window=STRIDE,
         )
-        by_letter = compute_longppl(text, model, model, letters, tokenizer, trunc_len=SHORT, sliding_window=STRIDE)
+        by_letter = compute_longppl(
+            text, model, model, letters, tokenizer, trunc_len=SHORT, sliding_window=STRIDE
+        )
         marked = [json.loads(span) for span in spans.read_text().split(";")]
         spans.unlink()
-        results.append({"text": text, "spans": marked, "own": plain(result), "by_letter": plain(by_letter)})
+        results.append(
+            {"text": text, "spans": marked, "own": plain(result), "by_letter": plain(by_letter)}
+        )
     file = Path(__file__).with_name("longppl.json")
-    file.write_text(json.dumps({"short": SHORT, "stride": STRIDE, "texts": results}, indent=1) + "\n")
-    print(f"{file}: {file.stat().st_size} bytes, key tokens {[one['own']['n_key_token'] for one in results]}")
+    file.write_text(
+        json.dumps({"short": SHORT, "stride": STRIDE, "texts": results}, indent=1) + "\n"
+    )
+    print(
+        f"{file}: {file.stat().st_size} bytes, key tokens {[one['own']['n_key_token'] for one in results]}"
+    )
 
 
 def plain(result: dict[str, Any]) -> dict[str, float]:

@@ -17,14 +17,20 @@ from torch import Tensor
 check = partial(operator_cases.check, backend="cpu")
 
 
-@pytest.mark.parametrize("gate", ["none", "soft", "tiny", "hard"])  # others: test_compacted_hard_gates_agree
+@pytest.mark.parametrize(
+    "gate", ["none", "soft", "tiny", "hard"]
+)  # others: test_compacted_hard_gates_agree
 @pytest.mark.parametrize(("shape", "window"), SHAPES)
-def test_cpu_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, gate: str) -> None:
+def test_cpu_agrees_with_the_oracle(
+    shape: tuple[int, int, int, int, int], window: int, gate: str
+) -> None:
     check(inputs(shape, gate), window)
 
 
 @pytest.mark.parametrize("compact_from", [1, 1 << 30], ids=["compacted", "masked"])
-def test_dead_full_and_single_key_heads_side_by_side(compact_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_full_and_single_key_heads_side_by_side(
+    compact_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compaction, "_COMPACT_FROM", compact_from)
     tensors = inputs((2, 8, 4, 210, 16), "nothing")
     assert tensors["keep"] is not None
@@ -35,7 +41,9 @@ def test_dead_full_and_single_key_heads_side_by_side(compact_from: int, monkeypa
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("windows", [[16, 1 << 30, 1, 16], [130, 131, 500, 130], [129, 3, 64, 65]], ids=str)
+@pytest.mark.parametrize(
+    "windows", [[16, 1 << 30, 1, 16], [130, 131, 500, 130], [129, 3, 64, 65]], ids=str
+)
 def test_windows_per_head(windows: list[int], gate: str) -> None:
     check(inputs((2, 8, 4, 130, 16), gate), torch.tensor(windows))
 
@@ -60,7 +68,10 @@ def test_float64_is_computed_in_float64(gate: str) -> None:
 
 def test_strided_inputs() -> None:
     tensors = inputs((2, 4, 2, 90, 16), "soft")
-    strided = {k: x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None else None for k, x in tensors.items()}
+    strided = {
+        k: x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None else None
+        for k, x in tensors.items()
+    }
     check(strided, 16)
 
 
@@ -81,7 +92,9 @@ def test_inference_mode_leaves_training_alone() -> None:
 def test_a_gate_without_gradient_gets_none() -> None:
     tensors = inputs((1, 2, 1, 75, 8), "soft")
     q, k, v, log_utility = (tensors[name].clone() for name in ("q", "k", "v", "log_utility"))  # type: ignore[union-attr]
-    attention(q.requires_grad_(), k, v, window=11, log_utility=log_utility, backend="cpu").sum().backward()
+    attention(
+        q.requires_grad_(), k, v, window=11, log_utility=log_utility, backend="cpu"
+    ).sum().backward()
     assert q.grad is not None
     assert (k.grad, log_utility.grad) == (None, None)
 
@@ -102,7 +115,9 @@ class TestLaws:
     def out(self, tensors: dict[str, Tensor | None], backend: str, window: int) -> Tensor:
         return self.run(tensors, backend, window)["out"]
 
-    def run(self, tensors: dict[str, Tensor | None], backend: str, window: int) -> dict[str, Tensor]:
+    def run(
+        self, tensors: dict[str, Tensor | None], backend: str, window: int
+    ) -> dict[str, Tensor]:
         if backend == "triton":
             pytest.importorskip("triton")
         device = DEVICE if backend == "triton" else "cpu"
@@ -121,7 +136,9 @@ class TestLaws:
     def test_a_window_of_everything_ignores_the_gate(self, backend: str) -> None:
         tensors = inputs(self.shape, "soft")
         result = self.run(tensors, backend, 100)
-        assert torch.allclose(result["out"], self.out(inputs(self.shape, "none"), backend, 100), atol=1e-5)
+        assert torch.allclose(
+            result["out"], self.out(inputs(self.shape, "none"), backend, 100), atol=1e-5
+        )
         assert not result["dlog_utility"].any()
 
     def test_hard_is_soft_at_zero_and_one(self, backend: str) -> None:
@@ -144,13 +161,19 @@ class TestLaws:
         ({"q": torch.zeros(1, 4, 0, 8)}, r"q: expected at least one .* \(1, 4, 0, 8\)"),
         ({"window": 2.0}, "window: expected an int, or 2 as a tuple or int tensor; found 2.0"),
         ({"scale": 0}, "scale: expected a finite number other than 0"),
-        ({"k": torch.zeros(1, 2, 6, 8, device="meta")}, "k: expected device cpu, that of q; found meta"),
+        (
+            {"k": torch.zeros(1, 2, 6, 8, device="meta")},
+            "k: expected device cpu, that of q; found meta",
+        ),
         ({"keep": torch.ones(1, 2, 6, device="meta").bool()}, "keep: expected device cpu"),
         ({"v": torch.zeros(1, 2, 6, 8).bfloat16()}, "v: expected torch.float32"),
         ({"keep": torch.zeros(1, 2, 6)}, "keep: expected bool"),
         ({"log_utility": torch.zeros(1, 2, 7)}, "log_utility: expected floating point"),
         ({"log_utility": torch.zeros(1, 2, 6), "keep": torch.ones(1, 2, 6).bool()}, "not both"),
-        ({"backend": "cuda"}, "backend: expected 'auto', 'reference', 'cpu', 'triton'; found 'cuda'"),
+        (
+            {"backend": "cuda"},
+            "backend: expected 'auto', 'reference', 'cpu', 'triton'; found 'cuda'",
+        ),
     ],
 )
 def test_errors_name_the_argument(change: dict[str, object], message: str) -> None:
@@ -165,7 +188,8 @@ def test_errors_name_the_argument(change: dict[str, object], message: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("backend", "message"), [("auto", "'auto' has no backend for tensors on meta"), ("cpu", "found meta")]
+    ("backend", "message"),
+    [("auto", "'auto' has no backend for tensors on meta"), ("cpu", "found meta")],
 )
 def test_no_backend_falls_back_to_another(backend: str, message: str) -> None:
     q = torch.zeros(1, 2, 6, 8, device="meta")

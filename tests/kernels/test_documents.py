@@ -31,16 +31,38 @@ KINDS = [  # windows of two KV heads, sink tokens
 
 def starts_of(rows: list[list[int]]) -> Tensor:
     """Return where the document of each token starts, int64 [B, T]."""
-    return torch.tensor([[sum(row[:i]) for i, length in enumerate(row) for _ in range(length)] for row in rows])
+    return torch.tensor(
+        [[sum(row[:i]) for i, length in enumerate(row) for _ in range(length)] for row in rows]
+    )
 
 
-def check(rows: list[list[int]], windows: list[int], sinks: int, gate: str, backend: str, device: str = "cpu") -> None:
+def check(
+    rows: list[list[int]],
+    windows: list[int],
+    sinks: int,
+    gate: str,
+    backend: str,
+    device: str = "cpu",
+) -> None:
     tensors = with_sink_logits(inputs((len(rows), 4, 2, sum(rows[0]), 16), gate))
     starts = starts_of(rows).to(device)
     options = {"starts": starts} if device == "cpu" else {}
-    expected = run(tensors, torch.float64, window=torch.tensor(windows), sinks=sinks, backend="reference", **options)
+    expected = run(
+        tensors,
+        torch.float64,
+        window=torch.tensor(windows),
+        sinks=sinks,
+        backend="reference",
+        **options,
+    )
     actual = run(
-        tensors, torch.float32, device=device, window=torch.tensor(windows), sinks=sinks, backend=backend, starts=starts
+        tensors,
+        torch.float32,
+        device=device,
+        window=torch.tensor(windows),
+        sinks=sinks,
+        backend=backend,
+        starts=starts,
     )
     for name, value in expected.items():
         assert relative_error(actual[name], value) <= (2e-5 if name == "out" else 1e-4), name
@@ -48,7 +70,11 @@ def check(rows: list[list[int]], windows: list[int], sinks: int, gate: str, back
 
 @pytest.mark.parametrize(("rows", "windows", "sinks", "gate"), pairwise(ROWS, KINDS, GATES))
 def test_documents_are_computed_alone(
-    rows: list[list[int]], windows: list[int], sinks: int, gate: str, monkeypatch: pytest.MonkeyPatch
+    rows: list[list[int]],
+    windows: list[int],
+    sinks: int,
+    gate: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tensors = with_sink_logits(inputs((len(rows), 4, 2, sum(rows[0]), 8), gate))
     call = partial(attention, window=tuple(windows), sinks=sinks, backend="reference")
@@ -60,7 +86,9 @@ def test_documents_are_computed_alone(
                 name: x if x is None or name == "sink_logits" else x[row : row + 1, :, document]
                 for name, x in tensors.items()
             }
-            assert torch.allclose(found[row : row + 1, :, document], call(**alone), rtol=1e-12, atol=1e-12)  # type: ignore[arg-type]
+            assert torch.allclose(
+                found[row : row + 1, :, document], call(**alone), rtol=1e-12, atol=1e-12
+            )  # type: ignore[arg-type]
     monkeypatch.setattr(compaction, "_COMPACT_FROM", 256)
     check(rows, windows, sinks, gate, "cpu")
 
@@ -76,8 +104,12 @@ def test_triton_agrees_with_the_oracle(gate: str, windows: list[int], sinks: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "windows", "sinks", "gate"), pairwise(ROWS, KINDS, ["none", "soft", "hard"]))
-def test_triton_agrees_on_rows_of_many_tiles(rows: list[list[int]], windows: list[int], sinks: int, gate: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "windows", "sinks", "gate"), pairwise(ROWS, KINDS, ["none", "soft", "hard"])
+)
+def test_triton_agrees_on_rows_of_many_tiles(
+    rows: list[list[int]], windows: list[int], sinks: int, gate: str
+) -> None:
     pytest.importorskip("triton")
     with unwritten_is_nan():
         check(rows, windows, sinks, gate, "triton", DEVICE)
@@ -99,7 +131,10 @@ def test_compiled_code_computes_documents() -> None:
 @pytest.mark.parametrize(
     ("starts", "message"),
     [
-        (torch.zeros(1, 5, dtype=torch.int64), r"starts: expected int \(1, 6\); found torch.int64 \(1, 5\)"),
+        (
+            torch.zeros(1, 5, dtype=torch.int64),
+            r"starts: expected int \(1, 6\); found torch.int64 \(1, 5\)",
+        ),
         (torch.zeros(1, 6), "found torch.float32"),
         (torch.tensor([[0, 0, 1, 1, 1, 1]]), "expected 2 or 0 at token 2 of row 0"),
         (torch.tensor([[0, 0, 2, 2, 0, 0]]), "expected 4 or 2 at token 4 of row 0"),

@@ -21,7 +21,9 @@ class Model:
 
     heads: int
     window: int
-    tokens: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)  # (k [Hkv, D], keep [Hkv]) by position
+    tokens: list[list[tuple[Tensor, Tensor]]] = field(
+        default_factory=list
+    )  # (k [Hkv, D], keep [Hkv]) by position
 
     def expected(self, sequence: int, head: int) -> Tensor:
         tokens = self.tokens[sequence]
@@ -33,7 +35,9 @@ class Model:
 def random_tokens(batch: int, heads: int, number: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     k = torch.randn(batch, heads, number, SIZE, generator=generator)
-    return k, torch.rand(batch, heads, number, generator=generator) < torch.rand(batch, heads, 1, generator=generator)
+    return k, torch.rand(batch, heads, number, generator=generator) < torch.rand(
+        batch, heads, 1, generator=generator
+    )
 
 
 def check_against(cache: PagedKVCache, model: Model) -> None:
@@ -46,7 +50,9 @@ def check_against(cache: PagedKVCache, model: Model) -> None:
             assert cache.num_entries[sequence, head] == len(k)
     owned = cache.page_owner[cache.page_owner >= 0]
     table = cache.block_table[cache.block_table >= 0]
-    assert len(owned) == len(table) == len(table.unique()) == used_pages(cache), "a page is leaked or shared"
+    assert len(owned) == len(table) == len(table.unique()) == used_pages(cache), (
+        "a page is leaked or shared"
+    )
     assert used_pages(cache) == int((-(-cache.lengths // cache.page_size)).sum())
 
 
@@ -93,7 +99,9 @@ def test_no_entry_is_lost_duplicated_or_leaked(
             other.load_state_dict(cache.state_dict())
             cache, lengths = other, []
         for sequence, length in enumerate(lengths):
-            model.tokens[sequence] += [(k[sequence, :, i], keep[sequence, :, i]) for i in range(length)]
+            model.tokens[sequence] += [
+                (k[sequence, :, i], keep[sequence, :, i]) for i in range(length)
+            ]
         check_against(cache, model)
 
 
@@ -145,8 +153,14 @@ def test_decoding_equals_the_last_row_of_whole_sequence_attention(group: int, ba
     batch, heads, length, window, size = 2, 3, 60, 7, 8
     generator = torch.Generator().manual_seed(group)
     q = torch.randn(batch, heads * group, length, size, generator=generator, dtype=torch.float64)
-    k, v = (torch.randn(batch, heads, length, size, generator=generator, dtype=torch.float64) for _ in range(2))
-    keep = torch.rand(batch, heads, length, generator=generator) < torch.tensor([0.0, 0.3, 1.0])[:, None]
+    k, v = (
+        torch.randn(batch, heads, length, size, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
+    keep = (
+        torch.rand(batch, heads, length, generator=generator)
+        < torch.tensor([0.0, 0.3, 1.0])[:, None]
+    )
     expected = attention(q, k, v, window=window, keep=keep, backend="reference")
     cache = PagedKVCache(batch, heads, size, window=window, page_size=4, dtype=torch.float64)
     cache.prefill(k[:, :, :20], v[:, :, :20], keep[:, :, :20])
@@ -165,24 +179,34 @@ def test_decoding_after_a_sequence_was_freed() -> None:
     with pytest.raises(ValueError, match="a sequence is empty"):
         decode_attention(q, cache)
     cache.append(k[:, :, 0], k[:, :, 0], torch.ones(2, 1).bool())
-    assert torch.allclose(decode_attention(q, cache), decode_attention(q, cache, backend="reference"), atol=1e-6)
+    assert torch.allclose(
+        decode_attention(q, cache), decode_attention(q, cache, backend="reference"), atol=1e-6
+    )
     assert torch.allclose(decode_attention(q, cache)[0], k[0, :, 0])
 
 
 @pytest.mark.parametrize("chunks", [[60], [1, 59], [5, 30, 25], [20, 1, 1, 38]], ids=str)
-def test_extending_in_chunks_equals_one_pass(chunks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extending_in_chunks_equals_one_pass(
+    chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("spkv_kernels.decode._QUERIES", 16)
     batch, heads, group, window, size = 2, 3, 2, 7, 8
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(batch, heads * group, 60, size, generator=generator)
     k, v = (torch.randn(batch, heads, 60, size, generator=generator) for _ in range(2))
-    keep = torch.rand(batch, heads, 60, generator=generator) < torch.tensor([0.0, 0.3, 1.0])[:, None]
-    expected = attention(q.double(), k.double(), v.double(), window=window, keep=keep, backend="reference")
+    keep = (
+        torch.rand(batch, heads, 60, generator=generator) < torch.tensor([0.0, 0.3, 1.0])[:, None]
+    )
+    expected = attention(
+        q.double(), k.double(), v.double(), window=window, keep=keep, backend="reference"
+    )
     cache = PagedKVCache(batch, heads, size, window=window, page_size=4)
     start = 0
     for number in chunks:
         some = slice(start, start + number)
-        actual = extend_attention(q[:, :, some], k[:, :, some], v[:, :, some], keep[:, :, some], cache)
+        actual = extend_attention(
+            q[:, :, some], k[:, :, some], v[:, :, some], keep[:, :, some], cache
+        )
         assert torch.allclose(actual.double(), expected[:, :, some], atol=2e-6)
         cache.prefill(k[:, :, some], v[:, :, some], keep[:, :, some])
         start += number
@@ -195,15 +219,22 @@ def test_sink_tokens_stay_and_learned_sinks_count(sinks: list[int], prompt: int)
     batch, heads, group, window, size = 2, 3, 2, 5, 8
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(batch, heads * group, 60, size, generator=generator, dtype=torch.float64)
-    k, v = (torch.randn(batch, heads, 60, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    k, v = (
+        torch.randn(batch, heads, 60, size, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
     learned = {"sink_logits": torch.tensor([3.0, -torch.inf, 0.0, 300.0, -1.0, 1.0]).double()}
     keep = (torch.arange(60) < torch.tensor(sinks)[:, None]).expand(batch, -1, -1)
-    expected = attention(q, k, v, window=window, sinks=torch.tensor(sinks), **learned, backend="reference")
+    expected = attention(
+        q, k, v, window=window, sinks=torch.tensor(sinks), **learned, backend="reference"
+    )
     cache = PagedKVCache(batch, heads, size, window=window, page_size=4, dtype=torch.float64)
     # A prompt, single tokens, and a second prompt
     parts = [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, 40)), slice(40, 60)]
     for part in parts:
-        extended = extend_attention(q[:, :, part], k[:, :, part], v[:, :, part], keep[:, :, part], cache, **learned)
+        extended = extend_attention(
+            q[:, :, part], k[:, :, part], v[:, :, part], keep[:, :, part], cache, **learned
+        )
         assert torch.allclose(extended, expected[:, :, part], rtol=1e-10)
         if part.stop - part.start > 1:
             cache.prefill(k[:, :, part], v[:, :, part], keep[:, :, part])
@@ -237,12 +268,18 @@ def test_inputs_that_do_not_fit() -> None:
         cache.prefill(good, good, keep, torch.tensor([4]))
     with pytest.raises(ValueError, match=r"k: expected torch\.float32 "):
         cache.append(good, good, keep)
-    with pytest.raises(ValueError, match=r"q: expected \[1, Hq, 8\], Hq a multiple of the cache's 2 heads"):
+    with pytest.raises(
+        ValueError, match=r"q: expected \[1, Hq, 8\], Hq a multiple of the cache's 2 heads"
+    ):
         decode_attention(torch.zeros(1, 3, 8), cache)
     cache.append(good[:, :, 0], good[:, :, 0], keep[:, :, 0])
-    with pytest.raises(ValueError, match="backend: expected 'auto', 'reference', 'torch', 'triton'; found 'cpu'"):
+    with pytest.raises(
+        ValueError, match="backend: expected 'auto', 'reference', 'torch', 'triton'; found 'cpu'"
+    ):
         decode_attention(torch.zeros(1, 2, 8), cache, backend="cpu")
     with pytest.raises(ValueError, match=r"sink_logits: expected floating point \[4\]"):
         decode_attention(torch.zeros(1, 4, 8), cache, sink_logits=torch.zeros(2))
     with pytest.raises(ValueError, match=r"sink_logits: expected floating point \[4\]"):
-        extend_attention(torch.zeros(1, 4, 3, 8), good, good, keep, cache, sink_logits=torch.zeros(4, 1))
+        extend_attention(
+            torch.zeros(1, 4, 3, 8), good, good, keep, cache, sink_logits=torch.zeros(4, 1)
+        )

@@ -8,7 +8,16 @@ import operator_cases
 import pytest
 import torch
 from marks import pairwise
-from operator_cases import GATES, SHAPES, inputs, relative_error, rounded, run, unwritten_is_nan, with_sink_logits
+from operator_cases import (
+    GATES,
+    SHAPES,
+    inputs,
+    relative_error,
+    rounded,
+    run,
+    unwritten_is_nan,
+    with_sink_logits,
+)
 from spkv_kernels import attention
 from spkv_kernels.cpu import bands, compaction
 from torch import Tensor
@@ -17,8 +26,12 @@ check = partial(operator_cases.check, backend="cpu")
 SINKS = [0, 1, 40, 600]
 
 
-@pytest.mark.parametrize(("shape", "window", "sinks", "gate"), pairwise(SHAPES, SINKS, ["none", "soft", "hard"]))
-def test_cpu_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, sinks: int, gate: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "window", "sinks", "gate"), pairwise(SHAPES, SINKS, ["none", "soft", "hard"])
+)
+def test_cpu_agrees_with_the_oracle(
+    shape: tuple[int, int, int, int, int], window: int, sinks: int, gate: str
+) -> None:
     check(with_sink_logits(inputs(shape, gate)), window, sinks=sinks)
 
 
@@ -41,7 +54,9 @@ def test_compacted_hard_gates_agree(
 
 @pytest.mark.parametrize("sinks", [0, 4, 17])
 @pytest.mark.parametrize("length", [400, 500])
-def test_blocks_of_windows_that_take_many_calls(length: int, sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_windows_that_take_many_calls(
+    length: int, sinks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bands, "_CALL_BYTES", 3 * 2 * 4 * 32 * 16 * 4)
     check(with_sink_logits(inputs((1, 8, 2, length, 16), "none")), 40, sinks=sinks)
 
@@ -74,7 +89,11 @@ def test_random_shapes(seed: int) -> None:
     shape = (integer(1, 3), heads * group, heads, integer(1, 400), 8 * integer(1, 5))
     tensors, window = inputs(shape, GATES[seed // 2], seed), integer(1, 200)
     if seed % 2:
-        check(with_sink_logits(tensors, seed), window, sinks=torch.randint(0, 50, (heads,), generator=pick))
+        check(
+            with_sink_logits(tensors, seed),
+            window,
+            sinks=torch.randint(0, 50, (heads,), generator=pick),
+        )
     else:
         check(tensors, window)
 
@@ -110,7 +129,10 @@ def test_sink_logits_in_16_bits() -> None:
 
 def test_strided_inputs() -> None:
     tensors = inputs((2, 4, 2, 90, 16), "none")
-    strided = {k: x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None else None for k, x in tensors.items()}
+    strided = {
+        k: x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None else None
+        for k, x in tensors.items()
+    }
     sink_logits = torch.tensor([0.3, 9.0, -2.0, 9.0, 1.0, 9.0, -torch.inf, 9.0]).double()[::2]
     check(strided | {"sink_logits": sink_logits}, 16, sinks=torch.tensor([4, 9, 3, 9])[::2])
 
@@ -129,12 +151,16 @@ def test_runs_repeat_bitwise() -> None:
     for gate, sinks in (("none", 4), ("soft", 0)):
         tensors = inputs((2, 6, 3, 300, 16), gate)
         tensors = with_sink_logits(tensors) if sinks else tensors
-        first, second = (run(tensors, torch.float32, window=32, sinks=sinks, backend="cpu") for _ in range(2))
+        first, second = (
+            run(tensors, torch.float32, window=32, sinks=sinks, backend="cpu") for _ in range(2)
+        )
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_large_learned_sinks_neither_overflow_nor_drown_the_gradient() -> None:
-    tensors = inputs((1, 3, 1, 70, 8), "none") | {"sink_logits": torch.tensor([200.0, -200.0, 30.0]).double()}
+    tensors = inputs((1, 3, 1, 70, 8), "none") | {
+        "sink_logits": torch.tensor([200.0, -200.0, 30.0]).double()
+    }
     result = run(tensors, torch.float32, window=9, sinks=2, backend="cpu")
     assert all(x.isfinite().all() for x in result.values())
     assert not result["out"][:, 0].any()
@@ -150,7 +176,9 @@ def test_large_learned_sinks_neither_overflow_nor_drown_the_gradient() -> None:
 class TestLaws:
     shape = (2, 4, 2, 100, 16)
 
-    def out(self, tensors: dict[str, Tensor | None], backend: str, **options: object) -> dict[str, Tensor]:
+    def out(
+        self, tensors: dict[str, Tensor | None], backend: str, **options: object
+    ) -> dict[str, Tensor]:
         return run(tensors, torch.float64, backend=backend, **options)
 
     @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
@@ -166,11 +194,15 @@ class TestLaws:
         else:
             keep = tensors["keep"]
             tensors["keep"] = is_sink.expand(2, 2, -1) | (keep if keep is not None else False)
-        assert torch.allclose(result["out"], self.out(tensors, backend, window=10)["out"], atol=1e-12)
+        assert torch.allclose(
+            result["out"], self.out(tensors, backend, window=10)["out"], atol=1e-12
+        )
 
     def test_sinks_of_global_heads_change_nothing(self, backend: str) -> None:
         tensors = inputs(self.shape, "none")
-        some = self.out(tensors, backend, window=torch.tensor([100, 7]), sinks=torch.tensor([4, 0]))["out"]
+        some = self.out(
+            tensors, backend, window=torch.tensor([100, 7]), sinks=torch.tensor([4, 0])
+        )["out"]
         expected = self.out(tensors, backend, window=torch.tensor([100, 7]))["out"]
         assert torch.allclose(some, expected, atol=1e-12)
 
@@ -186,12 +218,15 @@ class TestLaws:
         first = torch.zeros(1, 2, 1, 9).double()
         first[0, :, 0, 8] = logits
         longer = [
-            torch.cat([x, y], 2) for x, y in ((q[:, :, :1], q), (first, k), (torch.zeros(1, 2, 1, 8).double(), v))
+            torch.cat([x, y], 2)
+            for x, y in ((q[:, :, :1], q), (first, k), (torch.zeros(1, 2, 1, 8).double(), v))
         ]
         longer[2] = torch.nn.functional.pad(longer[2], (0, 1))
         expected = attention(*longer, window=6, sinks=1, scale=1.0, backend=backend)[:, :, 1:, :8]
         values = torch.nn.functional.pad(v, (0, 1))
-        actual = attention(q, k, values, window=6, sink_logits=logits, scale=1.0, backend=backend)[..., :8]
+        actual = attention(q, k, values, window=6, sink_logits=logits, scale=1.0, backend=backend)[
+            ..., :8
+        ]
         assert torch.allclose(actual, expected, atol=1e-12)
 
     def test_no_learned_sink_is_minus_infinity(self, backend: str) -> None:
@@ -207,15 +242,29 @@ class TestLaws:
     ("change", "message"),
     [
         ({"sinks": -1}, "sinks: expected 0 or more; found -1"),
-        ({"sinks": torch.tensor([1])}, r"sinks: expected an int tensor \[2\]; found torch.int64 \(1,\)"),
+        (
+            {"sinks": torch.tensor([1])},
+            r"sinks: expected an int tensor \[2\]; found torch.int64 \(1,\)",
+        ),
         ({"sinks": torch.tensor([1.0, 2.0])}, r"sinks: expected an int tensor \[2\]"),
         ({"sinks": 2.0}, r"sinks: expected an int, or 2 as a tuple or int tensor; found 2.0"),
-        ({"sink_logits": torch.zeros(2)}, r"sink_logits: expected floating point \[4\], one per query head"),
+        (
+            {"sink_logits": torch.zeros(2)},
+            r"sink_logits: expected floating point \[4\], one per query head",
+        ),
         ({"sink_logits": torch.zeros(4).int()}, "sink_logits: expected floating point"),
-        ({"sink_logits": torch.zeros(4, device="meta")}, "sink_logits: expected device cpu, that of q; found meta"),
+        (
+            {"sink_logits": torch.zeros(4, device="meta")},
+            "sink_logits: expected device cpu, that of q; found meta",
+        ),
     ],
 )
 def test_errors_name_the_argument(change: dict[str, object], message: str) -> None:
-    tensors = {"q": torch.zeros(1, 4, 6, 8), "k": torch.zeros(1, 2, 6, 8), "v": torch.zeros(1, 2, 6, 8), "window": 2}
+    tensors = {
+        "q": torch.zeros(1, 4, 6, 8),
+        "k": torch.zeros(1, 2, 6, 8),
+        "v": torch.zeros(1, 2, 6, 8),
+        "window": 2,
+    }
     with pytest.raises(ValueError, match=message):
         attention(**{**tensors, **change})  # type: ignore[arg-type]

@@ -32,7 +32,9 @@ def check(length: int, gate: str, kind: Any, first: Any, backend: str, device: s
     tensors = with_sink_logits(inputs((2, 4, 2, length, 16), gate))
     starts = None
     if first is not None:
-        starts = torch.tensor([max(n for n in first if n <= token) for token in range(length)]).expand(2, -1)
+        starts = torch.tensor(
+            [max(n for n in first if n <= token) for token in range(length)]
+        ).expand(2, -1)
     options: dict[str, Any] = {"window": windows, "sinks": sinks, "softcap": 1.5, "scale": 0.7}
     expected = run(tensors, torch.float64, backend="reference", starts=starts, **options)
     starts = starts if starts is None else starts.to(device)
@@ -52,11 +54,15 @@ def test_oracle_caps_scores_before_the_gate() -> None:
     age = torch.arange(30)[:, None] - torch.arange(30)
     scores = 2.5 * torch.tanh(0.3 * q @ k.mT / 2.5) + gate[:, :, None] * (age >= 4)
     expected = scores.masked_fill(age < 0, -torch.inf).softmax(-1) @ v
-    actual = attention(q, k, v, window=4, log_utility=gate, scale=0.3, softcap=2.5, backend="reference")
+    actual = attention(
+        q, k, v, window=4, log_utility=gate, scale=0.3, softcap=2.5, backend="reference"
+    )
     assert torch.allclose(actual, expected)
 
 
-@pytest.mark.parametrize(("length", "gate", "kind", "first"), pairwise(LENGTHS, GATES, KINDS, STARTS))
+@pytest.mark.parametrize(
+    ("length", "gate", "kind", "first"), pairwise(LENGTHS, GATES, KINDS, STARTS)
+)
 def test_cpu_agrees_with_the_oracle(length: int, gate: str, kind: Any, first: Any) -> None:
     check(length, gate, kind, first, "cpu", "cpu")
 
@@ -100,7 +106,9 @@ def test_extending_equals_one_pass_and_decoding_its_last_row() -> None:
     assert torch.allclose(extend_attention(q, k, v, keep, cache, softcap=1.5), expected[:, :, 20:])
     cache.prefill(k, v, keep)
     for backend in ("torch", "reference"):
-        assert torch.allclose(decode_attention(q[:, :, -1], cache, softcap=1.5, backend=backend), expected[:, :, -1])
+        assert torch.allclose(
+            decode_attention(q[:, :, -1], cache, softcap=1.5, backend=backend), expected[:, :, -1]
+        )
 
 
 def test_caps_that_are_none() -> None:
@@ -120,7 +128,9 @@ TRITON_CASES = [  # length, gate, kind, documents
 ]
 
 
-@pytest.mark.parametrize(("length", "gate", "kind", "first"), slow_after(1, TRITON_CASES[1:] + TRITON_CASES[:1]))
+@pytest.mark.parametrize(
+    ("length", "gate", "kind", "first"), slow_after(1, TRITON_CASES[1:] + TRITON_CASES[:1])
+)
 def test_triton_agrees_with_the_oracle(length: int, gate: str, kind: Any, first: Any) -> None:
     pytest.importorskip("triton")
     with unwritten_is_nan():

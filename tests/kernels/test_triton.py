@@ -38,11 +38,17 @@ SHAPES = [  # float32 tiles are 64 x 32 forward and 32 x 32 backward at these he
 
 
 QUICK = ["T1-none", "T<w-tiny", "G3-w1-soft", "G3-w1-hard", "G3-w1-all"]
-CASES = [pytest.param(*shape.values, gate, id=f"{shape.id}-{gate}") for shape in SHAPES for gate in GATES]
+CASES = [
+    pytest.param(*shape.values, gate, id=f"{shape.id}-{gate}") for shape in SHAPES for gate in GATES
+]
 
 
-@pytest.mark.parametrize(("shape", "window", "gate"), [case if case.id in QUICK else slow(case) for case in CASES])
-def test_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, gate: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "window", "gate"), [case if case.id in QUICK else slow(case) for case in CASES]
+)
+def test_agrees_with_the_oracle(
+    shape: tuple[int, int, int, int, int], window: int, gate: str
+) -> None:
     with unwritten_is_nan():
         check(inputs(shape, gate), window, "triton", device=DEVICE)
 
@@ -50,7 +56,12 @@ def test_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: i
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_windows_per_head(gate: str) -> None:
     with unwritten_is_nan():
-        check(inputs((1, 3, 3, 70, 24), gate), torch.tensor([16, 1 << 30, 69]), "triton", device=DEVICE)
+        check(
+            inputs((1, 3, 3, 70, 24), gate),
+            torch.tensor([16, 1 << 30, 69]),
+            "triton",
+            device=DEVICE,
+        )
 
 
 @pytest.mark.slow
@@ -96,19 +107,26 @@ def test_strided_inputs(gate: str) -> None:
         "k": fused[..., 64:].unflatten(-1, (2, 16)).transpose(1, 2),
         "v": v.mT.contiguous().mT,
     }
-    device = {n: x.to(DEVICE, torch.float32) if x is not None and n != "keep" else x for n, x in strided.items()}
+    device = {
+        n: x.to(DEVICE, torch.float32) if x is not None and n != "keep" else x
+        for n, x in strided.items()
+    }
     keep = tensors["keep"].to(DEVICE) if tensors["keep"] is not None else None
     out = attention(**{**device, "keep": keep}, window=16, backend="triton")  # type: ignore[arg-type]
     expected = attention(**tensors, window=16, backend="reference")  # type: ignore[arg-type]
     assert relative_error(out, expected) < 2e-5
-    assert out.transpose(1, 2).is_contiguous(), "what follows in a model flattens the heads of a token"
+    assert out.transpose(1, 2).is_contiguous(), (
+        "what follows in a model flattens the heads of a token"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", ["soft", "hard"])
 def test_runs_repeat_bitwise(gate: str) -> None:
     tensors = inputs((1, 4, 2, 100, 16), gate)
-    first, second = (run(tensors, torch.float32, device=DEVICE, window=20, backend="triton") for _ in range(2))
+    first, second = (
+        run(tensors, torch.float32, device=DEVICE, window=20, backend="triton") for _ in range(2)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -118,7 +136,9 @@ class TestTorch:
     def leaves(self, gate: str) -> dict[str, Tensor | None]:
         tensors = inputs((1, 2, 1, 40, 16), gate)
         return {
-            name: x.to(DEVICE, torch.float32).requires_grad_() if x is not None and name != "keep" else x
+            name: x.to(DEVICE, torch.float32).requires_grad_()
+            if x is not None and name != "keep"
+            else x
             for name, x in tensors.items()
         }
 
@@ -127,9 +147,23 @@ class TestTorch:
     def test_is_a_well_formed_operator(self, gate: str) -> None:
         tensors = self.leaves(gate)
         keep = tensors["keep"].to(DEVICE) if tensors["keep"] is not None else None
-        run(inputs((1, 1, 1, 4, 8), "none"), torch.float32, device=DEVICE, window=2, backend="triton")  # registers it
+        run(
+            inputs((1, 1, 1, 4, 8), "none"),
+            torch.float32,
+            device=DEVICE,
+            window=2,
+            backend="triton",
+        )  # registers it
         window = torch.tensor([9], dtype=torch.int32, device=DEVICE)
-        arguments = (tensors["q"], tensors["k"], tensors["v"], window, tensors["log_utility"], keep, 0.25)
+        arguments = (
+            tensors["q"],
+            tensors["k"],
+            tensors["v"],
+            window,
+            tensors["log_utility"],
+            keep,
+            0.25,
+        )
         torch.library.opcheck(torch.ops.spkv.attention.default, arguments)
 
     def test_compiles_without_a_graph_break(self) -> None:
@@ -138,7 +172,10 @@ class TestTorch:
             return out.square().sum()
 
         actual, expected = [], []
-        for function, grads in ((torch.compile(loss, fullgraph=True, backend="aot_eager"), actual), (loss, expected)):
+        for function, grads in (
+            (torch.compile(loss, fullgraph=True, backend="aot_eager"), actual),
+            (loss, expected),
+        ):
             tensors = [x for x in self.leaves("soft").values() if x is not None]
             function(*tensors).backward()
             grads += [x.grad for x in tensors]
@@ -159,7 +196,10 @@ class TestTorch:
 
 @pytest.mark.parametrize(
     ("dtype", "size", "message"),
-    [(torch.float64, 8, "supports float32, bfloat16 and float16; found torch.float64"), (torch.half, 264, "found 264")],
+    [
+        (torch.float64, 8, "supports float32, bfloat16 and float16; found torch.float64"),
+        (torch.half, 264, "found 264"),
+    ],
     ids=["float64", "D264"],
 )
 def test_unsupported_inputs_are_refused(dtype: torch.dtype, size: int, message: str) -> None:
@@ -171,7 +211,9 @@ def test_unsupported_inputs_are_refused(dtype: torch.dtype, size: int, message: 
 def test_no_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     q = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(ValueError, match=r"'triton' expects tensors on a CUDA .* cpu .*TRITON_INTERPRET=1"):
+    with pytest.raises(
+        ValueError, match=r"'triton' expects tensors on a CUDA .* cpu .*TRITON_INTERPRET=1"
+    ):
         attention(q, q, q, window=2, backend="triton")
 
 
@@ -186,7 +228,13 @@ class TestAheadOfTime:
             slow(("--mode soft hard", 2 * 3 * 7, 240)),
             slow(("--mode sinks --arch 80 90", 2 * 2 * 3 * 5, 240)),
             slow(("--with sink_logits --kernel fwd --mode soft hard", 2 * 3 * 2, 0)),
-            slow(("--with starts ends --size 64 128 --dtype bfloat16 --mode none soft hard", 2 * 13, 320)),
+            slow(
+                (
+                    "--with starts ends --size 64 128 --dtype bfloat16 --mode none soft hard",
+                    2 * 13,
+                    320,
+                )
+            ),
             slow(("--with softcap --size 128 256 --dtype bfloat16", 2 * 18, 520)),
         ],
     )
@@ -228,13 +276,19 @@ class TestOnGPU:
     @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
     def test_windows_per_head_at_real_sizes(self, gate: str) -> None:
         window = torch.tensor([128, 1 << 30, 1, 700], device="cuda")
-        check_on_gpu(rounded(inputs((2, 8, 4, 2000, 128), gate), torch.bfloat16), torch.bfloat16, window=window)
+        check_on_gpu(
+            rounded(inputs((2, 8, 4, 2000, 128), gate), torch.bfloat16),
+            torch.bfloat16,
+            window=window,
+        )
 
     def test_more_elements_than_32_bits_count(self) -> None:
         """The last of five sequences starts at element 2^31; it must equal the same sequence by itself."""
         shape = (5, 32, 1, 131072 + 8, 128)
         q, k, v = (
-            torch.randn(shape[0], heads, *shape[3:], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            torch.randn(
+                shape[0], heads, *shape[3:], device="cuda", dtype=torch.bfloat16, requires_grad=True
+            )
             for heads in (shape[1], shape[2], shape[2])
         )
         assert q[-1].storage_offset() > 2**31
@@ -243,7 +297,9 @@ class TestOnGPU:
             out = attention(q, k, v, window=128, **gates)
             grads = torch.autograd.grad(out, (q, k, v), out.detach())  # 22 GB in all
             last_sequence = [x[-1:].detach().requires_grad_() for x in (q, k, v)]
-            expected = attention(*last_sequence, window=128, **{name: x[-1:] for name, x in gates.items()})
+            expected = attention(
+                *last_sequence, window=128, **{name: x[-1:] for name, x in gates.items()}
+            )
             assert torch.equal(out[-1:], expected)
             for actual, value in zip(
                 grads, torch.autograd.grad(expected, last_sequence, expected.detach()), strict=True
@@ -261,7 +317,9 @@ class TestOnGPU:
 
     def test_long_sequences_agree_with_causal_attention(self) -> None:
         """Open gates at T = 32,768, where the reference's [T, T] scores do not fit."""
-        q, k, v = (torch.randn(1, 2, 32768, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        q, k, v = (
+            torch.randn(1, 2, 32768, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+        )
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         for gates in (
             {"log_utility": torch.zeros(1, 2, 32768, device="cuda")},
@@ -288,9 +346,13 @@ class TestOnGPU:
         assert torch.equal(out, expected)
 
     def test_inductor(self) -> None:
-        tensors = [x.cuda().float() for x in inputs((1, 4, 2, 256, 64), "soft").values() if x is not None]
+        tensors = [
+            x.cuda().float() for x in inputs((1, 4, 2, 256, 64), "soft").values() if x is not None
+        ]
 
         def layer(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor) -> Tensor:
             return attention(q * 2, k, v, window=64, log_utility=log_utility).relu()
 
-        assert torch.allclose(torch.compile(layer, fullgraph=True)(*tensors), layer(*tensors), atol=1e-6)
+        assert torch.allclose(
+            torch.compile(layer, fullgraph=True)(*tensors), layer(*tensors), atol=1e-6
+        )

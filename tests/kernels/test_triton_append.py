@@ -32,7 +32,9 @@ class TestAppend:
         assert torch.equal(cache.page_owner[page], owner)
         assert torch.equal(cache.page_block[page], block)
         free = cache._free[: cache._num_free]
-        assert sorted(page.tolist() + free.tolist()) == list(range(cache.num_pages)), "a page is leaked or shared"
+        assert sorted(page.tolist() + free.tolist()) == list(range(cache.num_pages)), (
+            "a page is leaked or shared"
+        )
         assert bool((cache.page_owner[free] == -1).all())
         owned = (cache.block_table >= 0).sum(-1)
         assert torch.equal(owned, cache._blocks)
@@ -55,18 +57,23 @@ class TestAppend:
     @pytest.mark.slow
     @settings(deadline=None, max_examples=40)
     @given(operations, st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**20))
-    def test_equals_torch(self, operations: list[tuple[str, int]], window: int, page_size: int, seed: int) -> None:
+    def test_equals_torch(
+        self, operations: list[tuple[str, int]], window: int, page_size: int, seed: int
+    ) -> None:
         actual, expected = (
-            PagedKVCache(2, 3, 4, window=window, page_size=page_size, dtype=torch.bfloat16, device=DEVICE)
+            PagedKVCache(
+                2, 3, 4, window=window, page_size=page_size, dtype=torch.bfloat16, device=DEVICE
+            )
             for _ in range(2)
         )
         generator = torch.Generator().manual_seed(seed)
         for name, number in operations:
             if name in ("append", "torch append", "prefill"):
                 k = torch.randn(2, 3, number, 4, generator=generator).to(DEVICE, torch.bfloat16)
-                keep = (torch.rand(2, 3, number, generator=generator) < torch.tensor([0.0, 0.5, 1.0])[:, None]).to(
-                    DEVICE
-                )
+                keep = (
+                    torch.rand(2, 3, number, generator=generator)
+                    < torch.tensor([0.0, 0.5, 1.0])[:, None]
+                ).to(DEVICE)
             if name == "prefill":
                 lengths = torch.tensor([number, number // 2], device=DEVICE)
                 for cache in (actual, expected):
@@ -88,14 +95,21 @@ class TestAppend:
                 rows = torch.tensor([number, 0], device=DEVICE)
                 actual, expected = actual.select(rows), expected.select(rows)
             elif name == "reload":
-                other = PagedKVCache(2, 3, 4, window=window, page_size=page_size, dtype=torch.bfloat16, device=DEVICE)
+                other = PagedKVCache(
+                    2, 3, 4, window=window, page_size=page_size, dtype=torch.bfloat16, device=DEVICE
+                )
                 other.load_state_dict(actual.state_dict())
                 actual = other
             self.check_same(actual, expected)
 
     def test_many_heads_and_strided_inputs(self) -> None:
-        actual, expected = (PagedKVCache(2, 11, 250, window=2, page_size=2, device=DEVICE) for _ in range(2))
-        k, v = normal(2, 4, 11, 250).transpose(1, 2), normal(250, 2, 11, 4, seed=1).permute(1, 2, 3, 0)
+        actual, expected = (
+            PagedKVCache(2, 11, 250, window=2, page_size=2, device=DEVICE) for _ in range(2)
+        )
+        k, v = (
+            normal(2, 4, 11, 250).transpose(1, 2),
+            normal(250, 2, 11, 4, seed=1).permute(1, 2, 3, 0),
+        )
         keep = (normal(2, 4, 11) > 0).transpose(1, 2)
         for i in range(4):
             actual.append(k[:, :, i], v[:, :, i], keep[:, :, i], backend="triton")
@@ -107,7 +121,9 @@ class TestAppend:
     ) -> None:
         looks = []
         take_pages = PagedKVCache._take_pages
-        monkeypatch.setattr(PagedKVCache, "_take_pages", lambda *args: (looks.append(1), take_pages(*args)))
+        monkeypatch.setattr(
+            PagedKVCache, "_take_pages", lambda *args: (looks.append(1), take_pages(*args))
+        )
         cache = PagedKVCache(2, 2, 4, window=8, page_size=2, device=DEVICE)
         k, keep = normal(2, 2, 4), torch.tensor([[True, False]] * 2, device=DEVICE)
         for _ in range(48):
@@ -121,7 +137,10 @@ class TestAppend:
 
     def test_cache_fills_up_at_the_same_token(self) -> None:
         """The kernel's cache is full when torch's is, and works again once a sequence is freed."""
-        actual, expected = (PagedKVCache(2, 2, 4, window=3, page_size=2, max_pages=9, device=DEVICE) for _ in range(2))
+        actual, expected = (
+            PagedKVCache(2, 2, 4, window=3, page_size=2, max_pages=9, device=DEVICE)
+            for _ in range(2)
+        )
         generator = torch.Generator().manual_seed(0)
         for _ in range(100):
             k = torch.randn(2, 2, 4, generator=generator).to(DEVICE)
@@ -155,7 +174,9 @@ class TestAppend:
 
     @pytest.mark.parametrize("end", ["free", "decide"])
     def test_calls_that_end_a_reservation(self, end: str) -> None:
-        actual, expected = (filled_cache([30, 2], 4, (0.0, 1.0), window=5, page_size=2) for _ in range(2))
+        actual, expected = (
+            filled_cache([30, 2], 4, (0.0, 1.0), window=5, page_size=2) for _ in range(2)
+        )
         actual.reserve(17)
         k, keep = normal(2, 2, 4), torch.ones(2, 2, device=DEVICE).bool()
         for cache in (actual, expected):
@@ -178,11 +199,15 @@ class TestAppend:
         assert out[:, 0].isfinite().all()
         assert out[:, 1].isnan().all()
 
-    def test_a_capture_needs_a_reservation_and_ends_the_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_capture_needs_a_reservation_and_ends_the_count(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         cache = filled_cache([9], 4, (1.0,), window=4, page_size=1)
         token = (normal(1, 1, 4), normal(1, 1, 4), torch.ones(1, 1, device=DEVICE).bool())
         monkeypatch.setattr("spkv_kernels.pages._captures", lambda _: True)
-        with pytest.raises(RuntimeError, match="call reserve for the tokens of all replays before capturing"):
+        with pytest.raises(
+            RuntimeError, match="call reserve for the tokens of all replays before capturing"
+        ):
             cache.append(*token, backend="triton")
         cache.reserve(8)
         cache.append(*token, backend="triton")
@@ -197,5 +222,12 @@ class TestAppend:
         cache = PagedKVCache(1, 1, 4, window=2, device=DEVICE)
         with pytest.raises(ValueError, match="num_tokens: expected 0 or more; found -1"):
             cache.reserve(-1)
-        with pytest.raises(ValueError, match="backend: expected 'auto', 'torch' or 'triton'; found 'cpu'"):
-            cache.append(normal(1, 1, 4), normal(1, 1, 4), torch.ones(1, 1, device=DEVICE).bool(), backend="cpu")
+        with pytest.raises(
+            ValueError, match="backend: expected 'auto', 'torch' or 'triton'; found 'cpu'"
+        ):
+            cache.append(
+                normal(1, 1, 4),
+                normal(1, 1, 4),
+                torch.ones(1, 1, device=DEVICE).bool(),
+                backend="cpu",
+            )

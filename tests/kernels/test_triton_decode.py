@@ -40,7 +40,9 @@ CASES = [  # G, D, page size, window, dtype
 
 
 @pytest.mark.parametrize(("group", "size", "page_size", "window", "dtype"), CASES)
-def test_agrees_with_the_oracle(group: int, size: int, page_size: int, window: int, dtype: torch.dtype) -> None:
+def test_agrees_with_the_oracle(
+    group: int, size: int, page_size: int, window: int, dtype: torch.dtype
+) -> None:
     """The interpreter's bfloat16 products are wrong; ``test_real_sizes`` covers bfloat16 on a GPU."""
     cache = filled_cache([1, 13, 20, 200], size, dtype=dtype, window=window, page_size=page_size)
     limit = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
@@ -53,7 +55,9 @@ def test_any_number_of_programs(programs: int, monkeypatch: pytest.MonkeyPatch) 
     check(normal(3, 6, 16), filled_cache([400, 3, 90], 16))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="a compiled kernel's constants stay: TestOnGPU has as many owners")
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="a compiled kernel's constants stay: TestOnGPU has as many owners"
+)
 def test_more_owners_than_are_counted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_kernels.OWNERS, "value", 4)
     check(normal(5, 3, 16), filled_cache([100, 3, 90, 1, 130], 16))
@@ -79,11 +83,15 @@ def test_one_very_long_head_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     with unwritten_is_nan():
         result = decode_attention(q, cache, backend="triton")
     block = default("decode", 8, torch.float32).block_n
-    owners = [math.ceil(30 / block) + math.ceil(n / block) for n in cache.lengths.flatten().tolist()]
+    owners = [
+        math.ceil(30 / block) + math.ceil(n / block) for n in cache.lengths.flatten().tolist()
+    ]
     line = [owner for owner, tiles in enumerate(owners) for _ in range(tiles)]
     cuts = [len(line) * program // programs for program in range(programs + 1)]
     assert max(owners) > 4 * math.ceil(len(line) / programs)
-    assert written["slots"] == {p + owner for p in range(programs) for owner in line[cuts[p] : cuts[p + 1]]}
+    assert written["slots"] == {
+        p + owner for p in range(programs) for owner in line[cuts[p] : cuts[p + 1]]
+    }
     assert torch.equal(result, check(q, cache))
 
 
@@ -111,8 +119,12 @@ def test_queries_wider_than_the_cache() -> None:
 def test_uninitialised_memory_does_not_leak() -> None:
     cache = filled_cache([130, 5], 24)
     lengths = cache.lengths[..., None, None]
-    positions = torch.arange(cache.block_table.shape[2] * cache.page_size, device=DEVICE).view(-1, cache.page_size)
-    batch, head, block, offset = ((positions >= lengths) & (cache.block_table >= 0)[..., None]).nonzero(as_tuple=True)
+    positions = torch.arange(cache.block_table.shape[2] * cache.page_size, device=DEVICE).view(
+        -1, cache.page_size
+    )
+    batch, head, block, offset = (
+        (positions >= lengths) & (cache.block_table >= 0)[..., None]
+    ).nonzero(as_tuple=True)
     page = cache.block_table[batch, head, block]
     cache.pool_k[page, offset] = cache.pool_v[page, offset] = torch.nan
     cache.pool_k[cache.page_owner < 0] = cache.pool_v[cache.page_owner < 0] = torch.nan
@@ -124,9 +136,13 @@ def test_runs_repeat_bitwise_wherever_the_pages_lie() -> None:
     cache, q = filled_cache([150, 40], 16), normal(2, 6, 16)
     first = decode_attention(q, cache, backend="triton")
     assert torch.equal(first, decode_attention(q, cache, backend="triton"))
-    moved = cache.select(torch.tensor([1, 0], device=DEVICE)).select(torch.tensor([1, 0], device=DEVICE))
+    moved = cache.select(torch.tensor([1, 0], device=DEVICE)).select(
+        torch.tensor([1, 0], device=DEVICE)
+    )
     moved.pool_k, moved.pool_v = moved.pool_k.flip(0), moved.pool_v.flip(0)
-    moved.block_table = torch.where(moved.block_table < 0, -1, moved.num_pages - 1 - moved.block_table)
+    moved.block_table = torch.where(
+        moved.block_table < 0, -1, moved.num_pages - 1 - moved.block_table
+    )
     assert torch.equal(first, decode_attention(q, moved, backend="triton"))
 
 
@@ -143,7 +159,9 @@ def test_unsupported_inputs_are_refused(dtype: torch.dtype, size: int, message: 
 
 def test_no_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match=r"'triton' expects tensors on a CUDA .* cpu .*TRITON_INTERPRET=1"):
+    with pytest.raises(
+        ValueError, match=r"'triton' expects tensors on a CUDA .* cpu .*TRITON_INTERPRET=1"
+    ):
         decode_attention(torch.zeros(1, 1, 8), PagedKVCache(1, 1, 8, window=2), backend="triton")
 
 
@@ -176,7 +194,9 @@ class TestOnGPU:
         check(normal(1, heads, 16), filled_cache([200], 16, (0.5,) * heads))
 
     def test_a_hundred_runs_repeat_bitwise(self) -> None:
-        cache = filled_cache([5000, 100, 1, 2047], 128, (0.0, 0.1, 0.3, 1.0), torch.bfloat16, window=128)
+        cache = filled_cache(
+            [5000, 100, 1, 2047], 128, (0.0, 0.1, 0.3, 1.0), torch.bfloat16, window=128
+        )
         q = normal(4, 16, 128, dtype=torch.bfloat16)
         first = decode_attention(q, cache)
         assert all(torch.equal(first, decode_attention(q, cache)) for _ in range(99))

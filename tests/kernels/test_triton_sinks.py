@@ -25,7 +25,12 @@ pytest.importorskip("triton")
 SHAPE = (1, 4, 2, 70, 16)
 CASES = [  # shape, windows, sinks: queries are tiled by 32 in float32, sink tokens by 16 to 32
     pytest.param(SHAPE, [7, 20], [4, 0], id="some heads"),
-    pytest.param((1, 4, 4, 49, 24), [9, 1 << 30, 16, 30], [40, 4, 1, 1], id="more than the window, global, one"),
+    pytest.param(
+        (1, 4, 4, 49, 24),
+        [9, 1 << 30, 16, 30],
+        [40, 4, 1, 1],
+        id="more than the window, global, one",
+    ),
     pytest.param((2, 2, 1, 50, 16), [5], [1000], id="everything", marks=pytest.mark.slow),
     pytest.param((1, 2, 1, 200, 16), [150], [170], id="wide", marks=pytest.mark.slow),
     pytest.param((1, 2, 1, 33, 16), [32], [3], id="one query outside", marks=pytest.mark.slow),
@@ -53,7 +58,9 @@ def test_both_kinds_of_sinks_with_gates(gate: str) -> None:
 
 
 def test_gates_of_sink_tokens_have_no_gradient() -> None:
-    result = run(inputs(SHAPE, "soft"), torch.float32, device=DEVICE, window=20, sinks=3, backend="triton")
+    result = run(
+        inputs(SHAPE, "soft"), torch.float32, device=DEVICE, window=20, sinks=3, backend="triton"
+    )
     assert not result["dlog_utility"][..., :3].any()
     assert result["dlog_utility"][..., 3:-20].all()
 
@@ -72,7 +79,10 @@ def test_half_precision_has_rounding_errors_only(gate: str) -> None:
 @pytest.mark.slow
 def test_runs_repeat_bitwise() -> None:
     tensors = with_sink_logits(inputs(SHAPE, "none"))
-    first, second = (run(tensors, torch.float32, device=DEVICE, window=20, sinks=4, backend="triton") for _ in range(2))
+    first, second = (
+        run(tensors, torch.float32, device=DEVICE, window=20, sinks=4, backend="triton")
+        for _ in range(2)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -83,11 +93,23 @@ def test_is_a_well_formed_operator(gate: str) -> None:
         name: x.to(DEVICE, torch.float32).requires_grad_() if x is not None else None
         for name, x in with_sink_logits(inputs((1, 2, 1, 40, 16), gate)).items()
     }
-    attention(*(torch.zeros(1, 1, 2, 8, device=DEVICE) for _ in range(3)), window=2, backend="triton")  # registers it
+    attention(
+        *(torch.zeros(1, 1, 2, 8, device=DEVICE) for _ in range(3)), window=2, backend="triton"
+    )  # registers it
     window, sinks = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (9, 3))
-    arguments = (tensors["q"], tensors["k"], tensors["v"], window, tensors["log_utility"], None, 0.25)
+    arguments = (
+        tensors["q"],
+        tensors["k"],
+        tensors["v"],
+        window,
+        tensors["log_utility"],
+        None,
+        0.25,
+    )
     sink_tokens = sinks if gate == "none" else None
-    torch.library.opcheck(torch.ops.spkv.attention.default, (*arguments, sink_tokens, tensors["sink_logits"]))
+    torch.library.opcheck(
+        torch.ops.spkv.attention.default, (*arguments, sink_tokens, tensors["sink_logits"])
+    )
 
 
 @pytest.mark.slow
@@ -125,7 +147,11 @@ class TestOnGPU:
 
     @pytest.mark.parametrize(
         ("dtype", "size", "gate"),
-        pairwise([torch.bfloat16, torch.float16, torch.float32], [64, 80, 128, 256], ["none", "soft", "hard"]),
+        pairwise(
+            [torch.bfloat16, torch.float16, torch.float32],
+            [64, 80, 128, 256],
+            ["none", "soft", "hard"],
+        ),
     )
     def test_real_sizes(self, dtype: torch.dtype, size: int, gate: str) -> None:
         sinks = torch.tensor([4, 50], device="cuda")
@@ -148,7 +174,9 @@ class TestOnGPU:
             for name, x in with_sink_logits(inputs((1, 4, 2, 512, 64), gate)).items()
         }
         tensors["keep"] = tensors["keep"].cuda() if tensors["keep"] is not None else None
-        tensors["window"], tensors["sinks"] = (torch.tensor(x, device="cuda") for x in ([64, 1 << 20], [4, 0]))
+        tensors["window"], tensors["sinks"] = (
+            torch.tensor(x, device="cuda") for x in ([64, 1 << 20], [4, 0])
+        )
         expected = attention(**tensors)  # type: ignore[arg-type]  # also compiles the kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

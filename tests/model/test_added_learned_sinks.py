@@ -44,11 +44,17 @@ def hybrid(layout: Layout = MIXED, family: str = "llama", **options: object) -> 
     return model
 
 
-def granite_swa(source: PreTrainedModel, layer_types: list[str], sinks: list[Tensor]) -> PreTrainedModel:
+def granite_swa(
+    source: PreTrainedModel, layer_types: list[str], sinks: list[Tensor]
+) -> PreTrainedModel:
     """Return the weights of a Llama in the architecture of transformers that has learned sinks in every head."""
     options = {"attention_multiplier": 8**-0.5, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-    model = tiny_model("granite_swa", vocab_size=300, sliding_window=6, layer_types=layer_types, **options)
-    weights = {name: tensor for name, tensor in source.state_dict().items() if "learned_sinks" not in name}
+    model = tiny_model(
+        "granite_swa", vocab_size=300, sliding_window=6, layer_types=layer_types, **options
+    )
+    weights = {
+        name: tensor for name, tensor in source.state_dict().items() if "learned_sinks" not in name
+    }
     weights |= {f"model.layers.{i}.self_attn.sinks": values for i, values in enumerate(sinks)}
     model.load_state_dict(weights)
     return model
@@ -80,7 +86,10 @@ def test_attention_and_gradients_are_those_of_granite_swa(tokens: Tensor) -> Non
             torch.full((4,), -1e4) if learned is None else learned().detach().clamp(min=-1e4)
             for learned in modules(model)
         ]
-        kinds = ["full_attention" if row == "GG" or layout is MIXED else "sliding_attention" for row in layout.heads]
+        kinds = [
+            "full_attention" if row == "GG" or layout is MIXED else "sliding_attention"
+            for row in layout.heads
+        ]
         other = granite_swa(model, kinds, sinks)
         if layout is MIXED:
             apply_layout(other, layout)
@@ -90,7 +99,9 @@ def test_attention_and_gradients_are_those_of_granite_swa(tokens: Tensor) -> Non
         for learned, layer in zip(modules(model), other.model.layers, strict=True):
             if learned is not None:
                 is_local = torch.tensor(learned.is_local).repeat_interleave(2)
-                assert torch.allclose(learned.logits.grad, layer.self_attn.sinks.grad[is_local], rtol=1e-3, atol=1e-7)
+                assert torch.allclose(
+                    learned.logits.grad, layer.self_attn.sinks.grad[is_local], rtol=1e-3, atol=1e-7
+                )
                 assert learned.logits.grad.abs().min() > 0
 
 
@@ -102,13 +113,17 @@ def test_only_local_heads_have_parameters() -> None:
     assert first is not None
     assert first().tolist()[:2] == [-math.inf, -math.inf]
     assert torch.equal(first.logits, initial(model)[0][2:])
-    gemma = tiny_model("gemma3_text", head_dim=8, sliding_window=4, layer_types=["sliding_attention"] * 4)
+    gemma = tiny_model(
+        "gemma3_text", head_dim=8, sliding_window=4, layer_types=["sliding_attention"] * 4
+    )
     apply_layout(gemma, Layout(("LL",) * 4, 4))
     add_learned_sinks(gemma)
     assert modules(gemma) == [None] * 4  # native sliding layers were trained without
 
 
-def test_files_restore_them(tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_files_restore_them(
+    tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """By our loader and by the Auto classes; in float32 also where the weights are bfloat16."""
     model = hybrid()
     expected = logits(model, tokens)
@@ -118,7 +133,9 @@ def test_files_restore_them(tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreT
     restored, _ = load(tmp_path / "saved")
     assert has_learned_sinks(restored.config)
     assert equal_up_to_rounding(logits(restored, tokens), expected)
-    assert equal_up_to_rounding(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), tokens), expected)
+    assert equal_up_to_rounding(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), tokens), expected
+    )
     rounded, _ = load(tmp_path / "saved", dtype=torch.bfloat16)
     assert rounded.model.layers[1].mlp.up_proj.weight.dtype == torch.bfloat16
     for learned, original in zip(modules(rounded), modules(model), strict=True):
@@ -200,17 +217,23 @@ def test_models_that_cannot_have_them() -> None:
     apply_layout(model, layout)
     text = torch.randint(3, 300, (1, 20), generator=torch.Generator().manual_seed(0))
     expected = logits(model, text)
-    with pytest.raises(UserError, match=r"learned sinks of its own .*: leave out branch.sinks: learned"):
+    with pytest.raises(
+        UserError, match=r"learned sinks of its own .*: leave out branch.sinks: learned"
+    ):
         add_learned_sinks(model)
     assert modules(model) == [None] * 4
     assert equal_up_to_rounding(logits(model, text), expected)
 
 
-def test_exports_keep_them(tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_exports_keep_them(
+    tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Layouts of whole layers too: architectures with layer_types have no such parameters."""
     model = hybrid(LAYERWISE)
     save(model, tiny_tokenizer, tmp_path / "hybrid")
-    with pytest.raises(UserError, match="its local heads have learned sinks, for which it has no parameters"):
+    with pytest.raises(
+        UserError, match="its local heads have learned sinks, for which it has no parameters"
+    ):
         export(None, tmp_path / "hybrid", tmp_path / "native", to="native")
     export(None, tmp_path / "hybrid", tmp_path / "out", to="spkv")
     assert equal_up_to_rounding(logits(load(tmp_path / "out")[0], tokens), logits(model, tokens))

@@ -65,7 +65,9 @@ class TestFamilies:
         apply_layout(hybrid, Layout(tuple(rows), window=6))
         assert torch.allclose(logits(model, tokens), logits(hybrid, tokens), atol=1e-5)
 
-    def test_round_trip_is_exact(self, family: str, tokens: Tensor, tmp_path: Path, tiny_tokenizer: object) -> None:
+    def test_round_trip_is_exact(
+        self, family: str, tokens: Tensor, tmp_path: Path, tiny_tokenizer: object
+    ) -> None:
         model = tiny_model(family)
         attach_gates(model, CONFIG)
         scatter_gates(model)
@@ -80,7 +82,9 @@ class TestFamilies:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_more_than_ten_layers_round_trip(tokens: Tensor, tmp_path: Path, tiny_tokenizer: object) -> None:
+def test_more_than_ten_layers_round_trip(
+    tokens: Tensor, tmp_path: Path, tiny_tokenizer: object
+) -> None:
     """config.json sorts its keys, so that layer 10 comes before layer 2."""
     kinds = ["sliding_attention"] * 5 + ["full_attention"] * 7
     model = tiny_model("gemma3_text", num_hidden_layers=12, layer_types=kinds)
@@ -145,7 +149,9 @@ class TestLayouts:
         apply_layout(model, Layout(("GG",) * 4, window=5))
         assert torch.allclose(logits(model, tokens), expected, atol=1e-5)
 
-    def test_a_mixed_layout_round_trips(self, tokens: Tensor, tmp_path: Path, tiny_tokenizer: object) -> None:
+    def test_a_mixed_layout_round_trips(
+        self, tokens: Tensor, tmp_path: Path, tiny_tokenizer: object
+    ) -> None:
         model = tiny_model()
         dense = logits(model, tokens)
         apply_layout(model, self.layout)
@@ -157,7 +163,10 @@ class TestLayouts:
 
     def test_a_model_whose_layers_differ_in_heads(self) -> None:
         check_grid("the grid", [2, 4], "the model", (2, 4))
-        with pytest.raises(UserError, match="the grid is for 2 layers x 2 KV heads, the model has 2 layers x 2 to 4"):
+        with pytest.raises(
+            UserError,
+            match="the grid is for 2 layers x 2 KV heads, the model has 2 layers x 2 to 4",
+        ):
             check_grid("the grid", [2, 2], "the model", [2, 4])
         with pytest.raises(UserError, match="the grid has 4 KV heads in layer 0, the model has 2"):
             check_grid("the grid", [4, 2], "the model", [2, 4])
@@ -169,7 +178,9 @@ class TestLayouts:
     def test_a_hybrid_generates_without_a_cache(self, tokens: Tensor) -> None:
         model = tiny_model()
         apply_layout(model, self.layout)
-        generated = model.generate(tokens, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+        generated = model.generate(
+            tokens, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0
+        )
         assert generated.shape == (2, 28)
         again = logits(model, generated[:, :-1])[:, -1].argmax(-1)
         assert torch.equal(again, generated[:, -1])
@@ -182,7 +193,9 @@ def test_a_compiled_hybrid_computes_the_same(family: str, tokens: Tensor) -> Non
     model = tiny_model(family, head_dim=8)
     apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6, sinks=2))
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)  # in one piece without packed documents
+    compiled = torch.compile(
+        model, backend="eager", fullgraph=True
+    )  # in one piece without packed documents
     expected = model(input_ids=tokens, use_cache=False).logits
     assert torch.allclose(compiled(input_ids=tokens, use_cache=False).logits, expected, atol=1e-5)
 
@@ -196,22 +209,39 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"cu_seq_lens_q": torch.tensor([0, 24, 48])}, "documents of one row; this batch has 2"),
-            *(({name: torch.ones(4)}, f"'{name}'") for name in ("head_mask", "position_bias", "indices", "anything")),
+            (
+                {"cu_seq_lens_q": torch.tensor([0, 24, 48])},
+                "documents of one row; this batch has 2",
+            ),
+            *(
+                ({name: torch.ones(4)}, f"'{name}'")
+                for name in ("head_mask", "position_bias", "indices", "anything")
+            ),
             ({"is_causal": False}, "needs bidirectional or other non-causal attention"),
-            ({"attention_mask": torch.ones(2, 30)}, "has 30 columns for 0 cached and 24 new tokens"),
+            (
+                {"attention_mask": torch.ones(2, 30)},
+                "has 30 columns for 0 cached and 24 new tokens",
+            ),
             ({"attention_mask": torch.ones(2, 1, 24, 24)}, "an attention mask of its own"),
         ],
     )
-    def test_inputs_that_would_be_ignored(self, options: dict[str, Any], message: str, tokens: Tensor) -> None:
+    def test_inputs_that_would_be_ignored(
+        self, options: dict[str, Any], message: str, tokens: Tensor
+    ) -> None:
         """Any keyword argument of the attention call was ignored, lengths of packed documents among them."""
         with pytest.raises(UserError, match=message):
             self.gated()(input_ids=tokens, **options)
 
     def test_inputs_without_effect_on_attention(self, tokens: Tensor) -> None:
         model = self.gated()
-        options = {"token_type_ids": torch.zeros_like(tokens), "is_causal": True, "output_attentions": False}
-        assert equal_up_to_rounding(model(input_ids=tokens, **options).logits, logits(model, tokens))
+        options = {
+            "token_type_ids": torch.zeros_like(tokens),
+            "is_causal": True,
+            "output_attentions": False,
+        }
+        assert equal_up_to_rounding(
+            model(input_ids=tokens, **options).logits, logits(model, tokens)
+        )
 
     @pytest.mark.parametrize(
         ("family", "options"),
@@ -223,7 +253,9 @@ class TestRefusals:
     )
     def test_attention_that_is_not_causal(self, family: str, options: dict[str, Any]) -> None:
         """It was refused with advice on position ids."""
-        with pytest.raises(UserError, match="needs bidirectional or other non-causal attention") as error:
+        with pytest.raises(
+            UserError, match="needs bidirectional or other non-causal attention"
+        ) as error:
             attach_gates(tiny_model(family, **options), CONFIG)
         assert "position" not in str(error.value)
 
@@ -242,9 +274,17 @@ class TestRefusals:
 
     def test_keys_that_are_compressed(self) -> None:
         """The model was hooked, and longer texts ended in an AssertionError."""
-        options = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 12}
+        options = {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "head_dim": 12,
+        }
         model = tiny_model("deepseek_v4", **options)
-        with pytest.raises(UserError, match="layers of type compressed_sparse_attention, heavily_compressed_attention"):
+        with pytest.raises(
+            UserError,
+            match="layers of type compressed_sparse_attention, heavily_compressed_attention",
+        ):
             attach_gates(model, CONFIG)
 
     def test_more_keys_than_queries(self) -> None:
@@ -271,7 +311,11 @@ class TestRefusals:
     @pytest.mark.parametrize("family", ["llama4_text", "phimoe"])
     def test_limits_that_only_the_mask_has(self, family: str) -> None:
         options = {"num_local_experts": 2, "head_dim": 8}
-        options |= {"attention_chunk_size": 12, "intermediate_size_mlp": 48} if family == "llama4_text" else {}
+        options |= (
+            {"attention_chunk_size": 12, "intermediate_size_mlp": 48}
+            if family == "llama4_text"
+            else {}
+        )
         model = tiny_model(family, sliding_window=12, **options)
         with pytest.raises(UserError, match="its mask alone limits attention to 12 keys"):
             attach_gates(model, CONFIG)
@@ -280,11 +324,16 @@ class TestRefusals:
 
     def test_a_class_without_the_attention_interface(self) -> None:
         config = AutoConfig.for_model("bloom", vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
-        with pytest.raises(UserError, match=r"Bloom.* 0 times.*\n.* does not use the attention interface"):
+        with pytest.raises(
+            UserError, match=r"Bloom.* 0 times.*\n.* does not use the attention interface"
+        ):
             attach_gates(AutoModelForCausalLM.from_config(config), CONFIG)
 
     def test_layers_that_attend_twice(self) -> None:
-        with pytest.raises(UserError, match=r"DiffLlama.* 4 attention layers .* 8 times.*\na layer that is repeated"):
+        with pytest.raises(
+            UserError,
+            match=r"DiffLlama.* 4 attention layers .* 8 times.*\na layer that is repeated",
+        ):
             attach_gates(tiny_model("diffllama"), CONFIG)
 
     def test_a_model_without_attention(self) -> None:
@@ -315,7 +364,9 @@ class TestRefusals:
         ("gpt2", {"n_layer": 3, "n_head": 2, "n_embd": 32}, (3, 2, 2, 16)),
     ],
 )
-def test_number_of_heads_from_the_config(family: str, options: dict[str, Any], expected: tuple[int, ...]) -> None:
+def test_number_of_heads_from_the_config(
+    family: str, options: dict[str, Any], expected: tuple[int, ...]
+) -> None:
     """Families without grouped queries, and families with other config keys."""
     if family != "gpt2":
         options = {

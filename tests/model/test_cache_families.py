@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from family_cases import FAMILIES, SLOW
-from helpers import equal_up_to_rounding, logits, recompute_activations, save_with_tokenizer, tiny_model
+from helpers import (
+    equal_up_to_rounding,
+    logits,
+    recompute_activations,
+    save_with_tokenizer,
+    tiny_model,
+)
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
@@ -21,7 +27,13 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.model import attach
-from spkv_nas.model.attention import LayerState, hooked_layers, layer_predictor, layer_state, layer_states
+from spkv_nas.model.attention import (
+    LayerState,
+    hooked_layers,
+    layer_predictor,
+    layer_state,
+    layer_states,
+)
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.custom_model_type import native_class
 from spkv_nas.model.gates import predictors
@@ -41,7 +53,9 @@ def hybrid(family: str, **changes: Any) -> PreTrainedModel:
                 parameter *= 6
     attach.hook_layers(model)
     heads = [state.num_kv_heads for state in layer_states(model)]
-    rows = tuple("".join("GL"[(layer + head) % 2] for head in range(n)) for layer, n in enumerate(heads))
+    rows = tuple(
+        "".join("GL"[(layer + head) % 2] for head in range(n)) for layer, n in enumerate(heads)
+    )
     apply_layout(model, Layout(rows, 5, sinks=1))
     return model
 
@@ -56,7 +70,9 @@ def explicit_attention(
         is_visible = (age >= 0) & ((age < window) | (torch.arange(k.shape[2]) < sinks))
         masks.append(torch.zeros_like(age, dtype=q.dtype).masked_fill(~is_visible, -torch.inf))
     mask = torch.stack(masks)
-    if (gate := getattr(module, "expected_gate", None)) is not None:  # of keys outside the window [B, Hkv, T]
+    if (
+        gate := getattr(module, "expected_gate", None)
+    ) is not None:  # of keys outside the window [B, Hkv, T]
         mask = torch.where(age >= module.expected.windows[0], gate.to(q.dtype)[..., None, :], mask)
     group = q.shape[1] // k.shape[1]
     k, v, mask = (x.repeat_interleave(group, dim=-3) for x in (k, v, mask))
@@ -71,15 +87,22 @@ AttentionInterface.register("explicit", explicit_attention)
 def explicit_gates(model: PreTrainedModel, mode: str) -> Iterator[None]:
     """Attend under an explicit bias of the gates, the same in a layer and in those that read its keys."""
     with attach.restored(model), ExitStack() as hooks:
-        layers = {layer: (layer_state(layer), layer_predictor(layer)) for layer in hooked_layers(model).values()}
+        layers = {
+            layer: (layer_state(layer), layer_predictor(layer))
+            for layer in hooked_layers(model).values()
+        }
         detach(model)
         gates: dict[int, Tensor] = {}
         for layer, (state, predictor) in layers.items():
 
-            def compute(module: Any, args: Any, kwargs: Any, state: Any = state, predictor: Any = predictor) -> None:
+            def compute(
+                module: Any, args: Any, kwargs: Any, state: Any = state, predictor: Any = predictor
+            ) -> None:
                 if predictor is not None:
                     u = predictor(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-                    gates[id(state)] = logsigmoid(u) if mode == "soft" else torch.where(u >= 0, 0.0, -torch.inf)
+                    gates[id(state)] = (
+                        logsigmoid(u) if mode == "soft" else torch.where(u >= 0, 0.0, -torch.inf)
+                    )
                 module.expected_gate = gates.get(id(state))
                 is_gated = module.expected_gate is not None
                 windows = state.head_windows(gated=is_gated)
@@ -122,15 +145,27 @@ def test_generation_equals_whole_passes(family: str) -> None:
     mask[1, :7] = 0
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "attention_mask": mask}
     record: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
-    made = model.generate(ids, past_key_values=SPKVCache(model), max_new_tokens=14, **record, **options)
+    made = model.generate(
+        ids, past_key_values=SPKVCache(model), max_new_tokens=14, **record, **options
+    )
     for row, start in enumerate((0, 7)):
         sequence = made.sequences[row : row + 1, start:]
-        assert error(torch.stack(made.logits, 1)[row], logits(model, sequence[:, :-1])[0, 19 - start :]) < 1e-4
-        whole = model.generate(ids[row : row + 1, start:], use_cache=False, max_new_tokens=14, do_sample=False)
+        assert (
+            error(
+                torch.stack(made.logits, 1)[row], logits(model, sequence[:, :-1])[0, 19 - start :]
+            )
+            < 1e-4
+        )
+        whole = model.generate(
+            ids[row : row + 1, start:], use_cache=False, max_new_tokens=14, do_sample=False
+        )
         assert torch.equal(sequence, whole)
     # Beams
     options |= {"attention_mask": torch.ones_like(mask), "max_new_tokens": 8}
-    beams = [model.generate(ids, num_beams=3, use_cache=uses_cache, **options) for uses_cache in (True, False)]
+    beams = [
+        model.generate(ids, num_beams=3, use_cache=uses_cache, **options)
+        for uses_cache in (True, False)
+    ]
     assert torch.equal(*beams)
     # Chunks, and copies of a prompt's cache
     chunked = {**options, "prefill_chunk_size": 6}
@@ -145,7 +180,9 @@ def test_generation_equals_whole_passes(family: str) -> None:
         model(input_ids=ids[:1, :12], past_key_values=cache)
         copied = copy.deepcopy(cache)
         copied.batch_repeat_interleave(2)
-        actual = model(input_ids=ids[:, 12:], past_key_values=copied, position_ids=positions[:, 12:]).logits
+        actual = model(
+            input_ids=ids[:, 12:], past_key_values=copied, position_ids=positions[:, 12:]
+        ).logits
     joined = torch.cat([ids[:1, :12].expand(2, -1), ids[:, 12:]], 1)
     assert error(actual, logits(model, joined)[:, 12:]) < 1e-4
 
@@ -157,8 +194,12 @@ def test_bytes_are_those_of_the_plan(family: str) -> None:
     with torch.no_grad():
         for tokens in torch.full((1, 100), 5).split([80, *[1] * 20], 1):
             model(input_ids=tokens, past_key_values=cache)
-    planned = CacheCost(100, 1, 5, head_dim=64, dtype="float32", sinks=1, global_window=states[0].checkpoint_window)
-    windows = [None if w == state.checkpoint_window else w for state in states for w in state.windows or ()]
+    planned = CacheCost(
+        100, 1, 5, head_dim=64, dtype="float32", sinks=1, global_window=states[0].checkpoint_window
+    )
+    windows = [
+        None if w == state.checkpoint_window else w for state in states for w in state.windows or ()
+    ]
     assert config_shape(model.config).num_layers == len(states)
     assert planned.of_heads(windows) < cache.num_bytes < 1.1 * planned.of_heads(windows)
 
@@ -173,7 +214,9 @@ def test_states_outside_of_the_cache_are_refused() -> None:
 @pytest.mark.parametrize(
     "family", ["nemotron_h", *(pytest.param(f, marks=pytest.mark.slow) for f in ("lfm2", "zamba2"))]
 )
-def test_hybrids_are_saved_and_loaded(family: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_hybrids_are_saved_and_loaded(
+    family: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Nemotron-H lists the kinds of its layers, not their number; its own config class refuses the file."""
     model = hybrid(family)
     save_with_tokenizer(model, tiny_tokenizer, tmp_path)
@@ -182,7 +225,9 @@ def test_hybrids_are_saved_and_loaded(family: str, tmp_path: Path, tiny_tokenize
         native_class(model.config).from_pretrained(tmp_path)
 
 
-def test_layers_that_share_keys_are_one_choice(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_layers_that_share_keys_are_one_choice(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """A layout has a row for each layer with keys of its own, which a saved hybrid restores."""
     model = hybrid("gemma4_text")
     assert (len(layer_states(model)), config_shape(model.config).num_layers) == (4, 4)
@@ -193,7 +238,9 @@ def test_layers_that_share_keys_are_one_choice(tmp_path: Path, tiny_tokenizer: P
     cache = SPKVCache(model)
     with torch.no_grad():
         model(input_ids=prompts(), past_key_values=cache)
-    assert cache.full_attention_bytes == 2 * 20 * 2 * 4 * 2 * 8 * 4  # sequences, tokens, K and V, layers, heads, size
+    assert (
+        cache.full_attention_bytes == 2 * 20 * 2 * 4 * 2 * 8 * 4
+    )  # sequences, tokens, K and V, layers, heads, size
     layout = Layout(("GL",) * 4, 3)
     with attach.restored(model):
         apply_layout(model, layout)
@@ -202,7 +249,9 @@ def test_layers_that_share_keys_are_one_choice(tmp_path: Path, tiny_tokenizer: P
     assert not any(hasattr(module, "spkv") for module in model.modules())
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "youtu", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["gemma4_text", "youtu", pytest.param("gemma3n_text", marks=pytest.mark.slow)]
+)
 def test_gates_of_shared_keys(family: str) -> None:
     """They equal an explicit bias in all layers and heads that share them, also recomputed, and with the cache."""
     model = hybrid(family)

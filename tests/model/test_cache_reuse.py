@@ -12,7 +12,16 @@ from helpers import logits, scatter_gates, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas import GateConfig, Layout, SPKVCache, UserError, apply_layout, attach_gates, detach, layout_applied
+from spkv_nas import (
+    GateConfig,
+    Layout,
+    SPKVCache,
+    UserError,
+    apply_layout,
+    attach_gates,
+    detach,
+    layout_applied,
+)
 from spkv_nas.model.modes import gate_mode, set_gate_mode
 from spkv_nas.model.windows import add_learned_sinks
 
@@ -103,7 +112,10 @@ class TestChangesBetweenCalls:
         detach(model)
         apply_layout(model, LAYOUT)
         found = [step(model, cache, tokens[:, 10:20])]
-        with layout_applied(model, OTHERS["layout"]), pytest.raises(UserError, match="under another layout"):
+        with (
+            layout_applied(model, OTHERS["layout"]),
+            pytest.raises(UserError, match="under another layout"),
+        ):
             step(model, cache, tokens[:, 20:])
         found.append(step(model, cache, tokens[:, 20:]))
         assert close(torch.cat(found, 1), expected[:, 10:])
@@ -116,7 +128,8 @@ class TestChangesBetweenCalls:
         detach(model)
         for cache in (filled, empty):
             with pytest.raises(
-                UserError, match="past_key_values is an SPKVCache, but this model has no gates or layout"
+                UserError,
+                match="past_key_values is an SPKVCache, but this model has no gates or layout",
             ):
                 step(model, cache, tokens[:, :1])
 
@@ -170,7 +183,9 @@ class TestChangesBetweenCalls:
         model, tokens = hybrid(), prompt()
         cache = fill(model, tokens[:, :20])
         model.float()
-        with pytest.raises(UserError, match=r"holds keys in torch\.float64 on cpu, but this call computes in"):
+        with pytest.raises(
+            UserError, match=r"holds keys in torch\.float64 on cpu, but this call computes in"
+        ):
             step(model, cache, tokens[:, 20:])
 
     def test_an_interrupted_call(self) -> None:
@@ -204,7 +219,10 @@ class TestRows:
         changes: dict[str, tuple[Callable[[SPKVCache], None], list[int]]] = {
             "numbers": (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
             "a list": (lambda cache: cache.batch_select_indices([1]), [1]),
-            "a mask": (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+            "a mask": (
+                lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+                [0, 2],
+            ),
             "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
             "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
         }

@@ -42,7 +42,10 @@ def hybrid(
     model = sharpen_attention(tiny_model(family, **KINDS.get(family, options)), 4.0).to(dtype)
     attach.hook_layers(model)
     heads = [state.num_kv_heads for state in layer_states(model)]
-    rows = tuple("".join(letters[(layer + head) % len(letters)] for head in range(n)) for layer, n in enumerate(heads))
+    rows = tuple(
+        "".join(letters[(layer + head) % len(letters)] for head in range(n))
+        for layer, n in enumerate(heads)
+    )
     apply_layout(model, Layout(rows, 5, sinks=1))
     return model
 
@@ -73,7 +76,9 @@ class TestMasks:
     )
     def test_other_values(self, values: list[float], held: str, with_cache: bool) -> None:
         """Numbers of documents made them see each other, and a mask to be added was read as its opposite."""
-        with pytest.raises(UserError, match=f"attention_mask holds {held}.*, but 1 says a token and 0 padding"):
+        with pytest.raises(
+            UserError, match=f"attention_mask holds {held}.*, but 1 says a token and 0 padding"
+        ):
             logits(hybrid(), tokens(), attention_mask=torch.tensor([values]), use_cache=with_cache)
 
     @pytest.mark.parametrize(
@@ -106,7 +111,9 @@ class TestMasks:
             mask[1, :5] = 0
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)
             for uses_cache in (False, True):
-                with_mask = logits(model, ids, attention_mask=mask, position_ids=positions, use_cache=uses_cache)
+                with_mask = logits(
+                    model, ids, attention_mask=mask, position_ids=positions, use_cache=uses_cache
+                )
                 assert close(with_mask[0], whole[0]), dtype
                 assert close(with_mask[1, 5:], padded[0]), dtype
 
@@ -118,7 +125,10 @@ class TestPositions:
         """They were documents without a cache and one text with one, as in transformers; a mask of ones says which."""
         model, ids = hybrid(family, letters="G"), tokens()
         for uses_cache in (False, True):
-            with pytest.raises(UserError, match=r"position_ids go from \d+ to \d+ in row 0.*\ngive an attention_mask"):
+            with pytest.raises(
+                UserError,
+                match=r"position_ids go from \d+ to \d+ in row 0.*\ngive an attention_mask",
+            ):
                 logits(model, ids, position_ids=positions, use_cache=uses_cache)
         given = {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
         whole = logits(model, ids, **given)
@@ -132,7 +142,9 @@ class TestPositions:
         expected = logits(model, ids, position_ids=GAP, attention_mask=torch.ones_like(ids))
         cache = SPKVCache(model)
         logits(model, ids[:, :8], position_ids=GAP[:, :8], past_key_values=cache, use_cache=None)
-        found = logits(model, ids[:, 8:], position_ids=GAP[:, 8:], past_key_values=cache, use_cache=None)
+        found = logits(
+            model, ids[:, 8:], position_ids=GAP[:, 8:], past_key_values=cache, use_cache=None
+        )
         assert close(found, expected[:, 8:])
 
     def test_the_first_position(self) -> None:
@@ -144,11 +156,17 @@ class TestPositions:
     @pytest.mark.parametrize("start", [0, 50])
     def test_restarts_beside_a_cache(self, start: int) -> None:
         """Positions that begin late hid that they start again."""
-        positions = torch.cat([torch.arange(start, start + 10), torch.arange(start + 3, start + 13)])[None]
-        with pytest.raises(UserError, match="position_ids start again: a cache holds no packed documents"):
+        positions = torch.cat(
+            [torch.arange(start, start + 10), torch.arange(start + 3, start + 13)]
+        )[None]
+        with pytest.raises(
+            UserError, match="position_ids start again: a cache holds no packed documents"
+        ):
             logits(hybrid(), tokens(), position_ids=positions, use_cache=True)
         with pytest.raises(UserError, match="leave attention_mask out"):
-            logits(hybrid(), tokens(), position_ids=positions, attention_mask=torch.ones_like(tokens()))
+            logits(
+                hybrid(), tokens(), position_ids=positions, attention_mask=torch.ones_like(tokens())
+            )
 
     def test_padding_has_any_position(self) -> None:
         model, ids, mask = hybrid(), tokens(), torch.ones(1, TOTAL)
@@ -156,21 +174,32 @@ class TestPositions:
         positions = torch.cat([torch.full((6,), 1), torch.arange(14)])[None]
         expected = logits(model, ids[:, 6:])
         for uses_cache in (False, True):
-            found = logits(model, ids, position_ids=positions, attention_mask=mask, use_cache=uses_cache)
+            found = logits(
+                model, ids, position_ids=positions, attention_mask=mask, use_cache=uses_cache
+            )
             assert close(found[:, 6:], expected)
 
 
 class TestDocuments:
     @pytest.mark.parametrize("family", KINDS)
     @pytest.mark.parametrize("with_ones", [False, True])
-    @pytest.mark.parametrize("names", ["position_ids", "cu_seq_lens", "seq_idx", "cu_seq_lens seq_idx", "all"])
-    def test_each_input_that_tells_documents(self, family: str, names: str, with_ones: bool) -> None:
+    @pytest.mark.parametrize(
+        "names", ["position_ids", "cu_seq_lens", "seq_idx", "cu_seq_lens seq_idx", "all"]
+    )
+    def test_each_input_that_tells_documents(
+        self, family: str, names: str, with_ones: bool
+    ) -> None:
         model, ids = hybrid(family), tokens()
         inputs: dict[str, Any] = {}
         if names in ("position_ids", "all"):
             inputs["position_ids"] = RESTARTING
         if "cu_seq_lens" in names or names == "all":
-            inputs |= {"cu_seq_lens_q": ENDS.int(), "cu_seq_lens_k": ENDS.int(), "max_length_q": 9, "max_length_k": 9}
+            inputs |= {
+                "cu_seq_lens_q": ENDS.int(),
+                "cu_seq_lens_k": ENDS.int(),
+                "max_length_q": 9,
+                "max_length_k": 9,
+            }
         if "seq_idx" in names or names == "all":
             inputs["seq_idx"] = INDEX.int()
         if with_ones:
@@ -183,7 +212,9 @@ class TestDocuments:
         assert close(logits(model, ids, **inputs), expected)
 
     @pytest.mark.parametrize("family", ["gpt2", "opt", "biogpt"])
-    @pytest.mark.parametrize("inputs", [{"seq_idx": INDEX}, {"cu_seq_lens_q": ENDS}, {"position_ids": RESTARTING}])
+    @pytest.mark.parametrize(
+        "inputs", [{"seq_idx": INDEX}, {"cu_seq_lens_q": ENDS}, {"position_ids": RESTARTING}]
+    )
     def test_positions_that_are_learned(self, family: str, inputs: dict[str, Any]) -> None:
         """Documents told by other inputs than positions had the positions of the row."""
         model, ids = hybrid(family), tokens()
@@ -197,14 +228,35 @@ class TestDocuments:
             ({"cu_seq_lens_q": ENDS.flip(0)}, "cu_seq_lens_q must ascend from 0"),
             ({"cu_seq_lens_q": ENDS[None]}, "cu_seq_lens_q must ascend from 0"),
             ({"cu_seq_lens_k": ENDS}, "cu_seq_lens_k is given without cu_seq_lens_q"),
-            ({"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS[[0, -1]]}, "cu_seq_lens_k differs from cu_seq_lens_q"),
-            ({"cu_seq_lens_q": ENDS, "position_ids": RESTARTING.flip(0).roll(1)}, "tell different documents"),
-            ({"cu_seq_lens_q": ENDS[[0, -1]], "position_ids": RESTARTING}, "position_ids and cu_seq_lens_q tell diff"),
-            ({"seq_idx": INDEX // 2, "position_ids": RESTARTING}, "position_ids and seq_idx tell different documents"),
-            ({"seq_idx": INDEX // 2, "cu_seq_lens_q": ENDS}, "cu_seq_lens_q and seq_idx tell different documents"),
-            ({"seq_idx": INDEX % 2}, "seq_idx gives tokens apart from each other the same document"),
+            (
+                {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS[[0, -1]]},
+                "cu_seq_lens_k differs from cu_seq_lens_q",
+            ),
+            (
+                {"cu_seq_lens_q": ENDS, "position_ids": RESTARTING.flip(0).roll(1)},
+                "tell different documents",
+            ),
+            (
+                {"cu_seq_lens_q": ENDS[[0, -1]], "position_ids": RESTARTING},
+                "position_ids and cu_seq_lens_q tell diff",
+            ),
+            (
+                {"seq_idx": INDEX // 2, "position_ids": RESTARTING},
+                "position_ids and seq_idx tell different documents",
+            ),
+            (
+                {"seq_idx": INDEX // 2, "cu_seq_lens_q": ENDS},
+                "cu_seq_lens_q and seq_idx tell different documents",
+            ),
+            (
+                {"seq_idx": INDEX % 2},
+                "seq_idx gives tokens apart from each other the same document",
+            ),
             ({"seq_idx": INDEX[:, 1:]}, r"seq_idx must be of shape \[1, 20\]"),
-            ({"seq_idx": INDEX, "attention_mask": torch.arange(TOTAL)[None] > 2}, "attention_mask has padding, beside"),
+            (
+                {"seq_idx": INDEX, "attention_mask": torch.arange(TOTAL)[None] > 2},
+                "attention_mask has padding, beside",
+            ),
             ({"cu_seq_lens_q": ENDS, "use_cache": True}, "a cache holds no packed documents"),
             ({"seq_idx": INDEX, "use_cache": True}, "a cache holds no packed documents"),
         ],
@@ -218,19 +270,30 @@ class TestDocuments:
     def test_one_document_is_nothing(self, uses_cache: bool) -> None:
         model, ids = hybrid(), tokens()
         ends = ENDS[[0, -1]]
-        for inputs in ({"seq_idx": torch.full_like(ids, 3)}, {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}):
+        for inputs in (
+            {"seq_idx": torch.full_like(ids, 3)},
+            {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends},
+        ):
             assert close(logits(model, ids, **inputs, use_cache=uses_cache), logits(model, ids))
 
     @pytest.mark.parametrize(
         "family",
-        [pytest.param(family, marks=pytest.mark.slow if family in SLOW else ()) for family in STATES],
+        [
+            pytest.param(family, marks=pytest.mark.slow if family in SLOW else ())
+            for family in STATES
+        ],
     )
     def test_families_that_pass_states_on(self, family: str) -> None:
         """Their documents saw each other: commands refused them, and calls did not."""
         options = {**FAMILIES, **SLOW}[family]
-        model, ids = hybrid(family, dtype=torch.float32, **options), tokens()  # experts have no products in float64
+        model, ids = (
+            hybrid(family, dtype=torch.float32, **options),
+            tokens(),
+        )  # experts have no products in float64
         for inputs in ({"position_ids": RESTARTING}, {"cu_seq_lens_q": ENDS}, {"seq_idx": INDEX}):
-            with pytest.raises(UserError, match=f"{type(model).__name__} cannot keep packed documents apart"):
+            with pytest.raises(
+                UserError, match=f"{type(model).__name__} cannot keep packed documents apart"
+            ):
                 logits(model, ids, **inputs)
         assert torch.isfinite(logits(model, ids, position_ids=torch.arange(TOTAL)[None])).all()
 
@@ -300,7 +363,9 @@ class TestGenerate:
     def test_chunks_without_a_cache(self) -> None:
         model = tiny_model()
         attach_gates(model, GateConfig(window=5))
-        with pytest.raises(UserError, match="prefill_chunk_size needs a cache, which these gates cannot use"):
+        with pytest.raises(
+            UserError, match="prefill_chunk_size needs a cache, which these gates cannot use"
+        ):
             model.generate(tokens(), prefill_chunk_size=4, **GREEDY)
 
     def test_stop_strings(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -313,7 +378,12 @@ class TestGenerate:
         stop = tiny_tokenizer.decode(whole[ids.shape[1] + 4 :][:1])
         for beams in (1, 3):
             for uses_cache in (True, False):
-                options = {**GREEDY, "num_beams": beams, "use_cache": uses_cache, "tokenizer": tiny_tokenizer}
+                options = {
+                    **GREEDY,
+                    "num_beams": beams,
+                    "use_cache": uses_cache,
+                    "tokenizer": tiny_tokenizer,
+                }
                 found = model.generate(ids, stop_strings=[stop], **options)[0]
                 if beams == 1:
                     assert torch.equal(found, whole[: len(found)])
@@ -322,13 +392,21 @@ class TestGenerate:
     def test_guidance(self) -> None:
         """It calls the model a second time, with a cache of its own."""
         model, ids = self.model(), tokens()
-        found = [model.generate(ids, guidance_scale=1.5, use_cache=uses, **GREEDY) for uses in (True, False)]
+        found = [
+            model.generate(ids, guidance_scale=1.5, use_cache=uses, **GREEDY)
+            for uses in (True, False)
+        ]
         assert torch.equal(*found)
 
     @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
     def test_training_mode(self, family: str) -> None:
         """Activation checkpointing dropped the cache below the model, so that tokens saw only themselves."""
-        options = {"num_key_value_heads": None, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        options = {
+            "num_key_value_heads": None,
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+        }
         model = hybrid(family, **options) if family == "gpt2" else hybrid(family)
         model.generation_config.eos_token_id = None
         ids = tokens(2)
@@ -337,7 +415,9 @@ class TestGenerate:
         assert torch.equal(model.generate(ids, **GREEDY), whole)
         recompute_activations(model)
         for cache in ({}, {"past_key_values": SPKVCache(model)}):
-            with pytest.raises(UserError, match=r"drops the cache.*\n?.*call model\.eval\(\) before"):
+            with pytest.raises(
+                UserError, match=r"drops the cache.*\n?.*call model\.eval\(\) before"
+            ):
                 model.generate(ids, **GREEDY, **cache)
         assert torch.equal(model.generate(ids, use_cache=False, **GREEDY), whole)
         model.eval()

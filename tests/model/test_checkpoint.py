@@ -40,15 +40,32 @@ class TestWeights:
         [
             (without(""), r"lacks 55 of its 55 tensors: .*\.\.\.\nthe folder is incomplete"),
             (without(f"{Q}.weight"), rf"lacks 1 of its 55 tensors: {Q}\.weight"),
-            (without("utility_predictor"), r"lacks 16 of its 55 tensors: model\.layers\.0\.self_attn\.utility"),
-            (lambda w: w.update({f"{Q}.weight": torch.ones(3, 32)}), r"\[3, 32\] in the file, \[32, 32\]"),
             (
-                lambda w: w.update({"model.layers.3.self_attn.utility_predictor.down.weight": torch.ones(5, 16)}),
+                without("utility_predictor"),
+                r"lacks 16 of its 55 tensors: model\.layers\.0\.self_attn\.utility",
+            ),
+            (
+                lambda w: w.update({f"{Q}.weight": torch.ones(3, 32)}),
+                r"\[3, 32\] in the file, \[32, 32\]",
+            ),
+            (
+                lambda w: w.update(
+                    {"model.layers.3.self_attn.utility_predictor.down.weight": torch.ones(5, 16)}
+                ),
                 r"utility_predictor\.down\.weight: \[5, 16\] in the file, \[2, 16\]",
             ),
-            (lambda w: w.update({f"{Q}.bias": torch.ones(32)}), rf"1 tensors do not exist in the layers .*{Q}\.bias"),
-            (lambda w: w.update({"layers.9.x": torch.ones(2)}), r"1 tensors do not exist in the layers"),
-            (lambda w: w[f"{Q}.weight"][0].fill_(torch.nan), rf"1 tensors hold numbers .* such as {Q}\.weight"),
+            (
+                lambda w: w.update({f"{Q}.bias": torch.ones(32)}),
+                rf"1 tensors do not exist in the layers .*{Q}\.bias",
+            ),
+            (
+                lambda w: w.update({"layers.9.x": torch.ones(2)}),
+                r"1 tensors do not exist in the layers",
+            ),
+            (
+                lambda w: w[f"{Q}.weight"][0].fill_(torch.nan),
+                rf"1 tensors hold numbers .* such as {Q}\.weight",
+            ),
             (lambda w: w["model.norm.weight"][:1].fill_(torch.inf), "NaN or infinity"),
         ],
         ids=["all", "one", "predictors", "shape", "predictor-shape", "bias", "layer", "nan", "inf"],
@@ -71,10 +88,14 @@ class TestWeights:
         """With one weight of 1e38 all logits were 0, and the NLL was that of a uniform guess."""
         write(tmp_path, tiny_tokenizer, kind)
         change_weights(tmp_path, lambda w: w[f"{Q}.weight"][0, :1].fill_(-1e38))
-        with pytest.warns(UserWarning, match=rf"1 tensors hold numbers as large as 1e\+38, such as {Q}\.weight"):
+        with pytest.warns(
+            UserWarning, match=rf"1 tensors hold numbers as large as 1e\+38, such as {Q}\.weight"
+        ):
             load(tmp_path)
 
-    def test_a_dense_model_with_missing_weights(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_dense_model_with_missing_weights(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         write(tmp_path, tiny_tokenizer, "dense")
         change_weights(tmp_path, without("layers.2."))
         with pytest.raises(UserError, match="lacks 9 of its 39 tensors"):
@@ -87,7 +108,10 @@ class TestWeights:
         assert "lm_head.weight" not in load_file(tmp_path / FILE)
         load(tmp_path)
         change_weights(tmp_path, without("embed_tokens"))
-        with pytest.raises(UserError, match=r"lacks 2 of its 55 tensors: lm_head\.weight, model\.embed_tokens\.weight"):
+        with pytest.raises(
+            UserError,
+            match=r"lacks 2 of its 55 tensors: lm_head\.weight, model\.embed_tokens\.weight",
+        ):
             load(tmp_path)
 
     def test_heads_for_another_task_are_left_out_aloud(
@@ -95,7 +119,10 @@ class TestWeights:
     ) -> None:
         write(tmp_path, tiny_tokenizer)
         expected = logits(load(tmp_path)[0], tokens)
-        extra = {"v_head.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        extra = {
+            "v_head.weight": torch.ones(2),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        }
         change_weights(tmp_path, lambda weights: weights.update(extra))
         with pytest.warns(UserWarning, match=r"1 tensors are not used.*: v_head\.weight$"):
             model, _ = load(tmp_path)
@@ -104,7 +131,9 @@ class TestWeights:
     def test_only_pickles(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         write(tmp_path, tiny_tokenizer)
         (tmp_path / FILE).rename(tmp_path / "pytorch_model.bin")
-        with pytest.raises(UserError, match=r"weights in pytorch_model\.bin, a pickle.*\nconvert it"):
+        with pytest.raises(
+            UserError, match=r"weights in pytorch_model\.bin, a pickle.*\nconvert it"
+        ):
             load(tmp_path)
 
     def test_none_at_all(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -156,15 +185,23 @@ class TestShards:
                 {"metadata": {}, "weight_map": {"a": "/other/model.safetensors"}},
                 "not a .safetensors file in the same folder",
             ),
-            ({"metadata": {}, "weight_map": {"a": "pytorch_model.bin"}}, "not a .safetensors file in the same folder"),
-            ({"metadata": {}, "weight_map": {"a": "x.safetensors"}}, "x.safetensors, which does not exist"),
+            (
+                {"metadata": {}, "weight_map": {"a": "pytorch_model.bin"}},
+                "not a .safetensors file in the same folder",
+            ),
+            (
+                {"metadata": {}, "weight_map": {"a": "x.safetensors"}},
+                "x.safetensors, which does not exist",
+            ),
             ({"metadata": {}, "weight_map": {"a": 3}}, "'weight_map' must map every tensor"),
             ({"metadata": {}, "weight_map": []}, "'weight_map' must map every tensor"),
             ({"weight_map": {"a": "x.safetensors"}}, "'metadata' must be"),
             ([], "expected keys and values, found list"),
         ],
     )
-    def test_an_index_names_only_files_in_its_folder(self, index: Any, message: str, folder: Path) -> None:
+    def test_an_index_names_only_files_in_its_folder(
+        self, index: Any, message: str, folder: Path
+    ) -> None:
         (folder / INDEX).write_text(json.dumps(index))
         with pytest.raises(UserError, match=message):
             load(folder)
@@ -172,7 +209,9 @@ class TestShards:
     def test_a_shard_that_is_left_out_is_missed(self, folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
         last = max(index["weight_map"].values())
-        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != last}
+        index["weight_map"] = {
+            name: file for name, file in index["weight_map"].items() if file != last
+        }
         (folder / INDEX).write_text(json.dumps(index))
         with pytest.raises(UserError, match="lacks"):
             load(folder)
@@ -185,18 +224,27 @@ class TestSection:
             (lambda s: s.clear(), "key 'version' is missing"),
             (lambda s: s.update(version=2), "key 'version'"),
             (lambda s: s.pop("gates"), "expected either 'gates' or 'layout'"),
-            (lambda s: s.update(layout={"heads": ["GL"] * 4, "window": 6}), "expected either 'gates' or 'layout'"),
+            (
+                lambda s: s.update(layout={"heads": ["GL"] * 4, "window": 6}),
+                "expected either 'gates' or 'layout'",
+            ),
             (lambda s: s["gates"].update(window=10**30), "window"),
             (lambda s: s["gates"].update(window="6"), r"gates\.window"),
             (lambda s: s["gates"].update(tau=float("nan")), r"gates\.tau"),
             (lambda s: s["gates"].pop("tau"), "window and tau are both required"),
-            (lambda s: s["gates"].update(heads=["SG"] * 3), "the grid of the gates' heads is for 3 layers"),
+            (
+                lambda s: s["gates"].update(heads=["SG"] * 3),
+                "the grid of the gates' heads is for 3 layers",
+            ),
             (lambda s: s["gates"].update(hidden_size=10**12), "of memory"),
             (
                 lambda s: s["layers"].pop("model.layers.3.self_attn"),
                 "do not exist in the|leaves out attention layer 3",
             ),
-            (lambda s: s["layers"].update({"model.layers.7.self_attn": s["layers"][LAYER]}), "no layer"),
+            (
+                lambda s: s["layers"].update({"model.layers.7.self_attn": s["layers"][LAYER]}),
+                "no layer",
+            ),
             (lambda s: s["layers"][LAYER].update(num_kv_heads=10**12), "num_kv_heads"),
             (
                 lambda s: s["layers"][LAYER].update(native_window=3),
@@ -205,7 +253,9 @@ class TestSection:
             (lambda s: s.update(layers=[]), "key 'layers'"),
         ],
     )
-    def test_damaged(self, change: Any, message: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_damaged(
+        self, change: Any, message: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         write(tmp_path, tiny_tokenizer, stock_type=True)
         change_config(tmp_path, lambda config: change(config["spkv"]))
         with pytest.raises(UserError, match=message):
@@ -221,15 +271,21 @@ class TestSection:
         with pytest.raises(UserError, match="section 'spkv'"):
             load(tmp_path)
 
-    def test_gates_without_it(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_gates_without_it(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         write(tmp_path, tiny_tokenizer, stock_type=True)
         change_config(tmp_path, lambda config: config.pop("spkv"))
         with pytest.raises(UserError, match="16 tensors do not exist in the layers"):
             load(tmp_path)
 
-    def test_a_layer_of_a_hybrid_is_left_out(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_layer_of_a_hybrid_is_left_out(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         write(tmp_path, tiny_tokenizer, "hybrid")
-        change_config(tmp_path, lambda config: config["spkv"]["layers"].pop("model.layers.3.self_attn"))
+        change_config(
+            tmp_path, lambda config: config["spkv"]["layers"].pop("model.layers.3.self_attn")
+        )
         with pytest.raises(UserError, match="the layout is for 4 layers"):
             load(tmp_path)
 
@@ -248,20 +304,31 @@ class TestSizes:
         ],
     )
     def test_a_config_beyond_reason(
-        self, key: str, value: int, message: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+        self,
+        key: str,
+        value: int,
+        message: str,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         write(tmp_path, tiny_tokenizer, stock_type=True)
         change_config(tmp_path, lambda config: config.update({key: value}))
         with pytest.raises(UserError, match=message):
             load(tmp_path)
 
-    def test_a_dense_model_is_not_cut_short(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_dense_model_is_not_cut_short(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         write(tmp_path, tiny_tokenizer, "dense")
         change_config(tmp_path, lambda config: config.update(num_hidden_layers=2))
-        with pytest.raises(UserError, match=r"18 tensors do not exist in the layers .*: model\.layers\.2\."):
+        with pytest.raises(
+            UserError, match=r"18 tensors do not exist in the layers .*: model\.layers\.2\."
+        ):
             load(tmp_path)
 
-    def test_shapes_of_a_million_layers(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_shapes_of_a_million_layers(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         write(tmp_path, tiny_tokenizer)
         change_config(tmp_path, lambda config: config.update(num_hidden_layers=10**12))
         with pytest.raises(UserError, match="more than 1,000 are not supported"):

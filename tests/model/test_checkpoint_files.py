@@ -53,9 +53,15 @@ class TestManifest:
         """Without a manifest, as models of others are, the message named the folder alone."""
         (folder / MANIFEST).unlink()
         content = (folder / FILE).read_bytes()
-        damaged = {"cut": content[: len(content) // 2], "huge": b"\xff" * 7 + b"\x7f" + content[8:], "other": b"{}"}
+        damaged = {
+            "cut": content[: len(content) // 2],
+            "huge": b"\xff" * 7 + b"\x7f" + content[8:],
+            "other": b"{}",
+        }
         (folder / FILE).write_bytes(damaged[header])
-        with pytest.raises(UserError, match=rf"weights {folder / FILE} are damaged or truncated: .*\ncopy"):
+        with pytest.raises(
+            UserError, match=rf"weights {folder / FILE} are damaged or truncated: .*\ncopy"
+        ):
             load(folder)
 
     def test_a_damaged_checkpoint_is_not_an_unfinished_one(self, folder: Path) -> None:
@@ -84,19 +90,25 @@ class TestIdentity:
             other.rename(folder)
         else:
             shutil.copytree(other, folder, dirs_exist_ok=True)
-        with pytest.raises(UserError, match="changed since it was loaded, so results would mix two models\nrun"):
+        with pytest.raises(
+            UserError, match="changed since it was loaded, so results would mix two models\nrun"
+        ):
             weights_identity(folder)
         del model
         gc.collect()
         assert weights_identity(folder) != before
 
-    def test_only_relevant_files_count(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_only_relevant_files_count(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """The log contains times, so it does not count."""
         result = []
         for name in ("one", "two", "bare"):
             folder = write(tmp_path / name, tiny_tokenizer)
             (folder / "train-log.csv").write_text(f"step,tokens_per_second\n1,{name}\n")
-            change_config(folder, lambda config: config.update(transformers_version=str(len(config))))
+            change_config(
+                folder, lambda config: config.update(transformers_version=str(len(config)))
+            )
             if name != "bare":
                 write_manifest(folder)
             result.append(weights_identity(folder))
@@ -114,7 +126,9 @@ class TestIdentity:
         result.append(weights_identity(tmp_path / "one"))
         assert len(set(result)) == 4
 
-    def test_no_weights_have_none(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_no_weights_have_none(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         with pytest.raises(UserError, match="config not found"):
             weights_identity(tmp_path)
         folder = write(tmp_path / "model", tiny_tokenizer)
@@ -131,12 +145,20 @@ VALUES: list[Any] = [
 
 def places(content: Any) -> list[tuple[Any, Any]]:
     """Yield every (container, key) in a JSON document."""
-    keys = content.keys() if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
+    keys = (
+        content.keys()
+        if isinstance(content, dict)
+        else range(len(content))
+        if isinstance(content, list)
+        else ()
+    )
     return [child for key in keys for child in ((content, key), *places(content[key]))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["config.json", MANIFEST, "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", MANIFEST, "tokenizer.json", "tokenizer_config.json"]
+)
 def test_hostile_files_are_refused_or_change_nothing(
     name: str, tmp_path: Path, tokens: Tensor, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -148,7 +170,11 @@ def test_hostile_files_are_refused_or_change_nothing(
     original, accepted, refused = json.loads((folder / name).read_text()), 0, 0
     for _ in range(60):
         mutant = copy.deepcopy(original)
-        exempt = [key for key in ("rope_parameters", "rms_norm_eps") if isinstance(mutant, dict) and key in mutant]
+        exempt = [
+            key
+            for key in ("rope_parameters", "rms_norm_eps")
+            if isinstance(mutant, dict) and key in mutant
+        ]
         container, key = rng.choice([entry for entry in places(mutant) if entry[1] not in exempt])
         if rng.random() < 0.2:
             del container[key]
@@ -176,8 +202,12 @@ def test_weights_have_the_permissions_of_the_config(tmp_path: Path) -> None:
 
 
 class TestFullDisk:
-    @pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("PytorchStreamWriter failed")])
-    def test_of_weights(self, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        "error", [OSError(28, "No space left"), RuntimeError("PytorchStreamWriter failed")]
+    )
+    def test_of_weights(
+        self, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         model = tiny_model()
 
         def fail(*_: Any, **__: Any) -> None:
@@ -188,7 +218,10 @@ class TestFullDisk:
             save(model, None, tmp_path)
 
     def test_of_the_tokenizer(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        tiny_tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         def fail(*_: Any, **__: Any) -> None:
             raise Exception("No space left on device (os error 28)")

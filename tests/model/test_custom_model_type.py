@@ -52,7 +52,9 @@ def model_type(folder: Path) -> str:
 
 def refused_by_plain_transformers(*folders: Path) -> None:
     """Check, in a fresh process, that Auto classes refuse the type, and the family's classes the number of layers."""
-    completed = subprocess.run([sys.executable, "-c", PLAIN, *map(str, folders)], capture_output=True, text=True)
+    completed = subprocess.run(
+        [sys.executable, "-c", PLAIN, *map(str, folders)], capture_output=True, text=True
+    )
     lines = completed.stdout.splitlines()
     assert completed.returncode == 0, completed.stderr
     assert len(lines) == 3 * len(folders)
@@ -78,18 +80,24 @@ def test_save_pretrained_keeps_the_model_type(make: object, tokens: Tensor, tmp_
 
 
 @pytest.mark.parametrize("make", [hybrid, gated])
-def test_without_gates_and_layout_it_is_saved_unchanged(make: object, tokens: Tensor, tmp_path: Path) -> None:
+def test_without_gates_and_layout_it_is_saved_unchanged(
+    make: object, tokens: Tensor, tmp_path: Path
+) -> None:
     model = make()  # type: ignore[operator]
     detach(model)
     model.save_pretrained(tmp_path)
     assert model_type(tmp_path) == "llama"
-    assert equal_up_to_rounding(logits(LlamaForCausalLM.from_pretrained(tmp_path), tokens), logits(model, tokens))
+    assert equal_up_to_rounding(
+        logits(LlamaForCausalLM.from_pretrained(tmp_path), tokens), logits(model, tokens)
+    )
     assert type(model.config) is type(tiny_model().config)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variant", slow_after(1, [Variant.hybrid(Layout(("GL", "LL"), 8)), Variant.sp_kv()]), ids=["hybrid", "gates"]
+    "variant",
+    slow_after(1, [Variant.hybrid(Layout(("GL", "LL"), 8)), Variant.sp_kv()]),
+    ids=["hybrid", "gates"],
 )
 def test_what_training_leaves_is_refused_or_what_it_is(
     variant: Variant, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, tokens: Tensor
@@ -97,7 +105,9 @@ def test_what_training_leaves_is_refused_or_what_it_is(
     branch = train_branch(recipe, corpus, dense, tmp_path / "branch", variant, device="cpu")
     assert model_type(branch.checkpoint) == "spkv"
     expected = logits(load(branch.checkpoint)[0], tokens)
-    assert equal_up_to_rounding(logits(AutoModelForCausalLM.from_pretrained(branch.checkpoint), tokens), expected)
+    assert equal_up_to_rounding(
+        logits(AutoModelForCausalLM.from_pretrained(branch.checkpoint), tokens), expected
+    )
     refused_by_plain_transformers(branch.checkpoint)
 
 

@@ -31,7 +31,12 @@ from spkv_nas.probing.priced import learn_gates
 
 def parted(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Offload most layers of the model to disk with accelerate, so that their weights are on the meta device."""
-    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.2": "cpu"}
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.2": "cpu",
+    }
     places |= dict.fromkeys(("model.layers.1", "model.layers.3", "model.norm", "lm_head"), "disk")
     accelerate.dispatch_model(model, places, offload_dir=folder)
     assert any(parameter.is_meta for parameter in model.parameters())
@@ -39,7 +44,9 @@ def parted(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("chunk", [1 << 28, 97 * 4 * 16], ids=["whole", "in chunks"])
-def test_nll_and_scores(chunk: int, blocks: TokenBlocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nll_and_scores(
+    chunk: int, blocks: TokenBlocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("spkv_nas.base.memory.CHUNK_BYTES", chunk)
     whole, other = evaluate(gated(), blocks), evaluate(parted(gated(), tmp_path / "gated"), blocks)
     assert whole.density == other.density
@@ -56,10 +63,14 @@ def test_density(blocks: TokenBlocks, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the model predicts")
-@pytest.mark.parametrize("signal", slow_after(2, ["attention-mass", "retrieval", "add-one-head", "leave-one-out"]))
+@pytest.mark.parametrize(
+    "signal", slow_after(2, ["attention-mass", "retrieval", "add-one-head", "leave-one-out"])
+)
 def test_signals(signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
     result = measure_signal(signal, parted(tiny_model(), tmp_path / "model"), blocks, window=6)
-    pd.testing.assert_frame_equal(result.rows, measure_signal(signal, tiny_model(), blocks, window=6).rows)
+    pd.testing.assert_frame_equal(
+        result.rows, measure_signal(signal, tiny_model(), blocks, window=6).rows
+    )
 
 
 def test_no_backward_through_offloaded_weights(blocks: TokenBlocks, tmp_path: Path) -> None:
@@ -72,7 +83,9 @@ def test_no_backward_through_offloaded_weights(blocks: TokenBlocks, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("free", "expected"), [(150_000, {0, 1}), (100_000, {0, 1, "cpu"})])
-def test_layers_are_distributed_by_memory(free: int, expected: set[int | str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_distributed_by_memory(
+    free: int, expected: set[int | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, made = tiny_model(), {}
 
     def dispatch(model: PreTrainedModel, places: dict[str, Any], **_: Any) -> PreTrainedModel:
@@ -94,22 +107,40 @@ def test_layers_are_distributed_by_memory(free: int, expected: set[int | str], m
 class TestRefusals:
     def test_with_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(UserError, match="--device auto places a model on all GPUs in one process, but torchrun"):
+        with pytest.raises(
+            UserError, match="--device auto places a model on all GPUs in one process, but torchrun"
+        ):
             measuring_device(AUTO)
 
-    def test_of_what_trains_or_generates(self, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_of_what_trains_or_generates(
+        self, recipe_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for command in (["train", recipe_file], ["generate", "a", "--model", "embedded:dense"]):
-            assert "--device auto is for probe, evaluate and score" in fails(capsys, *command, "--device", "auto")
+            assert "--device auto is for probe, evaluate and score" in fails(
+                capsys, *command, "--device", "auto"
+            )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_the_cpu(
-    text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    text: Path,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, tmp_path / "model")
     result = []
     for device in ("auto", "cpu"):
-        where = ["--model", str(tmp_path / "model"), "--data", str(text), "--context", "32", "--device", device]
+        where = [
+            "--model",
+            str(tmp_path / "model"),
+            "--data",
+            str(text),
+            "--context",
+            "32",
+            "--device",
+            device,
+        ]
         main(["evaluate", *where, "--workspace", str(tmp_path), "--json", "-q"])
         result.append(capsys.readouterr().out)
     assert result[0] == result[1] != ""
@@ -155,5 +186,8 @@ def test_errors_of_the_model_itself_are_named() -> None:
     """They are the same without SP-KV attention, which is not blamed."""
     model = tiny_model()
     model.model.layers[0].mlp.up_proj = torch.nn.Linear(31, 48)
-    with pytest.raises(UserError, match="cannot run on two tokens, before any gates or layout: mat1 and mat2 shapes"):
+    with pytest.raises(
+        UserError,
+        match="cannot run on two tokens, before any gates or layout: mat1 and mat2 shapes",
+    ):
         apply_layout(model, make_layouts("one")["one"])

@@ -59,7 +59,9 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         assert gradient.any()
-        assert float((actual[name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()), name
+        assert float((actual[name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()), (
+            name
+        )
 
 
 def expected_loss(
@@ -76,7 +78,9 @@ def expected_loss(
 
 @pytest.mark.parametrize(
     ("factors", "family", "recomputes"),
-    pairwise([(1.0, 1.0), (0.3, 1.0), (0.6, 2.5)], ["llama", "gemma3_text"], [False, True]),  # weight, temperature
+    pairwise(
+        [(1.0, 1.0), (0.3, 1.0), (0.6, 2.5)], ["llama", "gemma3_text"], [False, True]
+    ),  # weight, temperature
 )
 def test_values_and_gradients_are_those_of_whole_logits(
     factors: tuple[float, float], family: str, recomputes: bool, tokens: Tensor, chunks: None
@@ -87,16 +91,23 @@ def test_values_and_gradients_are_those_of_whole_logits(
     labels = tokens.clone()
     labels[1, :9] = NO_TARGET
     reference = dense(input_ids=tokens).logits.detach()
-    loss, nll, divergence = expected_loss(student(input_ids=tokens).logits, reference, labels, weight, temperature)
+    loss, nll, divergence = expected_loss(
+        student(input_ids=tokens).logits, reference, labels, weight, temperature
+    )
     assert float(divergence.detach()) > 1e-3
     loss.backward()  # type: ignore[no-untyped-call]
     expected = gradients(student)
 
     seen: list[int] = []
     for model in (dense, student):
-        model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+        model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, args: seen.append(args[0].shape[:-1].numel())
+        )
     distillation = Distillation(copied_teacher(dense, student, bfloat16=False), weight, temperature)
-    with loss_in_chunks(student, distillation.begin_pass), recomputed(student) if recomputes else nullcontext():
+    with (
+        loss_in_chunks(student, distillation.begin_pass),
+        recomputed(student) if recomputes else nullcontext(),
+    ):
         actual = student(input_ids=tokens, labels=labels).loss
         actual.backward()
     assert max(seen) <= CHUNK
@@ -104,12 +115,16 @@ def test_values_and_gradients_are_those_of_whole_logits(
     actual_gradients = gradients(student)
     assert_close(actual_gradients, expected)
     means = distillation.take_means()
-    assert means == pytest.approx({"nll": float(nll.detach()), "kl": float(divergence.detach())}, rel=1e-5)
+    assert means == pytest.approx(
+        {"nll": float(nll.detach()), "kl": float(divergence.detach())}, rel=1e-5
+    )
     assert not any(p.grad is not None for p in dense.parameters())
     assert "forward" not in vars(student.get_decoder())
 
 
-@pytest.mark.parametrize(("tied", "hooked", "bfloat16"), pairwise([False, True], [False, True], [False, True]))
+@pytest.mark.parametrize(
+    ("tied", "hooked", "bfloat16"), pairwise([False, True], [False, True], [False, True])
+)
 def test_a_student_equal_to_its_teacher_has_gradients_of_exactly_zero(
     tied: bool, hooked: bool, bfloat16: bool, tokens: Tensor, chunks: None
 ) -> None:
@@ -121,7 +136,10 @@ def test_a_student_equal_to_its_teacher_has_gradients_of_exactly_zero(
     distillation = Distillation(copied_teacher(dense, student, bfloat16=bfloat16), 1.0, 2.0)
     dtypes = {p.dtype for name, p in dense.named_parameters() if name.endswith("proj.weight")}
     assert dtypes == {torch.bfloat16 if bfloat16 else torch.float32}
-    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16), loss_in_chunks(student, distillation.begin_pass):
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=bfloat16),
+        loss_in_chunks(student, distillation.begin_pass),
+    ):
         loss = student(input_ids=tokens, labels=tokens).loss
     loss.backward()
     assert float(loss.detach()) == 0.0
@@ -136,9 +154,13 @@ def test_a_branch_learns_without_dropout(
     """With dropout a student would have to learn what it is itself; its attention could not be trained at all."""
     save(tiny_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_head=4), tiny_tokenizer, tmp_path)
     recipe = Recipe.parse(
-        {"name": "a", "model": {"path": str(tmp_path)}, "data": {"sources": ["stdlib"]}}, tmp_path, "it"
+        {"name": "a", "model": {"path": str(tmp_path)}, "data": {"sources": ["stdlib"]}},
+        tmp_path,
+        "it",
     )
-    student = start_model(recipe.model_copy(update={"precision": "float32"}), tmp_path, Variant.full_attention())
+    student = start_model(
+        recipe.model_copy(update={"precision": "float32"}), tmp_path, Variant.full_attention()
+    )
     assert student.config.attn_pdrop == 0.1
     apply_layout(student.train(), Layout(("GGGG",) * 4, window=4))
     teacher = copied_teacher(copy.deepcopy(student), student, bfloat16=False)
@@ -179,7 +201,9 @@ def test_gates_are_open_in_the_teacher(tokens: Tensor, chunks: None) -> None:
     with torch.no_grad(), full_attention(dense):
         reference = dense(input_ids=tokens).logits
     student.train()
-    loss, _, divergence = expected_loss(student(input_ids=tokens).logits, reference, tokens, 1.0, 1.0)
+    loss, _, divergence = expected_loss(
+        student(input_ids=tokens).logits, reference, tokens, 1.0, 1.0
+    )
     assert float(divergence.detach()) > 1e-5
     loss.backward()  # type: ignore[no-untyped-call]
     expected = gradients(student)
@@ -198,11 +222,19 @@ class OfTokens(LlamaForCausalLM):
     """Model whose logits depend on more than the last hidden states."""
 
     def forward(
-        self, input_ids: Tensor, logits_to_keep: int = 0, labels: Tensor | None = None, **kwargs: object
+        self,
+        input_ids: Tensor,
+        logits_to_keep: int = 0,
+        labels: Tensor | None = None,
+        **kwargs: object,
     ) -> object:
         output = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
-        output.logits = output.logits + input_ids[:, -logits_to_keep:, None] / VOCABULARY * torch.arange(VOCABULARY)
-        output.loss = None if labels is None else self.loss_function(output.logits, labels, VOCABULARY)
+        output.logits = output.logits + input_ids[
+            :, -logits_to_keep:, None
+        ] / VOCABULARY * torch.arange(VOCABULARY)
+        output.loss = (
+            None if labels is None else self.loss_function(output.logits, labels, VOCABULARY)
+        )
         return output
 
 
@@ -212,7 +244,10 @@ def test_logits_that_need_more_than_hidden_states_are_refused(tokens: Tensor) ->
     distillation = Distillation(shared_teacher(student))
     with (
         loss_in_chunks(student, distillation.begin_pass),
-        pytest.raises(UserError, match=r"(?s)OfTokens computes logits in an unsupported way.*leave branch.distill out"),
+        pytest.raises(
+            UserError,
+            match=r"(?s)OfTokens computes logits in an unsupported way.*leave branch.distill out",
+        ),
     ):
         student(input_ids=tokens, labels=tokens)
 

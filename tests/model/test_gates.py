@@ -56,7 +56,9 @@ class TestSampled:
                 out = scores.softmax(-1) @ values
             else:
                 sampled = gate_from_logits(inputs[3], "sampled", 0.5)
-                out = attention(*inputs[:3], window=6, log_utility=sampled.log_utility, backend=backend)
+                out = attention(
+                    *inputs[:3], window=6, log_utility=sampled.log_utility, backend=backend
+                )
             (out * weight).sum().backward()
             grads.append([x.grad for x in inputs])
         for expected, actual in zip(*grads, strict=True):
@@ -140,14 +142,20 @@ class TestPredictor:
             GateConfig(window=6, predictor="bidirectional", **options)
 
     def test_initial_weights(self) -> None:
-        one, three = (next(iter(predictors(gated(init_scale=scale)).values())) for scale in (1.0, 3.0))
+        one, three = (
+            next(iter(predictors(gated(init_scale=scale)).values())) for scale in (1.0, 3.0)
+        )
         assert torch.allclose(three.down.weight, 3 * one.down.weight)
         assert torch.allclose(three.up.weight, 3 * one.up.weight)
         flat = next(iter(predictors(gated(init_scale=0.0, bias=2.5)).values()))
         assert (flat(torch.randn(1, 4, 32)) == 2.5).all()
 
-    @pytest.mark.parametrize("options", [{"predictor": "linear"}, {"predictor": "bidirectional", "kernel_size": 5}])
-    def test_round_trip(self, options: dict[str, Any], tokens: Tensor, tmp_path: Path, tiny_tokenizer: object) -> None:
+    @pytest.mark.parametrize(
+        "options", [{"predictor": "linear"}, {"predictor": "bidirectional", "kernel_size": 5}]
+    )
+    def test_round_trip(
+        self, options: dict[str, Any], tokens: Tensor, tmp_path: Path, tiny_tokenizer: object
+    ) -> None:
         model = gated(sinks=2, **options)
         scatter_gates(model)
         save(model, tiny_tokenizer, tmp_path)  # type: ignore[arg-type]
@@ -182,7 +190,9 @@ class TestHeads:
         scatter_gates(model)
         return model
 
-    @pytest.mark.parametrize(("mode", "tau", "letter"), [("hard", 1.0, "L"), ("open", 0.5, "G"), ("hard", 0.0, "G")])
+    @pytest.mark.parametrize(
+        ("mode", "tau", "letter"), [("hard", 1.0, "L"), ("open", 0.5, "G"), ("hard", 0.0, "G")]
+    )
     def test_closed_or_open_gates_are_a_layout(
         self, model: PreTrainedModel, mode: str, tau: float, letter: str, tokens: Tensor
     ) -> None:
@@ -192,7 +202,9 @@ class TestHeads:
         assert torch.allclose(logits(model, tokens), logits(hybrid, tokens), atol=1e-5)
 
     @pytest.mark.parametrize("mode", ["soft", "sampled"])
-    def test_only_gated_heads_learn(self, model: PreTrainedModel, mode: str, tokens: Tensor) -> None:
+    def test_only_gated_heads_learn(
+        self, model: PreTrainedModel, mode: str, tokens: Tensor
+    ) -> None:
         set_gate_mode(model, mode)
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         gradients = [module.down.weight.grad.abs().sum(1) for module in predictors(model).values()]
@@ -208,7 +220,9 @@ class TestHeads:
         assert np.array_equal(density[~np.isnan(fixed)], fixed[~np.isnan(fixed)])
         assert ((density[np.isnan(fixed)] > 0) & (density[np.isnan(fixed)] < 1)).all()
 
-    def test_round_trip(self, model: PreTrainedModel, tokens: Tensor, tmp_path: Path, tiny_tokenizer: object) -> None:
+    def test_round_trip(
+        self, model: PreTrainedModel, tokens: Tensor, tmp_path: Path, tiny_tokenizer: object
+    ) -> None:
         set_gate_mode(model, "hard")
         save(model, tiny_tokenizer, tmp_path)  # type: ignore[arg-type]
         restored, _ = load(tmp_path)
@@ -217,7 +231,10 @@ class TestHeads:
 
     @pytest.mark.parametrize(
         ("rows", "message"),
-        [(["SSS"] * 4, "is for 4 layers x 3 KV heads, the model has 4 layers x 2"), (["SS"], "is for 1 layers")],
+        [
+            (["SSS"] * 4, "is for 4 layers x 3 KV heads, the model has 4 layers x 2"),
+            (["SS"], "is for 1 layers"),
+        ],
     )
     def test_another_grid(self, rows: list[str], message: str) -> None:
         model = tiny_model()
@@ -226,7 +243,9 @@ class TestHeads:
         assert not predictors(model)
         assert model.config._attn_implementation == "sdpa"
 
-    @pytest.mark.parametrize(("rows", "message"), [(["SX"], "letters S, G and L; found SX"), (["GL"], "no head has")])
+    @pytest.mark.parametrize(
+        ("rows", "message"), [(["SX"], "letters S, G and L; found SX"), (["GL"], "no head has")]
+    )
     def test_other_letters(self, rows: list[str], message: str) -> None:
         with pytest.raises(ValidationError, match=message):
             GateConfig(heads=rows)

@@ -23,7 +23,9 @@ def model_with(kind: str, family: str = "llama") -> PreTrainedModel:
 
     The kinds "mixed+4" and "windows+4" have 4 sink tokens, the latter with windows of 6, 9 and 14.
     """
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if kind.startswith("windows") else {}
+    heads = (
+        {"num_attention_heads": 8, "num_key_value_heads": 4} if kind.startswith("windows") else {}
+    )
     model = tiny_model(family, max_position_embeddings=4096, **heads)
     model.generation_config.eos_token_id = None
     if kind == "gates":
@@ -32,10 +34,14 @@ def model_with(kind: str, family: str = "llama") -> PreTrainedModel:
             torch.nn.init.normal_(predictor.down.weight, std=2.0)
         set_gate_mode(model, "hard", 0.5)
     elif kind == "sinks":
-        attach_gates(model, GateConfig(window=6, bias=-3.0, sinks=3, heads=["SS", "SL", "GG", "LS"]), seed=0)
+        attach_gates(
+            model, GateConfig(window=6, bias=-3.0, sinks=3, heads=["SS", "SL", "GG", "LS"]), seed=0
+        )
         set_gate_mode(model, "hard", 0.5)
     elif kind.startswith("mixed"):
-        apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6, sinks=int(kind.partition("+")[2] or 0)))
+        apply_layout(
+            model, Layout(("GL", "LL", "GG", "LG"), 6, sinks=int(kind.partition("+")[2] or 0))
+        )
     elif kind.startswith("windows"):
         legend = {"L": 6, "M": 9, "N": 14}
         sinks = int(kind.partition("+")[2])
@@ -66,9 +72,15 @@ def whole_pass(model: PreTrainedModel, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, kind) for family in ("llama", "qwen3") for kind in ("gates", "sinks", "mixed", "layers")),
+        *(
+            (family, kind)
+            for family in ("llama", "qwen3")
+            for kind in ("gates", "sinks", "mixed", "layers")
+        ),
         *(("llama", kind) for kind in ("mixed+1", "mixed+4", "windows+4")),
-        *((family, "windows+1") for family in ("qwen3", "gpt_oss")),  # the latter with learned sinks
+        *(
+            (family, "windows+1") for family in ("qwen3", "gpt_oss")
+        ),  # the latter with learned sinks
         *((family, "gates") for family in ("gemma3_text", "phi3", "granite")),
     ],
 )
@@ -76,7 +88,12 @@ def test_greedy_text_and_logits_of_ragged_prompts(family: str, kind: str) -> Non
     model = model_with(kind, family)
     ids, mask = prompts()
     actual = generate(
-        model, ids, mask, past_key_values=SPKVCache(model), return_dict_in_generate=True, output_logits=True
+        model,
+        ids,
+        mask,
+        past_key_values=SPKVCache(model),
+        return_dict_in_generate=True,
+        output_logits=True,
     )
     for row, length in enumerate(LENGTHS):
         text = actual.sequences[row, max(LENGTHS) - length :]
@@ -115,7 +132,9 @@ def test_chunked_prefill(kind: str) -> None:
     model = model_with(kind)
     ids, mask = prompts()
     expected = generate(model, ids, mask, past_key_values=SPKVCache(model))
-    assert torch.equal(generate(model, ids, mask, past_key_values=SPKVCache(model), prefill_chunk_size=7), expected)
+    assert torch.equal(
+        generate(model, ids, mask, past_key_values=SPKVCache(model), prefill_chunk_size=7), expected
+    )
 
 
 @pytest.mark.parametrize("kind", ["gates", "mixed+4"])
@@ -138,7 +157,9 @@ def test_beam_search(kind: str) -> None:
     ids, mask = prompts()
     result = generate(model, ids, mask, past_key_values=SPKVCache(model), num_beams=3)
     model.generation_config.use_cache = False
-    assert torch.equal(result[0, -NEW:], generate(model, ids[:1, -5:], mask[:1, -5:], num_beams=3)[0, -NEW:])
+    assert torch.equal(
+        result[0, -NEW:], generate(model, ids[:1, -5:], mask[:1, -5:], num_beams=3)[0, -NEW:]
+    )
 
 
 def test_sampling_repeats_with_its_seed() -> None:
@@ -148,7 +169,11 @@ def test_sampling_repeats_with_its_seed() -> None:
     for _ in range(2):
         torch.manual_seed(3)
         cache = SPKVCache(model)
-        texts.append(generate(model, ids, mask, past_key_values=cache, do_sample=True, num_return_sequences=2))
+        texts.append(
+            generate(
+                model, ids, mask, past_key_values=cache, do_sample=True, num_return_sequences=2
+            )
+        )
     assert texts[0].shape[0] == 10
     assert torch.equal(*texts)
 
@@ -176,7 +201,11 @@ def test_stored_sink_tokens(sinks: int, length: int) -> None:
     stored = 7 * min(sinks, beyond) + beyond
     lengths = [int(layer.paged[0].lengths.sum()) for layer in cache.layers]
     assert lengths.count(4 * min(sinks, beyond)) == 3 + (beyond <= sinks)
-    assert cache.density == pytest.approx(stored / (8 * beyond), nan_ok=True) if beyond else cache.density != 0
+    assert (
+        cache.density == pytest.approx(stored / (8 * beyond), nan_ok=True)
+        if beyond
+        else cache.density != 0
+    )
 
 
 def test_tau_is_a_dial() -> None:
@@ -208,10 +237,14 @@ def test_classes_that_name_their_cache_otherwise(kind: str) -> None:
     cache = SPKVCache(model)
     text = generate(model, ids, torch.ones_like(ids), past_key_values=cache)
     assert cache.get_seq_length() == text.shape[1] - 1
-    assert torch.equal(text[0, ids.shape[1] :], whole_pass(model, text[:, :-1])[0, ids.shape[1] - 1 :].argmax(-1))
+    assert torch.equal(
+        text[0, ids.shape[1] :], whole_pass(model, text[:, :-1])[0, ids.shape[1] - 1 :].argmax(-1)
+    )
 
 
-def test_greedy_decoding_ignores_the_checkpoints_preferences(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_greedy_decoding_ignores_the_checkpoints_preferences(
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
     """Chat models come with a penalty for repeated tokens, which would not give the most probable continuation."""
     model = tiny_model(vocab_size=300)
     apply_layout(model, Layout(("GG", "LL", "GG", "LL"), 6))
@@ -234,7 +267,9 @@ def test_sizes_of_a_cache_that_the_model_replaces(tiny_tokenizer: PreTrainedToke
     made = generate_text(model, tiny_tokenizer, "the fox", max_new_tokens=20)
     seen = made.num_prompt_tokens + made.num_new_tokens - 1
     assert made.num_prompt_tokens < 12 < seen
-    assert made.full_attention_bytes == seen * 2 * 4 * 2 * 8 * 4  # keys and values, layers, KV heads, size, float32
+    assert (
+        made.full_attention_bytes == seen * 2 * 4 * 2 * 8 * 4
+    )  # keys and values, layers, KV heads, size, float32
     long = "the quick brown fox jumps over the lazy dog and the fox"  # the first pass replaces the cache
     continued = continue_greedily(model, tiny_tokenizer, [long], [3])
     assert continued.densities == pytest.approx([2 / 8])
@@ -271,14 +306,18 @@ class TestRefused:
         if with_cache:
             options["past_key_values"] = SPKVCache(model)
         ids = prompts()[0][1:2]
-        with pytest.raises(UserError, match="assisted decoding, also by prompt lookup or early exit, needs a full-"):
+        with pytest.raises(
+            UserError, match="assisted decoding, also by prompt lookup or early exit, needs a full-"
+        ):
             generate(model, ids, torch.ones_like(ids), **options)
 
     def test_caches_that_generate_would_create(self) -> None:
         """The choice was ignored with a message that the model supports no caches."""
         model = model_with("layers")
         ids = prompts()[0][1:2]
-        with pytest.warns(UserWarning, match="cache_implementation 'static' is ignored: this model uses SPKVCache"):
+        with pytest.warns(
+            UserWarning, match="cache_implementation 'static' is ignored: this model uses SPKVCache"
+        ):
             text = generate(model, ids, torch.ones_like(ids), cache_implementation="static")
         assert torch.equal(text, generate(model, ids, torch.ones_like(ids)))
 
@@ -296,9 +335,20 @@ class TestRefused:
         ids = prompts()[0][1:2, :8]
         for mode in ("hard", "open"):
             set_gate_mode(model, mode)
-            generate(model, ids, torch.ones_like(ids), past_key_values=SPKVCache(model), max_new_tokens=3)
-            with pytest.raises(UserError, match="sliding window of 10 keys is shorter than the sequence of 11 tokens"):
-                generate(model, ids, torch.ones_like(ids), past_key_values=SPKVCache(model), max_new_tokens=4)
+            generate(
+                model, ids, torch.ones_like(ids), past_key_values=SPKVCache(model), max_new_tokens=3
+            )
+            with pytest.raises(
+                UserError,
+                match="sliding window of 10 keys is shorter than the sequence of 11 tokens",
+            ):
+                generate(
+                    model,
+                    ids,
+                    torch.ones_like(ids),
+                    past_key_values=SPKVCache(model),
+                    max_new_tokens=4,
+                )
 
     def test_a_predictor_that_looks_ahead(self) -> None:
         model = tiny_model()

@@ -25,14 +25,19 @@ def hybrid(family: str = "llama") -> PreTrainedModel:
 def test_bytes_are_those_of_the_plan(legend: dict[str, int]) -> None:
     """Several windows add no more to the plan than one: tables, unfinished pages, and 4 % spare ones."""
     rows = ("GLMN", "LLMM", "NGNL", "MLLG") if len(legend) > 1 else ("GLLL", "LLLL", "LGLL", "LLLG")
-    model, layout = tiny_model(num_key_value_heads=4, head_dim=64), Layout(rows, windows=legend, sinks=1)
+    model, layout = (
+        tiny_model(num_key_value_heads=4, head_dim=64),
+        Layout(rows, windows=legend, sinks=1),
+    )
     apply_layout(model, layout)
     cache = SPKVCache(model, page_size=4)
     with torch.no_grad():
         for tokens in torch.full((1, 300), 5).split([280, *[1] * 20], 1):
             model(input_ids=tokens, past_key_values=cache)
     windows = [window for row in layout.head_windows for window in row]
-    planned = CacheCost(300, 1, layout.window, head_dim=64, dtype="float32", sinks=1).of_heads(windows)
+    planned = CacheCost(300, 1, layout.window, head_dim=64, dtype="float32", sinks=1).of_heads(
+        windows
+    )
     assert planned < cache.num_bytes < 1.07 * planned
 
 
@@ -50,9 +55,16 @@ class TestMask:
         cache = SPKVCache(model)
         with torch.no_grad():
             model(
-                input_ids=ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache, position_ids=order(mask)[:, :8]
+                input_ids=ids[:, :8],
+                attention_mask=mask[:, :8],
+                past_key_values=cache,
+                position_ids=order(mask)[:, :8],
             )
-            now = {"attention_mask": mask, "position_ids": order(mask)[:, 8:], "past_key_values": cache}
+            now = {
+                "attention_mask": mask,
+                "position_ids": order(mask)[:, 8:],
+                "past_key_values": cache,
+            }
             actual = model(input_ids=ids[:, 8:], **now).logits
         for row in range(2):
             expected = logits(model, ids[row, mask[row]][None])[0, -6:]
@@ -63,14 +75,21 @@ class TestMask:
         [
             ([1] * 14, "differs from earlier calls"),  # padding that becomes visible
             (None, "attention_mask is missing"),
-            ([0] * 3 + [1] + [0] * 3 + [1] * 7, "differs from earlier calls"),  # tokens that are hidden
+            (
+                [0] * 3 + [1] + [0] * 3 + [1] * 7,
+                "differs from earlier calls",
+            ),  # tokens that are hidden
             ([0] * 3 + [1] * 10, "has 13 columns for 8 cached and 6 new tokens"),
             ([1] * 6, "has 6 columns"),
         ],
     )
     def test_masks_that_change(self, columns: list[int] | None, message: str) -> None:
         model = hybrid()
-        ids, mask, cache = torch.full((1, 14), 5), torch.tensor([[0] * 3 + [1] * 5]), SPKVCache(model)
+        ids, mask, cache = (
+            torch.full((1, 14), 5),
+            torch.tensor([[0] * 3 + [1] * 5]),
+            SPKVCache(model),
+        )
         with torch.no_grad():
             model(input_ids=ids[:, :8], attention_mask=mask, past_key_values=cache)
             mask.zero_()  # which does not change what the cache has seen
@@ -86,8 +105,14 @@ class TestMask:
         cache = SPKVCache(model)
         with torch.no_grad():
             model(input_ids=torch.full((1, 8), 5), past_key_values=cache)
-            with pytest.raises(UserError, match="position_ids start again, but the cache holds 8 tokens"):
-                model(input_ids=torch.full((1, 2), 5), position_ids=torch.arange(2)[None], past_key_values=cache)
+            with pytest.raises(
+                UserError, match="position_ids start again, but the cache holds 8 tokens"
+            ):
+                model(
+                    input_ids=torch.full((1, 2), 5),
+                    position_ids=torch.arange(2)[None],
+                    past_key_values=cache,
+                )
 
 
 def order(mask: Tensor) -> Tensor:

@@ -11,7 +11,16 @@ from helpers import gated, logits, tiny_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
-from spkv_nas import GateConfig, SPKVCache, apply_layout, attach_gates, detach, load, save, set_gate_mode
+from spkv_nas import (
+    GateConfig,
+    SPKVCache,
+    apply_layout,
+    attach_gates,
+    detach,
+    load,
+    save,
+    set_gate_mode,
+)
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 
@@ -29,7 +38,9 @@ def test_generate_creates_its_cache(tokens: Tensor) -> None:
     """No token is computed twice."""
     model = hybrid()
     seen: list[int] = []
-    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].shape[1])
+    )
     made = model.generate(tokens, return_dict_in_generate=True, **GREEDY)
     assert isinstance(made.past_key_values, SPKVCache)
     assert seen == [24] + [1] * 9
@@ -75,7 +86,9 @@ def test_saved_models_generate_alike(
     assert again.generation_config.use_cache
 
 
-def test_a_pipeline(tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_pipeline(
+    tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Prompts of several lengths, padded, work with the default cache."""
     model = hybrid()
     tokenizer = copy.deepcopy(tiny_tokenizer)
@@ -90,13 +103,19 @@ def test_a_pipeline(tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTo
     assert pipeline("text-generation", model=str(tmp_path))(prompts, **options) == one
 
 
-@pytest.mark.parametrize(("mode", "caches"), [("soft", False), ("sampled", False), ("open", True), ("hard", True)])
-def test_gates_generate_with_a_cache_unless_they_are_soft(mode: str, caches: bool, tokens: Tensor) -> None:
+@pytest.mark.parametrize(
+    ("mode", "caches"), [("soft", False), ("sampled", False), ("open", True), ("hard", True)]
+)
+def test_gates_generate_with_a_cache_unless_they_are_soft(
+    mode: str, caches: bool, tokens: Tensor
+) -> None:
     """Hard gates computed the whole text again for every token."""
     model = gated()
     set_gate_mode(model, mode, 0.5)
     widths: list[int] = []
-    model.get_input_embeddings().register_forward_hook(lambda module, args, output: widths.append(args[0].shape[1]))
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: widths.append(args[0].shape[1])
+    )
     made = model.generate(tokens, return_dict_in_generate=True, **GREEDY)
     assert isinstance(made.past_key_values, SPKVCache) == caches
     assert (set(widths[1:]) == {1}) == caches

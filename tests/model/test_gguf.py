@@ -21,7 +21,12 @@ MERGES = ["t h", "th e", "Ġ the"]
 def interleaved(weight: torch.Tensor, heads: int) -> np.ndarray:
     """Return a projection of queries or keys with the rows of each head in the order of llama.cpp's rotation."""
     rows, columns = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns).numpy()
+    return (
+        weight.reshape(heads, 2, rows // heads // 2, columns)
+        .swapaxes(1, 2)
+        .reshape(rows, columns)
+        .numpy()
+    )
 
 
 def write_gguf(model: LlamaForCausalLM, file: Path) -> None:
@@ -64,7 +69,9 @@ def write_gguf(model: LlamaForCausalLM, file: Path) -> None:
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
         for name, short in names.items():
-            writer.add_tensor(f"blk.{layer}.{short}.weight", state[f"{prefix}{name}.weight"].numpy())
+            writer.add_tensor(
+                f"blk.{layer}.{short}.weight", state[f"{prefix}{name}.weight"].numpy()
+            )
         query = interleaved(state[f"{prefix}self_attn.q_proj.weight"], config.num_attention_heads)
         key = interleaved(state[f"{prefix}self_attn.k_proj.weight"], config.num_key_value_heads)
         writer.add_tensor(f"blk.{layer}.attn_q.weight", query)
@@ -88,7 +95,9 @@ def test_it_is_the_model_that_was_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert loaded.dtype == torch.float16
     for name, weight in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name].float(), weight), name
-    assert tokenizer.decode(tokenizer("the the", add_special_tokens=False)["input_ids"]) == "the the"
+    assert (
+        tokenizer.decode(tokenizer("the the", add_special_tokens=False)["input_ids"]) == "the the"
+    )
     # Converted once
     monkeypatch.setattr(gguf_files, "_convert", lambda *_: pytest.fail("converted again"))
     folder = resolve(str(file))

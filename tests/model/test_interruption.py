@@ -53,7 +53,10 @@ class Interrupt:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, _: object) -> None:
-        if any(part in frame.f_code.co_filename for part in ("/spkv_nas/", "/transformers/", "torch/nn/modules")):
+        if any(
+            part in frame.f_code.co_filename
+            for part in ("/spkv_nas/", "/transformers/", "torch/nn/modules")
+        ):
             self.calls += 1
             if self.calls == self.number:
                 sys.settrace(None)
@@ -63,7 +66,9 @@ class Interrupt:
 def shown(value: Any) -> Any:
     """Return a value that compares by content: of settings and states, or the identity of anything else."""
     if isinstance(value, LayerState):
-        return {name: shown(x) for name, x in vars(value).items() if name != "_tensors"} | {"id": id(value)}
+        return {name: shown(x) for name, x in vars(value).items() if name != "_tensors"} | {
+            "id": id(value)
+        }
     if isinstance(value, PreTrainedConfig):
         return type(value), {name: shown(x) for name, x in vars(value).items()}
     if isinstance(value, dict):
@@ -72,14 +77,21 @@ def shown(value: Any) -> Any:
         return type(value), [shown(x) for x in value]
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return value
-    return repr(value) if type(value).__module__.startswith("spkv_nas.") else (type(value), id(value))
+    return (
+        repr(value) if type(value).__module__.startswith("spkv_nas.") else (type(value), id(value))
+    )
 
 
 def state(model: PreTrainedModel) -> dict[str, Any]:
     """Return all that calls could change: attributes, hooks and settings of modules, and parameters."""
     found = {name: shown(vars(module)) for name, module in model.named_modules()}
     for name, parameter in model.named_parameters():
-        found[f"parameter {name}"] = (id(parameter), parameter.requires_grad, parameter.grad, parameter.sum().item())
+        found[f"parameter {name}"] = (
+            id(parameter),
+            parameter.requires_grad,
+            parameter.grad,
+            parameter.sum().item(),
+        )
     return found
 
 
@@ -104,7 +116,9 @@ ACTIONS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[PreTrainedMode
 }  # fmt: skip
 
 
-def spread(act: Callable[[PreTrainedModel], object], make: Callable[[], PreTrainedModel], points: int) -> list[int]:
+def spread(
+    act: Callable[[PreTrainedModel], object], make: Callable[[], PreTrainedModel], points: int
+) -> list[int]:
     """Return numbers of ``points`` calls of functions, spread evenly from the first to the last one of an action."""
     act(make())  # imports, and computes what is kept
     model = make()
@@ -164,7 +178,9 @@ def test_documents_of_an_interrupted_call_are_forgotten(tokens: Tensor) -> None:
     with pytest.raises(KeyboardInterrupt):
         model(input_ids=tokens[:1], position_ids=positions, use_cache=False)
     handle.remove()
-    assert torch.equal(model.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0), expected)
+    assert torch.equal(
+        model.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0), expected
+    )
 
 
 def test_restoring_is_completed_when_interrupted(tokens: Tensor) -> None:

@@ -18,7 +18,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model.windows import apply_layout
 
 
-def with_layers(places: Sequence[int], *, renumber: bool = False, family: str = "llama", **options: Any) -> Any:
+def with_layers(
+    places: Sequence[int], *, renumber: bool = False, family: str = "llama", **options: Any
+) -> Any:
     """Return a model with these of its layers, copied where one is repeated."""
     model = tiny_model(family, vocab_size=300, **options)
     model.generation_config.eos_token_id = None
@@ -38,7 +40,9 @@ def with_layers(places: Sequence[int], *, renumber: bool = False, family: str = 
 
 
 def apply(model: PreTrainedModel) -> None:
-    apply_layout(model, Layout(("GL", "LL", "LG", "GL")[: model.config.num_hidden_layers], 5, sinks=1))
+    apply_layout(
+        model, Layout(("GL", "LL", "LG", "GL")[: model.config.num_hidden_layers], 5, sinks=1)
+    )
 
 
 @pytest.mark.parametrize("places", [(0, 2), (0, 1, 3), (3, 0, 1), (0, 1, 1, 2)])
@@ -48,7 +52,9 @@ def test_renumbered_layers_are_right(places: Sequence[int]) -> None:
     check_generation(model)
 
 
-@pytest.mark.parametrize(("places", "place"), [((0, 2), 1), ((1, 2), 0), ((3, 0, 1), 0), ((0, 1, 1, 2), 2)], ids=str)
+@pytest.mark.parametrize(
+    ("places", "place"), [((0, 2), 1), ((1, 2), 0), ((3, 0, 1), 0), ((0, 1, 1, 2), 2)], ids=str
+)
 def test_layers_with_the_numbers_of_others_are_refused(places: Sequence[int], place: int) -> None:
     """Their keys would be those of another layer in a cache."""
     model = with_layers(places)
@@ -71,7 +77,9 @@ def test_a_config_with_another_number_of_layers_is_refused(number: int) -> None:
     """With fewer, transformers would leave the others out, and a saved folder could not be loaded."""
     model = tiny_model()
     model.config.num_hidden_layers = number
-    with pytest.raises(UserError, match=rf"it has 4 layers, but its config says num_hidden_layers: {number}"):
+    with pytest.raises(
+        UserError, match=rf"it has 4 layers, but its config says num_hidden_layers: {number}"
+    ):
         apply_layout(model, Layout(("GL",) * number, 5))
 
 
@@ -95,7 +103,9 @@ def test_layer_types_of_other_layers_are_refused() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     model = with_layers((1, 2), renumber=True, family="gemma3_text", layer_types=kinds)
     model.config.layer_types = kinds[:2]
-    with pytest.raises(UserError, match="place 0 computes full_attention, but its config's layer_types say sliding"):
+    with pytest.raises(
+        UserError, match="place 0 computes full_attention, but its config's layer_types say sliding"
+    ):
         apply(model)
     model.config.layer_types = kinds[1:3]
     apply(model)

@@ -12,7 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import spkv_nas
-from spkv_nas import GateConfig, Layout, UserError, apply_layout, attach_gates, detach, set_gate_mode
+from spkv_nas import (
+    GateConfig,
+    Layout,
+    UserError,
+    apply_layout,
+    attach_gates,
+    detach,
+    set_gate_mode,
+)
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.attention import layer_states
@@ -130,7 +138,9 @@ def test_generation_equals_whole_passes(kind: str, model: PreTrainedModel) -> No
     check_generation(model)
 
 
-def test_export(model: PreTrainedModel, text: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_export(
+    model: PreTrainedModel, text: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """The layout and the learned sinks are restored; no native architecture of such models is offered."""
     save(model, tiny_tokenizer, tmp_path / "dense")
     exported = export(HYBRID, tmp_path / "dense", tmp_path / "out")
@@ -138,7 +148,9 @@ def test_export(model: PreTrainedModel, text: Tensor, tmp_path: Path, tiny_token
     restored, _ = load(tmp_path / "out")
     apply_layout(model, HYBRID)
     assert torch.allclose(logits(restored, text), logits(model, text), atol=1e-6)
-    assert [state.sinks for state in layer_states(restored)] == [state.sinks for state in layer_states(model)]
+    assert [state.sinks for state in layer_states(restored)] == [
+        state.sinks for state in layer_states(model)
+    ]
 
 
 def test_measurements_that_ignore_them_are_refused(model: PreTrainedModel, text: Tensor) -> None:

@@ -30,7 +30,14 @@ from spkv_nas.cost.formulas import logit_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model import loss
-from spkv_nas.model.loss import NO_TARGET, loss_in_chunks, mean_divergence, mean_nll, token_losses, token_nll
+from spkv_nas.model.loss import (
+    NO_TARGET,
+    loss_in_chunks,
+    mean_divergence,
+    mean_nll,
+    token_losses,
+    token_nll,
+)
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.dense import train_dense
@@ -73,7 +80,9 @@ def in_chunks(model: PreTrainedModel, size: int = CHUNK) -> Iterator[None]:
 
 def reference(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(
+        len(tokens), -1
+    )
 
 
 def gradients(model: PreTrainedModel, value: Tensor) -> dict[str, Tensor]:
@@ -87,7 +96,9 @@ def gradients(model: PreTrainedModel, value: Tensor) -> dict[str, Tensor]:
 def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert mine.keys() == theirs.keys()
     for name, gradient in theirs.items():
-        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(
+            mine[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text
+        )
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -173,7 +184,9 @@ def test_bfloat16_weights_have_float32_gradient_sums(tokens: Tensor) -> None:
     for size in (3, 1 << 20):
         with torch.autocast("cpu", torch.bfloat16), in_chunks(model, size), loss_in_chunks(model):
             value = model(input_ids=tokens, labels=tokens).loss
-        errors.append(float((gradients(model, value)["lm_head.weight"] - exact).norm() / exact.norm()))
+        errors.append(
+            float((gradients(model, value)["lm_head.weight"] - exact).norm() / exact.norm())
+        )
     assert 0.0 < errors[0] < 1.1 * errors[1] < 0.05
 
 
@@ -181,8 +194,12 @@ class OfTokens(LlamaForCausalLM):
     """Model whose logits depend on more than the last hidden states."""
 
     def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **kwargs: Any) -> Any:
-        output = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **{**kwargs, "labels": None})
-        output.logits = output.logits + input_ids[:, -logits_to_keep:, None] / VOCABULARY * torch.arange(VOCABULARY)
+        output = super().forward(
+            input_ids=input_ids, logits_to_keep=logits_to_keep, **{**kwargs, "labels": None}
+        )
+        output.logits = output.logits + input_ids[
+            :, -logits_to_keep:, None
+        ] / VOCABULARY * torch.arange(VOCABULARY)
         if (labels := kwargs.get("labels")) is not None:
             output.loss = self.loss_function(output.logits, labels, VOCABULARY)
         return output
@@ -191,7 +208,9 @@ class OfTokens(LlamaForCausalLM):
 class OfAllTokens(LlamaForCausalLM):
     """Model that cannot compute logits for selected positions only."""
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, use_cache: bool = False) -> Any:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, use_cache: bool = False
+    ) -> Any:
         return super().forward(input_ids=input_ids, labels=labels, use_cache=use_cache)
 
 
@@ -202,7 +221,9 @@ def test_other_models_compute_all_logits_with_a_warning(
     model = kind(tiny_model().config).eval()
     expected, trained = reference(model, tokens), model(input_ids=tokens, labels=tokens).loss
     monkeypatch.setattr(memory, "CHUNK_BYTES", CHUNK * 4 * VOCABULARY)
-    with pytest.warns(UserWarning, match=f"{kind.__name__} computes logits in an unsupported way: .* at once"):
+    with pytest.warns(
+        UserWarning, match=f"{kind.__name__} computes logits in an unsupported way: .* at once"
+    ):
         assert equal_up_to_rounding(token_nll(model, tokens), expected)
     theirs = gradients(model, trained)
     with loss_in_chunks(model):
@@ -231,8 +252,12 @@ class TestWhoComputesLosses:
         for size in (1 << 20, 20):
             model = tiny_model(vocab_size=300)
             with in_chunks(model, size):
-                learn_gates(model, blocks, GateConfig(window=4, target_density=0.3), steps=3, step_tokens=96)
-            result.append({name: p for name, p in model.named_parameters() if "utility_predictor" in name})
+                learn_gates(
+                    model, blocks, GateConfig(window=4, target_density=0.3), steps=3, step_tokens=96
+                )
+            result.append(
+                {name: p for name, p in model.named_parameters() if "utility_predictor" in name}
+            )
         assert all(torch.allclose(result[1][name], p, atol=1e-5) for name, p in result[0].items())
 
     @pytest.mark.slow
@@ -258,7 +283,9 @@ class Live(TorchDispatchMode):
         self.now = self.most = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and not tensor._is_view():
@@ -280,11 +307,23 @@ class Live(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("dtype", "learns"),
-    slow_after(2, [(torch.float32, False), (torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)]),
+    slow_after(
+        2,
+        [
+            (torch.float32, False),
+            (torch.bfloat16, True),
+            (torch.float32, True),
+            (torch.bfloat16, False),
+        ],
+    ),
 )
-def test_memory_is_that_of_one_chunk(dtype: torch.dtype, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_one_chunk(
+    dtype: torch.dtype, learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The head's weights are frozen; the allowance of 15 % is for the rest of the tiny model."""
-    model = tiny_model(vocab_size=32000, max_position_embeddings=500, hidden_size=8, num_hidden_layers=1).to(dtype)
+    model = tiny_model(
+        vocab_size=32000, max_position_embeddings=500, hidden_size=8, num_hidden_layers=1
+    ).to(dtype)
     model.get_input_embeddings().requires_grad_(False)
     model.get_output_embeddings().requires_grad_(False)
     tokens = torch.zeros(1, 500, dtype=torch.long)
@@ -305,7 +344,9 @@ def test_sizes_of_chunks(tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> Non
     """Choose chunks with gradients by the device, and give every chunk a token."""
     for gib, num_bytes in ((8, 1 << 28), (80, 1 << 30), (139, 1 << 31)):
         properties = SimpleNamespace(total_memory=gib << 30)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _, properties=properties: properties
+        )
         assert memory.chunk_bytes("cuda:0") == memory.chunk_bytes("cuda", gib << 30) == num_bytes
     assert memory.chunk_bytes("cpu") == 1 << 25 < memory.CHUNK_BYTES
     assert memory.chunk_tokens(1 << 10, 1 << 25) == 1 << 13
@@ -321,22 +362,35 @@ class Passes(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
-        sizes = {tensor.numel() for tensor in tree_leaves((args, result)) if isinstance(tensor, Tensor)}
-        if CHUNK * VOCABULARY in sizes and not function.is_view and name not in ("_unsafe_view", "gather", "scatter_"):
+        sizes = {
+            tensor.numel() for tensor in tree_leaves((args, result)) if isinstance(tensor, Tensor)
+        }
+        if (
+            CHUNK * VOCABULARY in sizes
+            and not function.is_view
+            and name not in ("_unsafe_view", "gather", "scatter_")
+        ):
             self.names.append(name)
         return result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_passes_without_a_compiler(dtype: torch.dtype, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_without_a_compiler(
+    dtype: torch.dtype, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Products write logits once and read their gradient twice. The loss takes three passes, nine with a teacher.
 
     In bfloat16 logits and gradients are converted besides. Compiled (``test_compiled_losses``), three passes do.
     """
-    model, convert = tiny_model(tie_word_embeddings=False).to(dtype), ["_to_copy"] * (dtype is torch.bfloat16)
+    model, convert = (
+        tiny_model(tie_word_embeddings=False).to(dtype),
+        ["_to_copy"] * (dtype is torch.bfloat16),
+    )
     log_softmax, gradient = [*convert, "_log_softmax"], ["mul_", *convert, "mm", "mm"]
     taught = [*log_softmax, *log_softmax, "exp", "sub_", "mul_", "sum", "exp_", "sub_", *gradient]
     for measure, expected in (
@@ -353,7 +407,9 @@ def random_chunk(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, a teacher's logits [6, V] and targets [6], of which one is filling."""
     generator = torch.Generator().manual_seed(2)
     logits, taught = 3.0 * torch.randn(2, 6, VOCABULARY, generator=generator, dtype=torch.float64)
-    targets = torch.randint(VOCABULARY, (6,), generator=generator).index_fill(0, torch.tensor(2), NO_TARGET)
+    targets = torch.randint(VOCABULARY, (6,), generator=generator).index_fill(
+        0, torch.tensor(2), NO_TARGET
+    )
     return logits.to(dtype).requires_grad_(), taught.to(dtype), targets
 
 
@@ -365,12 +421,18 @@ def test_losses_in_float64() -> None:
         logits, taught, targets = random_chunk(torch.float64)
         expected_nll = F.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="none")
         p, q = (x.div(temperature).log_softmax(-1) for x in (logits, taught))
-        expected_divergence = F.kl_div(p, q, log_target=True, reduction="none").sum(-1) * (targets != NO_TARGET)
+        expected_divergence = F.kl_div(p, q, log_target=True, reduction="none").sum(-1) * (
+            targets != NO_TARGET
+        )
         mixture = (1 - weight) * expected_nll + weight * temperature**2 * expected_divergence
         (expected,) = torch.autograd.grad(mixture.sum(), logits)
-        nll, divergence, gradient = token_losses(logits, taught if weight else None, targets, weight, temperature)
+        nll, divergence, gradient = token_losses(
+            logits, taught if weight else None, targets, weight, temperature
+        )
         torch.testing.assert_close(nll, expected_nll.detach())
-        torch.testing.assert_close(divergence, expected_divergence.detach() if weight else torch.zeros_like(nll))
+        torch.testing.assert_close(
+            divergence, expected_divergence.detach() if weight else torch.zeros_like(nll)
+        )
         torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-14)
 
 

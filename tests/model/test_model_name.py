@@ -33,7 +33,10 @@ def hybrid(dense: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase)
 def test_a_changed_model_has_the_name_of_no_folder(dense: Path) -> None:
     """TRL makes a reference policy from this name, and PEFT writes it to adapters."""
     model = AutoModelForCausalLM.from_pretrained(dense)
-    for change in (lambda: apply_layout(model, LAYOUT), lambda: attach_gates(model, GateConfig(window=5))):
+    for change in (
+        lambda: apply_layout(model, LAYOUT),
+        lambda: attach_gates(model, GateConfig(window=5)),
+    ):
         change()
         assert model.name_or_path == model.config._name_or_path
         assert model.name_or_path.startswith(f"{dense} changed by spkv_nas in memory: save it")

@@ -91,7 +91,9 @@ class TestLeftAsItWas:
         set_gate_mode(model, "soft")
         tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        assert all(p.grad is not None for module in predictors(model).values() for p in module.parameters())
+        assert all(
+            p.grad is not None for module in predictors(model).values() for p in module.parameters()
+        )
 
     def test_training_mode_survives_an_error(self, blocks: TokenBlocks) -> None:
         """A failed evaluation restores training mode, and with it dropout."""
@@ -150,7 +152,9 @@ class TestWindows:
             logits(model, tokens)
         assert not seen
 
-    def test_a_layout_is_recognised(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_layout_is_recognised(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         model = tiny_model()
         assert checkpoint_layout(model) is None
         apply_layout(model, Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mine"), window=7)
@@ -167,7 +171,9 @@ class TestWatch:
     def test_sees_the_gates_of_every_layer_that_has_some(self, tokens: Tensor) -> None:
         model = gated("gemma3_text")
         seen: list[tuple[int, tuple[int, ...]]] = []
-        watch = watch_logits(model, lambda layer, values, _: seen.append((layer, tuple(values.shape))))
+        watch = watch_logits(
+            model, lambda layer, values, _: seen.append((layer, tuple(values.shape)))
+        )
         logits(model, tokens)
         watch.close()
         logits(model, tokens)
@@ -189,7 +195,9 @@ class TestWatch:
         with ThreadPoolExecutor(2) as threads:
             for model, count in threads.map(attach, ("llama", "qwen2")):
                 assert count == 4
-                assert all(layer.self_attn.spkv in layer_states(model) for layer in model.model.layers)
+                assert all(
+                    layer.self_attn.spkv in layer_states(model) for layer in model.model.layers
+                )
 
 
 class TestCompile:
@@ -197,7 +205,9 @@ class TestCompile:
     @pytest.mark.filterwarnings("ignore")  # of torch, about what it traces
     @pytest.mark.parametrize("mode", ["soft", "hard"])
     @pytest.mark.parametrize("recompute", slow_after(1, [False, True]))
-    def test_decoder_layers_compile_without_a_graph_break(self, mode: str, recompute: bool, tokens: Tensor) -> None:
+    def test_decoder_layers_compile_without_a_graph_break(
+        self, mode: str, recompute: bool, tokens: Tensor
+    ) -> None:
         torch.compiler.reset()
         model = gated().train()
         set_gate_mode(model, mode)

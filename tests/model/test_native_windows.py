@@ -69,14 +69,18 @@ def text() -> Tensor:
 
 
 class TestLayouts:
-    def test_global_letters_keep_the_native_window(self, model: PreTrainedModel, text: Tensor) -> None:
+    def test_global_letters_keep_the_native_window(
+        self, model: PreTrainedModel, text: Tensor
+    ) -> None:
         expected = logits(model, text)
         for rows in (ALL_GLOBAL, ("LL", "GG") * 2, ("GL", "GG") * 2):
             apply_layout(model, Layout(rows, WINDOW))
             assert torch.allclose(logits(model, text), expected, atol=1e-5)
 
     @pytest.mark.parametrize("window", [2, 20])
-    def test_local_windows_change_full_layers_alone(self, window: int, model: PreTrainedModel, text: Tensor) -> None:
+    def test_local_windows_change_full_layers_alone(
+        self, window: int, model: PreTrainedModel, text: Tensor
+    ) -> None:
         size = NATIVE[model.config.model_type]
         full = logits(model, text)
         apply_layout(model, Layout(("LL", "LG", "LL", "GG"), window))
@@ -84,7 +88,9 @@ class TestLayouts:
         assert windows == [(size,) * 2, (window, GLOBAL_WINDOW), (size,) * 2, (GLOBAL_WINDOW,) * 2]
         assert not torch.allclose(logits(model, text), full, atol=1e-4)
 
-    def test_without_full_layers_the_native_window_is_that_of_global_heads(self, text: Tensor) -> None:
+    def test_without_full_layers_the_native_window_is_that_of_global_heads(
+        self, text: Tensor
+    ) -> None:
         model = tiny_model("mistral", vocab_size=300, sliding_window=10)
         expected = logits(model, text)
         apply_layout(model, Layout(ALL_GLOBAL, WINDOW))
@@ -119,14 +125,20 @@ class TestLayouts:
     def test_scores_and_the_all_local_model_are_those_of_layouts(
         self, model: PreTrainedModel, blocks: TokenBlocks
     ) -> None:
-        full, whole, local = zero_shot(model, [None, Layout(ALL_GLOBAL, 2), Layout(ALL_LOCAL, 2)], blocks)
+        full, whole, local = zero_shot(
+            model, [None, Layout(ALL_GLOBAL, 2), Layout(ALL_LOCAL, 2)], blocks
+        )
         assert whole.mean == pytest.approx(full.mean, rel=1e-6)
         with every_head_local(model, 2):
             assert zero_shot_of_now(model, blocks) == pytest.approx(local.mean, rel=1e-6)
         assert local.mean != pytest.approx(full.mean, rel=1e-5)
 
     def test_exports_restore_them(
-        self, model: PreTrainedModel, text: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+        self,
+        model: PreTrainedModel,
+        text: Tensor,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         layout = Layout(("GL", "LG", "LL", "GG"), WINDOW)
         save_with_tokenizer(model, tiny_tokenizer, tmp_path / "dense")
@@ -134,7 +146,9 @@ class TestLayouts:
         restored, _ = load(tmp_path / "out")
         apply_layout(model, layout)
         assert torch.allclose(logits(restored, text), logits(model, text), atol=1e-6)
-        assert [state.windows for state in layer_states(restored)] == [state.windows for state in layer_states(model)]
+        assert [state.windows for state in layer_states(restored)] == [
+            state.windows for state in layer_states(model)
+        ]
 
 
 def zero_shot_of_now(model: PreTrainedModel, blocks: TokenBlocks) -> float:
@@ -166,12 +180,15 @@ def test_signals_score_only_heads_that_can_be_global(
         assert layout.grid == (4, 4)
 
 
-def test_the_default_budget_is_of_the_heads_that_can_be_global(model: PreTrainedModel, blocks: TokenBlocks) -> None:
+def test_the_default_budget_is_of_the_heads_that_can_be_global(
+    model: PreTrainedModel, blocks: TokenBlocks
+) -> None:
     table = spkv_nas.head_gates(model, blocks, window=3, sinks=0, steps=2)
     assert table.metadata["budget"] == 1
     assert table.values[1::2].sum() == pytest.approx(1, abs=1e-6)
     with pytest.raises(
-        UserError, match="budget 5 means 5 global KV heads, but the model has 4 KV heads that can be glo"
+        UserError,
+        match="budget 5 means 5 global KV heads, but the model has 4 KV heads that can be glo",
     ):
         spkv_nas.head_gates(model, blocks, window=3, sinks=0, budget=5)
 
@@ -181,7 +198,12 @@ class TestProposals:
     def table(self) -> HeadScores:
         """Return scores of a model whose layers 0 and 2 are local by design; layer 1 has negative gains."""
         scores = [[0.0, 0.0], [-0.2, -0.1], [0.0, 0.0], [0.3, 0.4]]
-        metadata = {"native_windows": [4, None, 4, None], "head_dim": 8, "dtype": "bfloat16", "kind": "gain"}
+        metadata = {
+            "native_windows": [4, None, 4, None],
+            "head_dim": 8,
+            "dtype": "bfloat16",
+            "kind": "gain",
+        }
         return replace(make_table(scores), window=10, metadata=metadata)
 
     def test_constraints_leave_native_layers_local(self, table: HeadScores) -> None:
@@ -226,7 +248,12 @@ class TestProposals:
         inputs = ReportInputs(table, {})
         data = explorer_data(inputs, conclude(inputs))
         assert data is not None
-        assert data["signals"][0]["cache"] == {"token": 32.0, "window": 10, "sinks": 1, "global": 40}
+        assert data["signals"][0]["cache"] == {
+            "token": 32.0,
+            "window": 10,
+            "sinks": 1,
+            "global": 40,
+        }
 
     def test_probe_yaml_records_it(self, blocks: TokenBlocks) -> None:
         model = tiny_model("mistral", vocab_size=300, sliding_window=20)
@@ -253,7 +280,9 @@ class TestNativeExport:
         assert (one.layer_types, one.sliding_window) == ([sliding, sliding, sliding, full], 8)
         same = native_config(config, Layout(ALL_GLOBAL, 6, sinks=2))
         assert (same.layer_types, same.sliding_window) == ([sliding, full] * 2, 8)
-        with pytest.raises(TargetError, match="windows of 6 and 8 keys, of which layer_types can express one"):
+        with pytest.raises(
+            TargetError, match="windows of 6 and 8 keys, of which layer_types can express one"
+        ):
             native_config(config, Layout(("GG", "LL", "GL", "GG"), 6))
         with pytest.raises(TargetError, match="layer 1 mixes global and local heads"):
             native_config(config, Layout(("GG", "GL", "GL", "GG"), 8))

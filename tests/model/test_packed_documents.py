@@ -39,7 +39,9 @@ def model_with(attention: str, family: str = "llama") -> PreTrainedModel:
 
 def packed(**options: Any) -> dict[str, Tensor]:
     """Make a batch as Trainer's collator for training without padding does."""
-    batch = DataCollatorWithFlattening(return_tensors="pt", **options)([{"input_ids": x.tolist()} for x in documents()])
+    batch = DataCollatorWithFlattening(return_tensors="pt", **options)(
+        [{"input_ids": x.tolist()} for x in documents()]
+    )
     batch.pop("labels")
     return dict(batch)
 
@@ -58,7 +60,9 @@ def padded(side: str) -> dict[str, Tensor]:
 BATCHES = {
     "position_ids": packed,
     "flash": lambda: packed(return_flash_attn_kwargs=True, return_seq_idx=True),
-    "cu_seq_lens": lambda: {k: x for k, x in packed(return_flash_attn_kwargs=True).items() if k != "position_ids"},
+    "cu_seq_lens": lambda: {
+        k: x for k, x in packed(return_flash_attn_kwargs=True).items() if k != "position_ids"
+    },
     "left": lambda: padded("left"),
     "right": lambda: padded("right"),
 }
@@ -111,7 +115,9 @@ def test_native_windows_and_learned_sinks(family: str, batch: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "batch"), [("llama", "position_ids"), ("llama", "left"), ("gemma3_text", "flash")])
+@pytest.mark.parametrize(
+    ("family", "batch"), [("llama", "position_ids"), ("llama", "left"), ("gemma3_text", "flash")]
+)
 def test_compiled_models(family: str, batch: str) -> None:
     model = model_with("layout", family)
     torch._dynamo.reset()
@@ -145,7 +151,9 @@ class TestRefusals:
         """Transformers then lets documents attend to each other."""
         batch = packed()
         with pytest.raises(UserError, match="leave attention_mask out"):
-            model_with("layout")(**batch, attention_mask=torch.ones_like(batch["input_ids"]), use_cache=False)
+            model_with("layout")(
+                **batch, attention_mask=torch.ones_like(batch["input_ids"]), use_cache=False
+            )
 
     @pytest.mark.parametrize("batch", ["position_ids", "flash", "cu_seq_lens"])
     def test_a_cache(self, batch: str) -> None:

@@ -43,7 +43,9 @@ def checkpoint(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
 @pytest.fixture
 def emulating(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the device has no instructions for 16-bit floats."""
-    monkeypatch.setattr(device, "is_native", lambda _, dtype: dtype not in (torch.bfloat16, torch.float16))
+    monkeypatch.setattr(
+        device, "is_native", lambda _, dtype: dtype not in (torch.bfloat16, torch.float16)
+    )
 
 
 @pytest.fixture
@@ -57,7 +59,11 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_processor_of_avx2_emulates_bfloat16() -> None:
     older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     seen = subprocess.run(
-        [sys.executable, "-c", SEES], env={**os.environ, **older}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SEES],
+        env={**os.environ, **older},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert seen.stdout.strip() == "False"
 
@@ -66,7 +72,9 @@ def test_a_processor_of_avx2_emulates_bfloat16() -> None:
 def test_avx512_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_it in (False, True):
         capabilities = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": has_it}
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
+        monkeypatch.setattr(
+            torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities
+        )
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         assert device.is_native("cpu", torch.bfloat16) is (has_it and supported)
 
@@ -77,7 +85,9 @@ def test_other_dtypes_are_native_everywhere() -> None:
 
 
 class TestCheckpoints:
-    def test_load_keeps_the_dtype_of_the_checkpoint(self, checkpoint: Path, emulating: None) -> None:
+    def test_load_keeps_the_dtype_of_the_checkpoint(
+        self, checkpoint: Path, emulating: None
+    ) -> None:
         assert load(checkpoint)[0].dtype == torch.bfloat16 == saved_dtype(checkpoint)
 
     def test_a_native_dtype_is_kept(self, checkpoint: Path, native: None) -> None:
@@ -89,14 +99,20 @@ class TestCheckpoints:
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
     @pytest.mark.parametrize("dtype", device.DTYPES)
-    def test_a_requested_dtype_takes_precedence(self, dtype: str, checkpoint: Path, emulating: None) -> None:
+    def test_a_requested_dtype_takes_precedence(
+        self, dtype: str, checkpoint: Path, emulating: None
+    ) -> None:
         model, _ = load_on(checkpoint, "cpu", dtype)
         assert device.dtype_name(model.dtype) == dtype
-        assert {p.dtype for module in predictors(model).values() for p in module.parameters()} == {torch.float32}
+        assert {p.dtype for module in predictors(model).values() for p in module.parameters()} == {
+            torch.float32
+        }
 
     def test_a_config_without_a_dtype(self, checkpoint: Path, emulating: None) -> None:
         file = checkpoint / "config.json"
-        file.write_text("\n".join(line for line in file.read_text().splitlines() if '"dtype"' not in line))
+        file.write_text(
+            "\n".join(line for line in file.read_text().splitlines() if '"dtype"' not in line)
+        )
         (checkpoint / MANIFEST).unlink()
         assert saved_dtype(checkpoint) is None
         assert load_on(checkpoint, "cpu")[0].dtype == torch.float32
@@ -104,7 +120,9 @@ class TestCheckpoints:
     def test_predictors_and_frequencies_keep_theirs(self, checkpoint: Path, native: None) -> None:
         """A dtype of the weights converts neither predictors nor RoPE frequencies."""
         file = checkpoint / "config.json"
-        file.write_text("\n".join(line for line in file.read_text().splitlines() if '"dtype"' not in line))
+        file.write_text(
+            "\n".join(line for line in file.read_text().splitlines() if '"dtype"' not in line)
+        )
         (checkpoint / MANIFEST).unlink()
         for dtype in (None, "float16"):
             model, _ = load_on(checkpoint, "cpu", dtype)
@@ -115,7 +133,9 @@ class TestCheckpoints:
     def test_an_unknown_dtype(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(UserError, match="expected one of float32, bfloat16, float16"):
             load_on(checkpoint, "cpu", "float8")
-        assert "--dtype 'int8'" in fails(capsys, "generate", "a", "--model", checkpoint, "--dtype", "int8")
+        assert "--dtype 'int8'" in fails(
+            capsys, "generate", "a", "--model", checkpoint, "--dtype", "int8"
+        )
 
 
 def test_a_probe_says_both(
@@ -141,7 +161,9 @@ def test_predictors_are_float32_whatever_is_the_default() -> None:
 
 
 class TestRecipes:
-    def test_auto_is_a_dtype_native_to_the_device(self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_auto_is_a_dtype_native_to_the_device(
+        self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         auto = recipe.model_copy(update={"precision": "auto"})
         for is_native, expected in ((True, "bfloat16"), (False, "float32")):
             monkeypatch.setattr(device, "is_native", lambda *_, native=is_native: native)
@@ -152,17 +174,34 @@ class TestRecipes:
         recipe_file.write_text(recipe_file.read_text().replace("precision: float32\n", ""))
         assert Recipe.read(recipe_file).precision == "auto"
 
-    def test_training_in_float16_is_refused(self, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "training knows float32 and bfloat16" in fails(capsys, "train", recipe_file, "--dtype", "float16")
+    def test_training_in_float16_is_refused(
+        self, recipe_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert "training knows float32 and bfloat16" in fails(
+            capsys, "train", recipe_file, "--dtype", "float16"
+        )
 
     @pytest.mark.slow
-    def test_results_record_their_dtype(self, recipe_file: Path, tmp_path: Path, emulating: None) -> None:
-        recipe_file.write_text(recipe_file.read_text().replace("precision: float32", "precision: auto"))
+    def test_results_record_their_dtype(
+        self, recipe_file: Path, tmp_path: Path, emulating: None
+    ) -> None:
+        recipe_file.write_text(
+            recipe_file.read_text().replace("precision: float32", "precision: auto")
+        )
         rows = "name: some\nrecipe: recipe.yaml\nrows:\n  full: {variant: full-attention}\n"
         (recipe_file.parent / "rows.yaml").write_text(rows)
         made = []
         for dtype in ([], ["--dtype", "bfloat16"]):
-            main(["reproduce", "ablate", str(recipe_file.parent / "rows.yaml"), "--workspace", str(tmp_path), *dtype])
+            main(
+                [
+                    "reproduce",
+                    "ablate",
+                    str(recipe_file.parent / "rows.yaml"),
+                    "--workspace",
+                    str(tmp_path),
+                    *dtype,
+                ]
+            )
             record = yaml.safe_load((tmp_path / "reports" / "some" / "ablations.yaml").read_text())
             made.append(record["recipes"]["full"]["precision"])
         assert made == ["float32", "bfloat16"]

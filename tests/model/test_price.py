@@ -93,7 +93,9 @@ class TestPrice:
         assert price.value < 0
 
     @pytest.mark.parametrize(("final_rate", "drift"), [(1.0, 0.0), (0.01, 0.001)])
-    def test_the_price_settles_where_gates_respond_slowly(self, final_rate: float, drift: float) -> None:
+    def test_the_price_settles_where_gates_respond_slowly(
+        self, final_rate: float, drift: float
+    ) -> None:
         """The share of keys falls with the logarithm of the price, drifts, and follows the learning rate."""
         for target in (0.1, 0.286, 0.5):
             price, density = Price(target), 0.5
@@ -102,7 +104,9 @@ class TestPrice:
             for step in range(160):
                 rate = final_rate + (1 - final_rate) * (1 + math.cos(math.pi * step / 160)) / 2
                 price.move(tensor(density), rate * RATE)
-                settled = 1 / (1 + math.exp(1.5 * math.log(max(price.value, 1e-6) / 0.03))) - step * drift
+                settled = (
+                    1 / (1 + math.exp(1.5 * math.log(max(price.value, 1e-6) / 0.03))) - step * drift
+                )
                 density += 0.1 * rate * (settled - density)
                 seen.append(density)
             assert abs(seen[-1] - target) < 0.01
@@ -128,7 +132,9 @@ class TestRecipe:
             ({"price": 0.02, "bias": 1.0}, 1.0),
         ],
     )
-    def test_priced_gates_start_at_the_threshold(self, gates: dict[str, Any], expected: float) -> None:
+    def test_priced_gates_start_at_the_threshold(
+        self, gates: dict[str, Any], expected: float
+    ) -> None:
         assert GatesConfig.model_validate(gates).bias == pytest.approx(expected)
 
     def test_price_and_target_exclude_each_other(self) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FAMILIES, check_generation, equal_up_to_rounding, save_with_tokenizer, sharpen_attention, tiny_model
+from helpers import (
+    FAMILIES,
+    check_generation,
+    equal_up_to_rounding,
+    save_with_tokenizer,
+    sharpen_attention,
+    tiny_model,
+)
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -45,7 +52,13 @@ def visible_keys(sinks: int, local: tuple[bool, ...], native: int = LENGTH) -> T
     return torch.where(visible, 0.0, -torch.inf)[None]
 
 
-def masked(model: PreTrainedModel, tokens: Tensor, sinks: int, local: tuple[bool, ...], native: int = LENGTH) -> Tensor:
+def masked(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    sinks: int,
+    local: tuple[bool, ...],
+    native: int = LENGTH,
+) -> Tensor:
     """Compute logits by eager attention under the mask of a layout."""
     model.set_attn_implementation("eager")
     return logits(model, tokens, attention_mask=visible_keys(sinks, local, native))
@@ -71,7 +84,9 @@ def test_heads_of_several_windows_equal_an_eager_mask(
     family: str, tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """In float64, with other windows in every layer; also after saving and loading."""
-    model = sharpen_attention(tiny_model(family, vocab_size=300, num_attention_heads=8, num_key_value_heads=4))
+    model = sharpen_attention(
+        tiny_model(family, vocab_size=300, num_attention_heads=8, num_key_value_heads=4)
+    )
     dense = copy.deepcopy(model).double()
     layout = Layout(("NLGM", "LLLL", "GMNG", "MGLM"), windows={"L": 2, "M": 5, "N": 11}, sinks=1)
     apply_layout(model, layout)
@@ -89,20 +104,27 @@ def test_heads_of_several_windows_equal_an_eager_mask(
             seen = [(t - s < (window or LENGTH)) | (s < 1) for window in windows for _ in range(2)]
         mask = torch.where(torch.stack(seen) & (s <= t), 0.0, -torch.inf)[None].double()
         layer.register_forward_pre_hook(
-            lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}), with_kwargs=True
+            lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
+            with_kwargs=True,
         )
     expected = logits(dense, tokens)
-    assert torch.allclose(logits(model.double(), tokens), expected, atol=1e-6 * float(expected.abs().max()))
+    assert torch.allclose(
+        logits(model.double(), tokens), expected, atol=1e-6 * float(expected.abs().max())
+    )
 
 
 def test_window_and_sinks_can_be_overridden(tokens: Tensor) -> None:
     model = tiny_model()
     dense = logits(model, tokens)
     with layout_applied(model, LAYOUT, sinks=0):
-        assert equal_up_to_rounding(logits(model, tokens), logits(hybrid(replace(LAYOUT, sinks=0)), tokens))
+        assert equal_up_to_rounding(
+            logits(model, tokens), logits(hybrid(replace(LAYOUT, sinks=0)), tokens)
+        )
         assert checkpoint_layout(model) == replace(LAYOUT, sinks=0)
     with layout_applied(model, LAYOUT, 2, 5):
-        assert equal_up_to_rounding(logits(model, tokens), logits(hybrid(replace(LAYOUT, window=2, sinks=5)), tokens))
+        assert equal_up_to_rounding(
+            logits(model, tokens), logits(hybrid(replace(LAYOUT, window=2, sinks=5)), tokens)
+        )
     assert equal_up_to_rounding(logits(model, tokens), dense)
     with pytest.raises(UserError, match="sinks is -1"):
         apply_layout(model, LAYOUT, sinks=-1)
@@ -125,8 +147,12 @@ def test_full_attention_lifts_and_restores_them(tokens: Tensor) -> None:
             assert [state.local_sinks for state in states] == [0] * 4
             for state in states:
                 state.windows = (WINDOW, WINDOW)
-            assert torch.allclose(logits(model, tokens), masked(tiny_model(), tokens, 0, (True,) * 4), atol=1e-5)
-        assert [(state.windows, state.sinks, state.local_sinks) for state in layer_states(model)] == before
+            assert torch.allclose(
+                logits(model, tokens), masked(tiny_model(), tokens, 0, (True,) * 4), atol=1e-5
+            )
+        assert [
+            (state.windows, state.sinks, state.local_sinks) for state in layer_states(model)
+        ] == before
         assert equal_up_to_rounding(logits(model, tokens), expected)
 
 
@@ -144,9 +170,13 @@ def test_layers_with_a_native_window_get_none() -> None:
     apply_layout(model, LAYOUT)
     native = [state.native_window is not None for state in layer_states(model)]
     assert {*native} == {False, True}
-    assert [state.local_sinks for state in layer_states(model)] == [0 if one else 3 for one in native]
+    assert [state.local_sinks for state in layer_states(model)] == [
+        0 if one else 3 for one in native
+    ]
     with every_head_local(model, 2, 3):
-        assert [state.local_sinks for state in layer_states(model)] == [0 if one else 3 for one in native]
+        assert [state.local_sinks for state in layer_states(model)] == [
+            0 if one else 3 for one in native
+        ]
 
 
 class TestNativeWindowOfAllLayers:
@@ -161,12 +191,18 @@ class TestNativeWindowOfAllLayers:
         model = self.model()
         apply_layout(model, LAYOUT)
         actual = logits(model, tokens)
-        expected = masked(self.model(), tokens, LAYOUT.sinks, (False, False, True, True), self.NATIVE)
+        expected = masked(
+            self.model(), tokens, LAYOUT.sinks, (False, False, True, True), self.NATIVE
+        )
         assert torch.allclose(actual, expected, atol=1e-5)
-        assert not torch.allclose(actual, logits(hybrid(replace(LAYOUT, sinks=0), self.model()), tokens), atol=1e-3)
+        assert not torch.allclose(
+            actual, logits(hybrid(replace(LAYOUT, sinks=0), self.model()), tokens), atol=1e-3
+        )
         with every_head_local(model, WINDOW, LAYOUT.sinks):
             everywhere = logits(model, tokens)
-        assert torch.allclose(everywhere, masked(self.model(), tokens, LAYOUT.sinks, (True,) * 4), atol=1e-5)
+        assert torch.allclose(
+            everywhere, masked(self.model(), tokens, LAYOUT.sinks, (True,) * 4), atol=1e-5
+        )
 
     def test_gradients_are_those_under_the_mask(self, tokens: Tensor) -> None:
         """In training, too, the operator takes the sink tokens of each head."""
@@ -176,9 +212,13 @@ class TestNativeWindowOfAllLayers:
             mask: dict[str, Tensor] = {}
             if not layer_states(model):
                 model.set_attn_implementation("eager")
-                mask["attention_mask"] = visible_keys(LAYOUT.sinks, (False, False, True, True), self.NATIVE)
+                mask["attention_mask"] = visible_keys(
+                    LAYOUT.sinks, (False, False, True, True), self.NATIVE
+                )
             (model(input_ids=tokens, use_cache=False, **mask).logits * weights).sum().backward()
-            gradients.append(torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None]))
+            gradients.append(
+                torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+            )
         assert torch.allclose(*gradients, rtol=1e-3, atol=1e-4)
 
     def test_a_window_as_wide_as_the_native_one_gets_none(self, tokens: Tensor) -> None:

@@ -71,7 +71,9 @@ def repository(
 ) -> Repository:
     """Cache ``org/NAME``: a commit tagged v1, and a sharded model in main and in a pull request."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    name = "tiny" + hashlib.sha256(request.node.name.encode()).hexdigest()[:8]  # commits are kept by name
+    name = (
+        "tiny" + hashlib.sha256(request.node.name.encode()).hexdigest()[:8]
+    )  # commits are kept by name
     repository = Repository(tmp_path / "hub" / f"models--org--{name}", f"org/{name}")
     for commit, value, names in ((OLD, 1.0, ["v1"]), (NEW, 2.0, ["main", "refs/pr/7"])):
         model = tiny_model(vocab_size=300)
@@ -83,7 +85,8 @@ def repository(
 
 
 @pytest.mark.parametrize(
-    ("revision", "commit"), [("", NEW), ("@main", NEW), ("@refs/pr/7", NEW), ("@v1", OLD), (f"@{OLD}", OLD)]
+    ("revision", "commit"),
+    [("", NEW), ("@main", NEW), ("@refs/pr/7", NEW), ("@v1", OLD), (f"@{OLD}", OLD)],
 )
 def test_a_revision_is_read(revision: str, commit: str, repository: Repository) -> None:
     source = repository.name + revision
@@ -136,11 +139,15 @@ def test_files_of_the_cache_are_carried_over(repository: Repository, tmp_path: P
 
 def test_an_adapter_is_named(repository: Repository, tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "org/base"}'
+    )
     adapter = Repository(repository.folder.with_name("models--org--adapter"), "org/adapter")
     adapter.commit("c" * 40, tmp_path / "adapter", "main")
     for check in (load, check_checkpoint):
-        with pytest.raises(UserError, match="model org/adapter is an adapter of PEFT for org/base: merge it"):
+        with pytest.raises(
+            UserError, match="model org/adapter is an adapter of PEFT for org/base: merge it"
+        ):
             check(adapter.name)  # type: ignore[operator]
 
 
@@ -150,7 +157,9 @@ def test_hashes_are_blob_names(repository: Repository, monkeypatch: pytest.Monke
     shards = sorted(snapshot.glob("*.safetensors"))
     expected = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in shards}
     identity = weights_identity(snapshot)
-    monkeypatch.setattr("spkv_nas.base.manifest.sha256_file", lambda path: pytest.fail(f"reads {path}"))
+    monkeypatch.setattr(
+        "spkv_nas.base.manifest.sha256_file", lambda path: pytest.fail(f"reads {path}")
+    )
     assert content_hashes(shards) == expected
     assert weights_identity(snapshot) == identity
 
@@ -160,7 +169,11 @@ def test_results_name_the_commit(repository: Repository, text: Path, tmp_path: P
     Layout(("GL", "LL", "LG", "GG"), 6).write(tmp_path / "layout.yaml")
     score(
         ScoreOptions(
-            layouts=[tmp_path / "layout.yaml"], model=source, data=[str(text)], context="32", workspace=tmp_path
+            layouts=[tmp_path / "layout.yaml"],
+            model=source,
+            data=[str(text)],
+            context="32",
+            workspace=tmp_path,
         )
     )
     record = read_record(tmp_path / "reports" / model_name(source) / "zero-shot.yaml", "scores")
@@ -184,8 +197,12 @@ def test_a_recipe_starts_from_a_revision(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [("GG", "LL", "LL", "GG"), ("GL", "LL", "LG", "GG")], ids=["native", "custom"])
-def test_an_export_has_files_and_no_links(rows: tuple[str, ...], repository: Repository, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rows", [("GG", "LL", "LL", "GG"), ("GL", "LL", "LG", "GG")], ids=["native", "custom"]
+)
+def test_an_export_has_files_and_no_links(
+    rows: tuple[str, ...], repository: Repository, tmp_path: Path
+) -> None:
     """The card names the repository as the base model, with the licence in its card."""
     out, snapshot = tmp_path / "out", repository.folder / "snapshots" / NEW
     (snapshot / "README.md").write_text("---\nlicense: mit\nbase_model: org/older\n---\n")

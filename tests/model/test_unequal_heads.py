@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import check_generation, equal_up_to_rounding, logits, save_with_tokenizer, sharpen_attention, tiny_model
+from helpers import (
+    check_generation,
+    equal_up_to_rounding,
+    logits,
+    save_with_tokenizer,
+    sharpen_attention,
+    tiny_model,
+)
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -47,7 +54,10 @@ _MIXTURE: dict[str, Any] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
     "experts_implementation": "eager",
 }  # fmt: skip
-_SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+_SLIDING: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+}
 UNEQUAL: dict[str, dict[str, Any]] = {  # options of models; the experts can be computed in float64
     "gemma4_text": {
         **_SLIDING, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
@@ -74,12 +84,16 @@ SLOW: dict[str, dict[str, Any]] = {  # with nothing in their attention that the 
 
 def unequal_model(family: str) -> PreTrainedModel:
     """Make a model of ``UNEQUAL`` or ``SLOW`` whose attention is far from uniform."""
-    model = sharpen_attention(tiny_model(family, vocab_size=300, **{**UNEQUAL, **SLOW}[family]), 4.0)
+    model = sharpen_attention(
+        tiny_model(family, vocab_size=300, **{**UNEQUAL, **SLOW}[family]), 4.0
+    )
     model.generation_config.eos_token_id = None
     return model
 
 
-def masked_logits(model: PreTrainedModel, layout: Layout, native: tuple[int | None, ...], tokens: Tensor) -> Tensor:
+def masked_logits(
+    model: PreTrainedModel, layout: Layout, native: tuple[int | None, ...], tokens: Tensor
+) -> Tensor:
     """Compute logits of a dense model under the explicit mask of a layout; ``native`` windows stay as they are."""
     model.set_attn_implementation("eager")
     layers = [module for module in model.modules() if hasattr(module, "o_proj")]
@@ -93,12 +107,15 @@ def masked_logits(model: PreTrainedModel, layout: Layout, native: tuple[int | No
         ]
         mask = torch.where(torch.stack(seen) & (s <= t), 0.0, -torch.inf)[None].double()
         layer.register_forward_pre_hook(
-            lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}), with_kwargs=True
+            lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
+            with_kwargs=True,
         )
     return logits(model, tokens)
 
 
-@pytest.fixture(params=[*UNEQUAL, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)])
+@pytest.fixture(
+    params=[*UNEQUAL, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
+)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return unequal_model(request.param)
 
@@ -107,13 +124,20 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 def layout(model: PreTrainedModel) -> Layout:
     """Return a layout with mixed heads in every layer."""
     with full_attention(model) as states:
-        rows = [("GLLG" if layer % 2 else "LG")[: state.num_kv_heads] for layer, state in enumerate(states)]
+        rows = [
+            ("GLLG" if layer % 2 else "LG")[: state.num_kv_heads]
+            for layer, state in enumerate(states)
+        ]
         return Layout(
-            tuple((row * 2)[: state.num_kv_heads] for row, state in zip(rows, states, strict=True)), 5, sinks=2
+            tuple((row * 2)[: state.num_kv_heads] for row, state in zip(rows, states, strict=True)),
+            5,
+            sinks=2,
         )
 
 
-def test_layouts_equal_an_explicit_mask(model: PreTrainedModel, layout: Layout, tokens: Tensor) -> None:
+def test_layouts_equal_an_explicit_mask(
+    model: PreTrainedModel, layout: Layout, tokens: Tensor
+) -> None:
     dense = copy.deepcopy(model).double()
     apply_layout(model.double(), layout)
     native = tuple(state.native_window for state in layer_states(model))
@@ -124,10 +148,14 @@ def test_layouts_equal_an_explicit_mask(model: PreTrainedModel, layout: Layout, 
     assert not torch.allclose(logits(model, tokens), expected, rtol=1e-3)
 
 
-def test_training_equals_an_explicit_mask(model: PreTrainedModel, layout: Layout, tokens: Tensor) -> None:
+def test_training_equals_an_explicit_mask(
+    model: PreTrainedModel, layout: Layout, tokens: Tensor
+) -> None:
     dense = copy.deepcopy(model).double()
     apply_layout(model.double(), layout)
-    masked_logits(dense, layout, tuple(state.native_window for state in layer_states(model)), tokens)
+    masked_logits(
+        dense, layout, tuple(state.native_window for state in layer_states(model)), tokens
+    )
     for trained in (model, dense):
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.005)
         for _ in range(3):
@@ -138,7 +166,9 @@ def test_training_equals_an_explicit_mask(model: PreTrainedModel, layout: Layout
     assert torch.allclose(actual, expected, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_mixtures_of_a_probe_equal_the_layout(model: PreTrainedModel, layout: Layout, tokens: Tensor) -> None:
+def test_mixtures_of_a_probe_equal_the_layout(
+    model: PreTrainedModel, layout: Layout, tokens: Tensor
+) -> None:
     with full_attention(model.double()) as states:
         for state, row in zip(states, layout.heads, strict=True):
             is_global = torch.tensor([float(letter == "G") for letter in row])
@@ -158,7 +188,11 @@ def test_generation_equals_whole_passes(model: PreTrainedModel, layout: Layout) 
 
 
 def test_exports_compute_the_layout(
-    model: PreTrainedModel, layout: Layout, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tokens: Tensor
+    model: PreTrainedModel,
+    layout: Layout,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tokens: Tensor,
 ) -> None:
     save_with_tokenizer(model, tiny_tokenizer, tmp_path / "dense")
     export(layout, tmp_path / "dense", tmp_path / "out")  # compares with the remote code
@@ -170,13 +204,20 @@ def test_exports_compute_the_layout(
 @pytest.mark.parametrize(
     ("family", "signal"),
     [
-        *product(["gemma4_text", "mimo_v2_flash"], ["head-gates", "window-costs", "add-one-head", "attention-mass"]),
+        *product(
+            ["gemma4_text", "mimo_v2_flash"],
+            ["head-gates", "window-costs", "add-one-head", "attention-mass"],
+        ),
         *product(["deepseek_v3"], ["head-gates", "window-costs", "attention-mass", "duo"]),
     ],
 )
-def test_scores_survive_files_and_become_layouts(family: str, signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
+def test_scores_survive_files_and_become_layouts(
+    family: str, signal: str, blocks: TokenBlocks, tmp_path: Path
+) -> None:
     options = {"head-gates": {"steps": 2, "budget": 2}, "duo": {"steps": 2}}
-    table = measure_signal(signal, unequal_model(family), blocks, window=6, sinks=1, **options.get(signal, {}))
+    table = measure_signal(
+        signal, unequal_model(family), blocks, window=6, sinks=1, **options.get(signal, {})
+    )
     if family == "deepseek_v3":
         assert (table.heads_per_layer, table.metadata["head_dim"]) == ((1, 1, 1, 1), 8)
         assert {len(row) for layout in propose(table, 2).values() for row in layout.heads} == {1}
@@ -191,7 +232,9 @@ def test_scores_survive_files_and_become_layouts(family: str, signal: str, block
         assert not layout.global_mask[::2].any()  # the layers with a native window
     if signal == "window-costs":
         assert np.allclose(restored.window_costs.values, table.window_costs.values, equal_nan=True)
-        assert set(propose(restored, memory="60%", context=200)["window-per-head"].heads[0]) <= set("LMN")
+        assert set(propose(restored, memory="60%", context=200)["window-per-head"].heads[0]) <= set(
+            "LMN"
+        )
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash", "youtu"])
@@ -209,7 +252,10 @@ def test_budgets_of_memory_count_the_size_of_each_head(family: str, blocks: Toke
     held = 0
     for state, layer in zip(layer_states(model), cache.layers, strict=True):
         sizes = [min(window, 200) for window in state.head_windows(gated=False)]
-        keys = sum(size + sinks if size < 200 else size for size, sinks in zip(sizes, state.sinks, strict=True))
+        keys = sum(
+            size + sinks if size < 200 else size
+            for size, sinks in zip(sizes, state.sinks, strict=True)
+        )
         held += keys * 2 * layer.paged[0].head_dim * 4
     assert cost.layout_bytes(layout, table.layers) == held
     assert held < cache.num_bytes < 1.25 * held  # tables, unfinished pages, and 4 % spare ones
@@ -235,7 +281,10 @@ def test_layers_of_latent_attention_are_one_choice(
     check_generation(model)
     # Rows with a letter for each head, which hybrids had before latents were one choice
     gates = GateConfig(heads=["SSSS"] * 4)
-    for refused in (lambda: apply_layout(model, Layout(("GLLL",) * 4, 5)), lambda: attach_gates(model, gates)):
+    for refused in (
+        lambda: apply_layout(model, Layout(("GLLL",) * 4, 5)),
+        lambda: attach_gates(model, gates),
+    ):
         with pytest.raises(UserError, match="share one latent, so give one letter per layer"):
             refused()
     section = restored.config.spkv
@@ -243,7 +292,9 @@ def test_layers_of_latent_attention_are_one_choice(
     for layer in section["layers"].values():
         layer["num_kv_heads"] = 4
     save_with_tokenizer(restored, tiny_tokenizer, tmp_path / "old")
-    with pytest.raises(UserError, match="its heads share one latent, so a layout has one letter per layer"):
+    with pytest.raises(
+        UserError, match="its heads share one latent, so a layout has one letter per layer"
+    ):
         load(tmp_path / "old")
 
 
@@ -263,6 +314,10 @@ def test_proposals_with_unequal_rows_are_those_of_brute_force() -> None:
     assert propose(table, 3)["densest"].heads == ("GL", "LGL", "G")
     assert solve(table, 3, Constraints(max_per_layer=1), window=8).heads == ("GL", "LGL", "G")
     assert solve(table, 4, Constraints(granularity="layer"), window=8).heads == ("LL", "GGG", "G")
-    assert solve(table, 5, Constraints(uniform=True, min_per_layer=1), window=8).heads == ("GL", "GGG", "G")
+    assert solve(table, 5, Constraints(uniform=True, min_per_layer=1), window=8).heads == (
+        "GL",
+        "GGG",
+        "G",
+    )
     assert solve(table, 2, Constraints(global_layers=(0,)), window=8).heads == ("GG", "LLL", "L")
     assert (table.mean, table.num_heads) == (pytest.approx(3.7 / 6), 6)

@@ -43,19 +43,32 @@ def subject(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str
 
 
 class TestOneRule:
-    def test_head_gates_have_the_window_of_densities(self, subject: list[str], tmp_path: Path) -> None:
+    def test_head_gates_have_the_window_of_densities(
+        self, subject: list[str], tmp_path: Path
+    ) -> None:
         """The default window is a sixteenth of a block for both."""
         main(["probe", *subject, "--signal", RECOMMENDED, "--steps", "2"])
         main(["probe", *subject, "--signal", "density", "--steps", "2", "--ablation-tokens", "0"])
-        tables = [HeadScores.read(tmp_path / "w" / "probes" / name) for name in ("mine", f"mine-{RECOMMENDED}")]
+        tables = [
+            HeadScores.read(tmp_path / "w" / "probes" / name)
+            for name in ("mine", f"mine-{RECOMMENDED}")
+        ]
         assert [table.window for table in tables] == [suitable_window(128)] * 2 == [8, 8]
 
-    @pytest.mark.parametrize("signal", ["duo", "add-one-head", "leave-one-out", "attention-mass", RECOMMENDED])
-    def test_every_signal_leaves_keys_outside_the_window(self, signal: str, blocks: TokenBlocks) -> None:
+    @pytest.mark.parametrize(
+        "signal", ["duo", "add-one-head", "leave-one-out", "attention-mass", RECOMMENDED]
+    )
+    def test_every_signal_leaves_keys_outside_the_window(
+        self, signal: str, blocks: TokenBlocks
+    ) -> None:
         """Blocks of 40 tokens get a smaller window than the default of 128."""
         options = {"steps": 2} if signal in ("duo", RECOMMENDED) else {}
         model = tiny_model(vocab_size=300)
-        assert measure_signal(signal, model, blocks, **options).window == suitable_window(blocks.block_size) == 8
+        assert (
+            measure_signal(signal, model, blocks, **options).window
+            == suitable_window(blocks.block_size)
+            == 8
+        )
 
     def test_in_python_too(self, blocks: TokenBlocks) -> None:
         assert spkv_nas.head_gates(tiny_model(vocab_size=300), blocks, steps=2).window == 8
@@ -85,15 +98,21 @@ class TestMixedWindows:
         text = str(caught[0].message)
         assert f"8 keys: narrow ({layouts[0]}); 16 keys: wide ({layouts[1]})" in text
         assert "propose all at one --window" in text
-        Proposal.read(layouts[:1]).warn_of_windows({"sp-kv": 8})  # of one window there is nothing to say
-        Proposal.read(layouts).warn_of_windows({"sp-kv": 8}, memory=(0.3, 0.31))  # compared at equal memory
+        Proposal.read(layouts[:1]).warn_of_windows(
+            {"sp-kv": 8}
+        )  # of one window there is nothing to say
+        Proposal.read(layouts).warn_of_windows(
+            {"sp-kv": 8}, memory=(0.3, 0.31)
+        )  # compared at equal memory
 
     def test_names_sink_tokens(self, tmp_path: Path) -> None:
         files = [tmp_path / f"{name}.yaml" for name in ("none", "four")]
         for file, sinks in zip(files, (0, 4), strict=True):
             Layout(("GL", "LL"), 8, file.stem, sinks=sinks).write(file)
         proposal = Proposal.read(files)
-        with pytest.warns(UserWarning, match="layouts with 2 different numbers of sink tokens") as caught:
+        with pytest.warns(
+            UserWarning, match="layouts with 2 different numbers of sink tokens"
+        ) as caught:
             proposal.warn_of_windows({"sp-kv": 8})  # its gates decide about the first tokens
         (warning,) = caught
         assert f"(sinks 0: none ({files[0]}); sinks 4: four ({files[1]}))" in str(warning.message)
@@ -106,31 +125,57 @@ class TestMixedWindows:
     ) -> None:
         """Layouts and references of different windows are compared with a warning."""
         recipe, options = write_project(tmp_path / "project"), ["--workspace", str(tmp_path / "w")]
-        replace(make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2)), name="tiny").write(tmp_path / "w/probes/tiny")
-        hybrids = ["train-hybrid", *map(str, layouts), "--recipe", str(recipe), "--probe", "tiny", *options]
+        replace(make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2)), name="tiny").write(
+            tmp_path / "w/probes/tiny"
+        )
+        hybrids = [
+            "train-hybrid",
+            *map(str, layouts),
+            "--recipe",
+            str(recipe),
+            "--probe",
+            "tiny",
+            *options,
+        ]
         for extra in (["--dry-run"], []):
             main([*hybrids, *extra])
             printed = capsys.readouterr().err
-            assert re.search(r"local windows are compared \(8 keys: narrow .*, sp-kv.*; 16 keys: wide", printed)
+            assert re.search(
+                r"local windows are compared \(8 keys: narrow .*, sp-kv.*; 16 keys: wide", printed
+            )
         record = read_record(tmp_path / "w/reports/tiny/comparison.yaml", "comparison")
         assert record["windows"] == {"sp-kv": 8, "narrow": 8, "wide": 16}
         dense = next((tmp_path / "w/runs/tiny").glob("dense-*/final"))
-        subject = ["--model", str(dense), "--data", str(tmp_path / "project/text"), "--context", "32"]
+        subject = [
+            "--model",
+            str(dense),
+            "--data",
+            str(tmp_path / "project/text"),
+            "--context",
+            "32",
+        ]
         main(["score", *map(str, layouts), *subject, "--name", "tiny", *options])
         assert "8 keys: narrow" in capsys.readouterr().err
-        assert read_record(tmp_path / "w/reports/tiny/zero-shot.yaml", "scores")["windows"] == {"narrow": 8, "wide": 16}
+        assert read_record(tmp_path / "w/reports/tiny/zero-shot.yaml", "scores")["windows"] == {
+            "narrow": 8,
+            "wide": 16,
+        }
 
     def probes(self, workspace: Workspace, **windows: int) -> None:
         """Write probes of one model: the recommended signal, named ``gates``, and densities."""
         for name, window in windows.items():
             signal = {"signal": RECOMMENDED, "kind": "share"} if name == "gates" else {}
             table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
-            replace(table, name=name, window=window, metadata={"model": "m", **signal}).write(workspace.probe_dir(name))
+            replace(table, name=name, window=window, metadata={"model": "m", **signal}).write(
+                workspace.probe_dir(name)
+            )
 
     def test_compare_warns_and_records(self, tmp_path: Path) -> None:
         workspace = Workspace(tmp_path)
         self.probes(workspace, one=8, other=16)
-        with pytest.warns(UserWarning, match=r"8 keys: one; 16 keys: other.*\n.*with the same --window"):
+        with pytest.warns(
+            UserWarning, match=r"8 keys: one; 16 keys: other.*\n.*with the same --window"
+        ):
             run(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
         record = read_record(tmp_path / "reports/one/agreement.yaml", "agreement")
         assert record["windows"] == {"one": 8, "other": 16}
@@ -142,8 +187,12 @@ class TestMixedWindows:
         for name, metadata in {
             "gates": {**gates, "sinks": 1}, "none": gates, "densities": {}
         }.items():  # fmt: skip
-            replace(table, name=name, window=8, metadata=metadata).write(Workspace(tmp_path).probe_dir(name))
-        with pytest.warns(UserWarning, match=r"\(sinks 0: none; sinks 1: gates\)\n.*with the same --sinks"):
+            replace(table, name=name, window=8, metadata=metadata).write(
+                Workspace(tmp_path).probe_dir(name)
+            )
+        with pytest.warns(
+            UserWarning, match=r"\(sinks 0: none; sinks 1: gates\)\n.*with the same --sinks"
+        ):
             run(CompareOptions(probes=["gates", "none"], budget="2", workspace=tmp_path))
         run(CompareOptions(probes=["gates", "densities"], budget="2", workspace=tmp_path))
 
@@ -154,15 +203,21 @@ class TestMixedWindows:
             "one": {"best": "eos"}, "other": {"best": "eos", "documents": "separate"}, "older": None,
         }.items():  # fmt: skip
             metadata = {} if separator is None else {"separator": separator}
-            replace(table, name=name, window=8, metadata=metadata).write(Workspace(tmp_path).probe_dir(name))
-        with pytest.warns(UserWarning, match=r"different separators .*\('eos': one; 'eos separate': other\)"):
+            replace(table, name=name, window=8, metadata=metadata).write(
+                Workspace(tmp_path).probe_dir(name)
+            )
+        with pytest.warns(
+            UserWarning, match=r"different separators .*\('eos': one; 'eos separate': other\)"
+        ):
             run(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
         run(CompareOptions(probes=["one", "older"], budget="2", workspace=tmp_path))
 
     def test_propose_names_the_recommended_probe_of_another_window(self, tmp_path: Path) -> None:
         self.probes(Workspace(tmp_path), gates=16, mine=8)
         sentences = propose(ProposeOptions(probe="mine", budget="2", workspace=tmp_path)).sentences
-        assert any("'gates'" in one and "window 16" in one and "--window 8" in one for one in sentences)
+        assert any(
+            "'gates'" in one and "window 16" in one and "--window 8" in one for one in sentences
+        )
         self.probes(Workspace(tmp_path), gates=8)
         sentences = propose(ProposeOptions(probe="mine", budget="2", workspace=tmp_path)).sentences
         assert not any("'gates'" in one for one in sentences)

@@ -39,7 +39,9 @@ def blocks() -> TokenBlocks:
     """Token blocks: 9 of 32 tokens; 12 documents of 24 tokens in two domains, so that documents cross blocks."""
     tokens = np.random.default_rng(0).integers(3, 97, size=(9, 32)).astype(np.int32)
     owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, 32)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(12)))
+    return TokenBlocks(
+        tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(12))
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 9])
@@ -58,7 +60,9 @@ def test_counts_are_those_of_a_plain_loop(
     assert set(table.rows["num_documents"]) == {6}
     assert table.rows["num_tokens"].sum() == 9 * 32 * 8
     assert table.positions is not None
-    by_position = table.positions.pivot(index=["layer", "kv_head"], columns="start", values="density").to_numpy()
+    by_position = table.positions.pivot(
+        index=["layer", "kv_head"], columns="start", values="density"
+    ).to_numpy()
     assert np.allclose(by_position, kept.mean(0).reshape(8, 16, 2).mean(-1), atol=1e-6)
 
 
@@ -80,7 +84,9 @@ def test_buckets_of_positions(length: int) -> None:
         assert (np.diff(width) >= -1).all()  # rounded
 
 
-def test_standard_errors_take_documents_as_clusters(model: PreTrainedModel, blocks: TokenBlocks) -> None:
+def test_standard_errors_take_documents_as_clusters(
+    model: PreTrainedModel, blocks: TokenBlocks
+) -> None:
     table = probe(model, blocks, 0.5, batch_size=2)
     kept = (all_logits(model, blocks, 0.5) >= 0).transpose(1, 2, 0, 3).reshape(4, 2, -1)
     per_document = kept.reshape(4, 2, 12, 24).sum(-1)[:, :, ::2]  # domain a
@@ -92,20 +98,29 @@ def test_standard_errors_take_documents_as_clusters(model: PreTrainedModel, bloc
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
-def test_a_document_in_several_places_is_one_cluster(tiny_tokenizer: PreTrainedTokenizerBase, batch_size: int) -> None:
+def test_a_document_in_several_places_is_one_cluster(
+    tiny_tokenizer: PreTrainedTokenizerBase, batch_size: int
+) -> None:
     """The rest of a separate document is in a later block; it counted as a document of its own, in some batches."""
     texts = [f"fox {number} jumps over the lazy dog " * (2 + number % 5) for number in range(12)]
     blocks = build_blocks(texts, tiny_tokenizer, 32, documents="separate")
-    assert any(np.diff(np.flatnonzero((blocks.document == index).any(1))).max(initial=1) > 1 for index in range(12))
+    assert any(
+        np.diff(np.flatnonzero((blocks.document == index).any(1))).max(initial=1) > 1
+        for index in range(12)
+    )
     table = probe(gated(), blocks, 0.5, batch_size=batch_size)
     assert table.documents is not None
     kept, tokens = table.documents.kept.transpose(1, 2, 0), table.documents.tokens
     residual = kept - tokens * (kept.sum(-1) / tokens.sum())[..., None]
     expected = np.sqrt((residual**2).sum(-1) * 12 / 11) / tokens.sum()
-    assert np.allclose(table.rows["standard_error"].to_numpy().reshape(expected.shape), expected, atol=1e-9)
+    assert np.allclose(
+        table.rows["standard_error"].to_numpy().reshape(expected.shape), expected, atol=1e-9
+    )
 
 
-def test_other_thresholds_need_no_second_pass(model: PreTrainedModel, blocks: TokenBlocks, tmp_path: Path) -> None:
+def test_other_thresholds_need_no_second_pass(
+    model: PreTrainedModel, blocks: TokenBlocks, tmp_path: Path
+) -> None:
     table = probe(model, blocks, 0.5)
     logits = all_logits(model, blocks, 0.5)
     table.write(tmp_path)
@@ -117,8 +132,12 @@ def test_other_thresholds_need_no_second_pass(model: PreTrainedModel, blocks: To
     assert table.at_tau(table.tau_for_density(0.25)).mean == pytest.approx(0.25, abs=0.01)
 
 
-def test_one_document_gives_no_error(model: PreTrainedModel, blocks: TokenBlocks, tmp_path: Path) -> None:
-    table = probe(model, TokenBlocks(blocks.tokens, 0 * blocks.document, (DocumentInfo("0", "a", "0"),)))
+def test_one_document_gives_no_error(
+    model: PreTrainedModel, blocks: TokenBlocks, tmp_path: Path
+) -> None:
+    table = probe(
+        model, TokenBlocks(blocks.tokens, 0 * blocks.document, (DocumentInfo("0", "a", "0"),))
+    )
     assert table.rows["standard_error"].isna().all()
     table.write(tmp_path)
     assert HeadScores.read(tmp_path).rows["standard_error"].isna().all()
@@ -130,11 +149,15 @@ class TestStrings:
     def test_are_tokenised(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model, texts = gated(), [f"fox {i} jumps over the lazy dog " * 20 for i in range(30)]
         table = measure.probe(model, texts, 0.5, tokenizer=tiny_tokenizer)
-        expected = probe(model, build_blocks(texts, tiny_tokenizer, 128, documents="separate"), 0.5)  # its positions
+        expected = probe(
+            model, build_blocks(texts, tiny_tokenizer, 128, documents="separate"), 0.5
+        )  # its positions
         pd.testing.assert_frame_equal(table.rows, expected.rows)
 
     def test_need_a_tokenizer(self, model: PreTrainedModel) -> None:
-        with pytest.raises(UserError, match="strings need the model's tokenizer: give tokenizer=tokenizer"):
+        with pytest.raises(
+            UserError, match="strings need the model's tokenizer: give tokenizer=tokenizer"
+        ):
             measure.probe(model, ["a text"])
 
 
@@ -160,7 +183,9 @@ class TestEvaluation:
     def test_one_document_gives_no_error(self, blocks: TokenBlocks) -> None:
         """The standard error of a single document is missing, not 0."""
         one = TokenBlocks(blocks.tokens, 0 * blocks.document, (DocumentInfo("0", "a", "0"),))
-        change = paired_difference(*(document_nll(tiny_model(num_hidden_layers=number), one) for number in (2, 4)))
+        change = paired_difference(
+            *(document_nll(tiny_model(num_hidden_layers=number), one) for number in (2, 4))
+        )
         assert math.isfinite(change.percent)
         assert math.isnan(change.standard_error)
         assert shown(change.percent, change.standard_error) == f"{change.percent:+.3f} ± -"

@@ -32,7 +32,8 @@ from spkv_nas.probing.measure import measure_signal
 
 WINDOW = 6
 add_one, leave_one_out = (
-    partial(gains, name, opens=opens) for name, opens in (("add-one-head", True), ("leave-one-out", False))
+    partial(gains, name, opens=opens)
+    for name, opens in (("add-one-head", True), ("leave-one-out", False))
 )
 Signal = Callable[..., HeadScores]
 
@@ -42,7 +43,9 @@ def blocks() -> TokenBlocks:
     """Token blocks: 5 of 40 tokens; 10 documents of 20 tokens in two domains."""
     tokens = np.random.default_rng(0).integers(3, 290, size=(5, 40)).astype(np.int32)
     owner = np.repeat(np.arange(10, dtype=np.int32), 20).reshape(5, 40)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
+    return TokenBlocks(
+        tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10))
+    )
 
 
 def loud(family: str = "llama") -> PreTrainedModel:
@@ -69,7 +72,9 @@ def ends(model: PreTrainedModel, window: int) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(whole, window), whole
 
 
-def by_hand(model: PreTrainedModel, blocks: TokenBlocks, places: Sequence[Any], *, opens: bool) -> list[float]:
+def by_hand(
+    model: PreTrainedModel, blocks: TokenBlocks, places: Sequence[Any], *, opens: bool
+) -> list[float]:
     """Return the gain of the heads at each of ``places`` in [L, Hkv]."""
     local, whole = ends(model, WINDOW)
     before, after = (local, whole) if opens else (whole, local)
@@ -84,7 +89,9 @@ def by_hand(model: PreTrainedModel, blocks: TokenBlocks, places: Sequence[Any], 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("signal", [add_one, leave_one_out])
 class TestGains:
-    def test_gains_are_differences_of_plain_scores(self, signal: Signal, family: str, blocks: TokenBlocks) -> None:
+    def test_gains_are_differences_of_plain_scores(
+        self, signal: Signal, family: str, blocks: TokenBlocks
+    ) -> None:
         """A Gemma's local layers, with windows of 4 keys, can be neither opened nor closed beyond 6."""
         model = loud(family)
         table = signal(model, blocks, WINDOW, batch_size=2)
@@ -99,7 +106,9 @@ class TestGains:
             assert not table.values[local].any()
             assert table.values[~local].all()
 
-    def test_layer_gains_are_measured(self, signal: Signal, family: str, blocks: TokenBlocks) -> None:
+    def test_layer_gains_are_measured(
+        self, signal: Signal, family: str, blocks: TokenBlocks
+    ) -> None:
         model = loud(family)
         table = signal(model, blocks, WINDOW, granularity="layer", batch_size=2)
         expected = by_hand(model, blocks, [0, 1, 2, 3], opens=signal is add_one)
@@ -112,11 +121,18 @@ class TestGains:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("signal", [add_one, leave_one_out])
-def test_a_limit_measures_the_layers_with_the_largest_gains(signal: Signal, family: str, blocks: TokenBlocks) -> None:
+def test_a_limit_measures_the_layers_with_the_largest_gains(
+    signal: Signal, family: str, blocks: TokenBlocks
+) -> None:
     model = loud(family)
     seen: list[tuple[int, int]] = []
-    table = signal(model, blocks, WINDOW, max_heads=3, batch_size=2, progress=lambda *step: seen.append(step))
-    layers, heads = signal(model, blocks, WINDOW, granularity="layer"), signal(model, blocks, WINDOW)
+    table = signal(
+        model, blocks, WINDOW, max_heads=3, batch_size=2, progress=lambda *step: seen.append(step)
+    )
+    layers, heads = (
+        signal(model, blocks, WINDOW, granularity="layer"),
+        signal(model, blocks, WINDOW),
+    )
     most = int(layers.values.sum(1).argmax())
     assert table.values[most] == pytest.approx(heads.values[most], abs=1e-6)
     others = np.arange(4) != most
@@ -127,7 +143,10 @@ def test_a_limit_measures_the_layers_with_the_largest_gains(signal: Signal, fami
     assert seen[-1][0] == seen[-1][1]
     whole = signal(model, blocks, WINDOW, max_heads=9)
     assert whole.values == pytest.approx(heads.values, abs=1e-6)
-    assert (whole.metadata["granularity"], whole.metadata["passes"]) == ("head", heads.metadata["passes"])
+    assert (whole.metadata["granularity"], whole.metadata["passes"]) == (
+        "head",
+        heads.metadata["passes"],
+    )
 
 
 def test_errors_are_paired_by_document(blocks: TokenBlocks) -> None:
@@ -145,7 +164,10 @@ def test_errors_are_paired_by_document(blocks: TokenBlocks) -> None:
         opened = plain(model, local, blocks)
         _, error = jackknife_ratio(np.where(mine, opened.total, 0) - part.total, part.num_tokens)
         assert row.loc[domain, "standard_error"] == pytest.approx(error, rel=1e-6)
-        assert row.loc[domain, ["num_tokens", "num_documents"]].tolist() == [part.num_tokens.sum(), 5]
+        assert row.loc[domain, ["num_tokens", "num_documents"]].tolist() == [
+            part.num_tokens.sum(),
+            5,
+        ]
 
 
 def test_passes_share_their_first_layers(blocks: TokenBlocks) -> None:
@@ -155,7 +177,9 @@ def test_passes_share_their_first_layers(blocks: TokenBlocks) -> None:
 
     def count(_module: object, _args: object, out: torch.Tensor) -> None:
         nonlocal runs
-        runs += out.shape[1] == blocks.block_size  # and not a few tokens, to see what the model can do
+        runs += (
+            out.shape[1] == blocks.block_size
+        )  # and not a few tokens, to see what the model can do
 
     hooks = [layer.mlp.register_forward_hook(count) for layer in model.model.layers]
     seen: list[tuple[int, int]] = []
@@ -184,12 +208,15 @@ def test_refused_inputs(blocks: TokenBlocks) -> None:
         measure_signal("add-one-head", model, blocks, window=40)
     with pytest.raises(UserError, match="--granularity must be head or layer; found 'block'"):
         leave_one_out(model, blocks, WINDOW, granularity="block")
-    with pytest.raises(UserError, match="--max-heads 1 is too small: give at least 2, the heads of a layer"):
+    with pytest.raises(
+        UserError, match="--max-heads 1 is too small: give at least 2, the heads of a layer"
+    ):
         add_one(model, blocks, WINDOW, max_heads=1)
     with pytest.raises(UserError, match="--granularity layer measures none"):
         add_one(model, blocks, WINDOW, granularity="layer", max_heads=2)
     with pytest.raises(
-        UserError, match="--granularity does not apply to --signal duo; it applies to add-one-head, leave-one-out"
+        UserError,
+        match="--granularity does not apply to --signal duo; it applies to add-one-head, leave-one-out",
     ):
         measure_signal("duo", model, blocks, window=WINDOW, granularity="layer")
     with torch.no_grad():
@@ -205,7 +232,9 @@ def test_signed_values_order_heads_but_not_coverage(tmp_path: Path) -> None:
     (tmp_path / "density.csv").write_text(
         "layer,kv_head,density,domain\n" + "".join(",".join(map(str, row)) + "\n" for row in rows)
     )
-    with pytest.raises(UserError, match=r"column 'density' must be a number in \[0, 1\]; found '-0.03'"):
+    with pytest.raises(
+        UserError, match=r"column 'density' must be a number in \[0, 1\]; found '-0.03'"
+    ):
         HeadScores.read(tmp_path)
     table_file = tmp_path / "density.csv"
     table_file.write_text(table_file.read_text().replace("density", "score"))
@@ -222,9 +251,19 @@ class TestCommand:
     @pytest.fixture
     def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
         save(loud(), tiny_tokenizer, tmp_path / "mine")
-        (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
+        (tmp_path / "text.txt").write_text(
+            "".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60))
+        )
         options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--context", 64]
-        return [*map(str, options), "--workspace", str(tmp_path / "w"), "--signal", "add-one-head", "--window", "8"]
+        return [
+            *map(str, options),
+            "--workspace",
+            str(tmp_path / "w"),
+            "--signal",
+            "add-one-head",
+            "--window",
+            "8",
+        ]
 
     def test_whole_layers_are_chosen_by_their_own_gains(
         self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -240,13 +279,31 @@ class TestCommand:
         assert layout.global_layers == (int(table.values.sum(1).argmax()),)
         capsys.readouterr()
         main(["propose", "--probe", name, *arguments[2:]])
-        assert "was measured for whole layers, so all heads of a layer have equal scores" in capsys.readouterr().err
+        assert (
+            "was measured for whole layers, so all heads of a layer have equal scores"
+            in capsys.readouterr().err
+        )
 
-    def test_few_heads(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_few_heads(
+        self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         main(["probe", *options, "--max-heads", "2", "--max-tokens", "256"])
         capsys.readouterr()
-        main(["propose", "--probe", "mine-add-one-head", "--budget", "2", "--workspace", str(tmp_path / "w")])
-        assert "measured single heads only in the layers with the largest gains" in capsys.readouterr().err
+        main(
+            [
+                "propose",
+                "--probe",
+                "mine-add-one-head",
+                "--budget",
+                "2",
+                "--workspace",
+                str(tmp_path / "w"),
+            ]
+        )
+        assert (
+            "measured single heads only in the layers with the largest gains"
+            in capsys.readouterr().err
+        )
 
     def test_by_default_the_text_is_a_few_blocks_of_all_of_it(
         self, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,16 +312,24 @@ class TestCommand:
         main(["probe", *options])
         table = HeadScores.read(tmp_path / "w" / "probes" / "mine-add-one-head")
         model, tokenizer = load(tmp_path / "mine")
-        whole = build_blocks([(tmp_path / "text.txt").read_text()], tokenizer, 64, documents="separate")
+        whole = build_blocks(
+            [(tmp_path / "text.txt").read_text()], tokenizer, 64, documents="separate"
+        )
         assert whole.num_blocks > 9
         chosen = whole.spread(3)
-        assert len({info.id for info in chosen.present}) == min(3, len(whole.present))  # from several documents
+        assert len({info.id for info in chosen.present}) == min(
+            3, len(whole.present)
+        )  # from several documents
         assert np.array_equal(whole.spread(99).tokens, whole.tokens)
         assert table.metadata["tokens"] == 192
         assert table.values == pytest.approx(add_one(model, chosen, 8).values, abs=1e-6)
 
-    def test_bad_input(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "--steps does not apply to --signal add-one-head" in fails(capsys, "probe", *options, "--steps", "3")
+    def test_bad_input(
+        self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert "--steps does not apply to --signal add-one-head" in fails(
+            capsys, "probe", *options, "--steps", "3"
+        )
         options[options.index("add-one-head")] = "retrieval"
         message = "--granularity does not apply to --signal retrieval; it applies to add-one-head, leave-one-out"
         assert message in fails(capsys, "probe", *options, "--granularity", "layer")

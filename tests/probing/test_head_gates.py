@@ -65,10 +65,14 @@ def gated_heads(model: PreTrainedModel, gates: Tensor) -> Iterator[None]:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text"])
 def test_gates_of_0_and_1_equal_the_layout(family: str, blocks: TokenBlocks) -> None:
     """Also of a layout that is proposed from learned gates, and where layers share keys."""
-    model = tiny_model(family, vocab_size=300, **(SHARED_KEYS if family == "gemma4_text" else {})).double()
+    model = tiny_model(
+        family, vocab_size=300, **(SHARED_KEYS if family == "gemma4_text" else {})
+    ).double()
     tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
     full = float(mean_nll(model, tokens).detach())
-    learned = spkv_nas.propose(head_gates(model, blocks, WINDOW, sinks=0, budget=2, steps=2))["densest"]
+    learned = spkv_nas.propose(head_gates(model, blocks, WINDOW, sinks=0, budget=2, steps=2))[
+        "densest"
+    ]
     for rows in (("LL",) * 4, ("GG", "LG", "GL", "LG"), ("GG",) * 4, learned.heads):
         gates = torch.tensor([[float(letter == "G") for letter in row] for row in rows])
         with gated_heads(model, gates):
@@ -114,9 +118,19 @@ def test_projection(budget: int) -> None:
 def test_heads_with_long_range_get_the_budget() -> None:
     """Heads of layer 6 of the embedded model gain most (reports/stdlib-21x3); the model is unchanged."""
     model, tokenizer = spkv_nas.load("embedded:dense")
-    blocks = spkv_nas.build_blocks([Path(json.decoder.__file__).read_text(), Path(__file__).read_text()], tokenizer)
+    blocks = spkv_nas.build_blocks(
+        [Path(json.decoder.__file__).read_text(), Path(__file__).read_text()], tokenizer
+    )
     seen: list[tuple[int, int]] = []
-    table = head_gates(model, blocks, 32, budget=6, steps=6, step_tokens=1024, progress=lambda *step: seen.append(step))
+    table = head_gates(
+        model,
+        blocks,
+        32,
+        budget=6,
+        steps=6,
+        step_tokens=1024,
+        progress=lambda *step: seen.append(step),
+    )
     assert seen == [(step, 6) for step in range(1, 7)]
     assert table.density.sum() == pytest.approx(6.0)
     assert set(np.argsort(table.density, axis=None)[-3:] // 3) == {6}
@@ -135,10 +149,14 @@ def test_dead_heads_are_equal_and_seeds_repeat(blocks: TokenBlocks) -> None:
     assert table.measure.unit == spkv_nas.SIGNALS["head-gates"].unit
     assert np.ptp(table.density[:, 1]) < 1e-9 < np.ptp(table.density[:, 0])
     assert np.array_equal(head_gates(model, blocks, WINDOW, **options).density, table.density)
-    assert not np.array_equal(head_gates(model, blocks, WINDOW, seed=1, **options).density, table.density)
+    assert not np.array_equal(
+        head_gates(model, blocks, WINDOW, seed=1, **options).density, table.density
+    )
 
 
-def test_little_memory_changes_nothing(blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_changes_nothing(
+    blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Single blocks with activation checkpointing give the same gates."""
     model = strong_attention_model(dead=True)
     options: dict[str, Any] = {"budget": 3, "steps": 5, "step_tokens": 4 * LENGTH}

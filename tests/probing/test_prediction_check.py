@@ -37,8 +37,19 @@ NUM_HEADS = 48  # of the table
 def table(seed: int = 1, **metadata: Any) -> HeadScores:
     """Return scores of 12 x 4 heads with costs of four windows, which fall with the window."""
     rng = np.random.default_rng(seed)
-    costs = 0.01 * rng.gamma(1.0, 1.0, (1, 12, 4, 1)) * np.exp(-rng.gamma(2.0, 0.3, (1, 12, 4, 1)) * np.arange(4))
-    facts = {"head_dim": 64, "dtype": "bfloat16", "kind": "gain", "signal": "window-costs", "sinks": 1, **metadata}
+    costs = (
+        0.01
+        * rng.gamma(1.0, 1.0, (1, 12, 4, 1))
+        * np.exp(-rng.gamma(2.0, 0.3, (1, 12, 4, 1)) * np.arange(4))
+    )
+    facts = {
+        "head_dim": 64,
+        "dtype": "bfloat16",
+        "kind": "gain",
+        "signal": "window-costs",
+        "sinks": 1,
+        **metadata,
+    }
     scores = make_table(costs[0, ..., 1])
     windows = WindowCosts((32, 128, 512, 1024), costs, scores.domains)
     return replace(scores, window=128, metadata=facts, window_costs=windows)
@@ -46,21 +57,31 @@ def table(seed: int = 1, **metadata: Any) -> HeadScores:
 
 def text(num_documents: int = 24, length: int = 128) -> TokenBlocks:
     """Return one block per document."""
-    tokens = np.random.default_rng(0).integers(3, 290, size=(num_documents, length)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0).integers(3, 290, size=(num_documents, length)).astype(np.int32)
+    )
     owner = np.repeat(np.arange(num_documents, dtype=np.int32), length).reshape(tokens.shape)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(num_documents)))
+    return TokenBlocks(
+        tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(num_documents))
+    )
 
 
-def losing(loss: Callable[[int, Layout], float], noise: float = 0.0) -> Callable[..., list[DocumentNLL]]:
+def losing(
+    loss: Callable[[int, Layout], float], noise: float = 0.0
+) -> Callable[..., list[DocumentNLL]]:
     """Return a ``zero_shot`` in which a layout loses ``loss`` of its position and itself, in nats per token."""
 
-    def zero_shot(model: Any, layouts: Sequence[Layout | None], blocks: TokenBlocks, **_: Any) -> list[DocumentNLL]:
+    def zero_shot(
+        model: Any, layouts: Sequence[Layout | None], blocks: TokenBlocks, **_: Any
+    ) -> list[DocumentNLL]:
         rng = np.random.default_rng(0)
         tokens = np.bincount(blocks.document.ravel(), minlength=len(blocks.documents))
         scores = []
         for position, layout in enumerate(layouts):
             change = 0.0 if layout is None else loss(position, layout)
-            scores.append(DocumentNLL(tokens * (3.0 + change + noise * rng.normal(size=len(tokens))), tokens))
+            scores.append(
+                DocumentNLL(tokens * (3.0 + change + noise * rng.normal(size=len(tokens))), tokens)
+            )
         return scores
 
     return zero_shot
@@ -83,12 +104,16 @@ class TestRandomLayouts:
 
     def test_the_seed_says_which(self) -> None:
         memory = COST.full(NUM_HEADS) // 4
-        first, again, other = (random_layouts(table(), COST, memory, 12, seed) for seed in (0, 0, 1))
+        first, again, other = (
+            random_layouts(table(), COST, memory, 12, seed) for seed in (0, 0, 1)
+        )
         assert [layout.content for layout in first] == [layout.content for layout in again]
         assert [layout.content for layout in first] != [layout.content for layout in other]
 
     @pytest.mark.parametrize(("share", "number"), [(0.01, 0), (1.0, 0)])
-    def test_a_memory_for_nothing_or_for_full_attention_has_none(self, share: float, number: int) -> None:
+    def test_a_memory_for_nothing_or_for_full_attention_has_none(
+        self, share: float, number: int
+    ) -> None:
         assert len(random_layouts(table(), COST, int(share * COST.full(NUM_HEADS)), 12)) == number
 
     def test_layers_that_are_local_by_design_get_no_global_head(self) -> None:
@@ -99,16 +124,22 @@ class TestRandomLayouts:
 
 
 class TestCheck:
-    def check(self, monkeypatch: pytest.MonkeyPatch, zero_shot: Callable[..., list[DocumentNLL]]) -> PredictionCheck:
+    def check(
+        self, monkeypatch: pytest.MonkeyPatch, zero_shot: Callable[..., list[DocumentNLL]]
+    ) -> PredictionCheck:
         """Check the table on four blocks whose losses are given."""
         monkeypatch.setattr(prediction_check, "zero_shot", zero_shot)
-        found = prediction_check.check_predictions(tiny_model(vocab_size=300), table(), text(), COST, 0.25)
+        found = prediction_check.check_predictions(
+            tiny_model(vocab_size=300), table(), text(), COST, 0.25
+        )
         assert found is not None
         assert read_check({CHECK: found.as_mapping()}).as_mapping() == found.as_mapping()  # type: ignore[union-attr]
         return found
 
     def test_costs_that_are_right_up_to_a_factor(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        check = self.check(monkeypatch, losing(lambda _, layout: 1.7 * predicted_loss(table(), layout), noise=1e-4))
+        check = self.check(
+            monkeypatch, losing(lambda _, layout: 1.7 * predicted_loss(table(), layout), noise=1e-4)
+        )
         assert check.correlation > 0.95
         assert check.slope == pytest.approx(1.7, rel=0.02)
         assert (check.blocks, len(check.predicted)) == (4, 12)
@@ -121,9 +152,13 @@ class TestCheck:
         shuffled = table()
         assert shuffled.window_costs is not None
         values = np.random.default_rng(3).permutation(shuffled.window_costs.values.ravel())
-        costs = replace(shuffled.window_costs, values=values.reshape(shuffled.window_costs.values.shape))
+        costs = replace(
+            shuffled.window_costs, values=values.reshape(shuffled.window_costs.values.shape)
+        )
         other = replace(shuffled, window_costs=costs)
-        check = self.check(monkeypatch, losing(lambda _, layout: predicted_loss(other, layout), noise=1e-4))
+        check = self.check(
+            monkeypatch, losing(lambda _, layout: predicted_loss(other, layout), noise=1e-4)
+        )
         assert check.correlation < check.bound
         assert check.has_failed
         assert "no guide for this model on this text" in check.sentence
@@ -147,15 +182,23 @@ class TestProbe:
     def _few_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(head_gates, "head_gates", partial(self.learn, head_gates.head_gates))
 
-    def learn(self, learn: Callable[..., HeadScores], *arguments: Any, steps: int, **options: Any) -> HeadScores:
+    def learn(
+        self, learn: Callable[..., HeadScores], *arguments: Any, steps: int, **options: Any
+    ) -> HeadScores:
         """Learn head gates in two steps."""
         return learn(*arguments, steps=2, **options)
 
     @pytest.mark.parametrize("memory", ["60%", None])
     def test_head_gates_take_over_where_costs_are_no_guide(
-        self, monkeypatch: pytest.MonkeyPatch, memory: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        memory: str | None,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr(prediction_check, "zero_shot", losing(lambda position, _: 1.0 - 0.01 * position))
+        monkeypatch.setattr(
+            prediction_check, "zero_shot", losing(lambda position, _: 1.0 - 0.01 * position)
+        )
         shown: list[tuple[int, int]] = []
         scores = spkv_nas.probe(
             tiny_model(vocab_size=300),
@@ -174,7 +217,11 @@ class TestProbe:
         assert np.shape(scores.metadata[HEAD_GATES]) == (4, 2)
         cost = CacheCost(128, 1, 32, 8, "float32", sinks=scores.sinks)
         limit = int(0.6 * cost.full(8))
-        by_gates = {name: layout for name, layout in rival_layouts(scores, cost, limit).items() if "gates" in name}
+        by_gates = {
+            name: layout
+            for name, layout in rival_layouts(scores, cost, limit).items()
+            if "gates" in name
+        }
         assert by_gates
         gates = np.array(scores.metadata[HEAD_GATES])
         for layout in by_gates.values():
@@ -187,12 +234,20 @@ class TestProbe:
         assert _reused(tmp_path, Reporter()).content_hash == scores.content_hash
         assert "no guide for this model on this text" in caplog.text
 
-    def test_no_head_gates_are_learned_where_costs_are_right(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_head_gates_are_learned_where_costs_are_right(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The work was foreseen, with that of the check."""
-        monkeypatch.setattr(prediction_check, "zero_shot", losing(lambda position, _: 0.01 * position))
+        monkeypatch.setattr(
+            prediction_check, "zero_shot", losing(lambda position, _: 0.01 * position)
+        )
         model, shown = tiny_model(vocab_size=300), set[int]()
         scores = spkv_nas.probe(
-            model, text(), signal="window-costs", memory="60%", progress=lambda _, total: shown.add(total)
+            model,
+            text(),
+            signal="window-costs",
+            memory="60%",
+            progress=lambda _, total: shown.add(total),
         )
         check = read_check(scores.metadata)
         assert check is not None
@@ -200,16 +255,25 @@ class TestProbe:
         assert HEAD_GATES not in scores.metadata
         assert not any(row.name.startswith("head-gates") for row in read_tried(scores.metadata))
         expected: dict[str, float] = {}
-        monkeypatch.setattr(Reporter, "expect", lambda _, title, work, unit="": expected.update({title: work}))
+        monkeypatch.setattr(
+            Reporter, "expect", lambda _, title, work, unit="": expected.update({title: work})
+        )
         measured: Any = SimpleNamespace(model=model, blocks=text(), whole=text(), train=None)
-        _expect(WINDOW_COSTS, measured, ProbeOptions(signal="window-costs", memory="60%"), Reporter())
+        _expect(
+            WINDOW_COSTS, measured, ProbeOptions(signal="window-costs", memory="60%"), Reporter()
+        )
         assert expected["probing"] / 128 == pytest.approx(*shown, rel=0.2)
 
     @pytest.mark.parametrize(
-        ("documents", "reason"), [(1, "the text leaves no document"), (24, "the model has too few different layouts")]
+        ("documents", "reason"),
+        [(1, "the text leaves no document"), (24, "the model has too few different layouts")],
     )
     def test_costs_that_are_not_checked_are_said_to_be(
-        self, documents: int, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self,
+        documents: int,
+        reason: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         monkeypatch.setattr(prediction_check, "random_layouts", lambda *_: [])
         scores = spkv_nas.probe(tiny_model(vocab_size=300), text(documents), signal="window-costs")

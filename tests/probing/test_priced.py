@@ -41,7 +41,11 @@ def learn(
 
 
 def learned(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {f"{name}.{key}": p for name, m in predictors(model).items() for key, p in m.state_dict().items()}
+    return {
+        f"{name}.{key}": p
+        for name, m in predictors(model).items()
+        for key, p in m.state_dict().items()
+    }
 
 
 def equal(one: PreTrainedModel, other: PreTrainedModel) -> bool:
@@ -51,7 +55,9 @@ def equal(one: PreTrainedModel, other: PreTrainedModel) -> bool:
     weights always does.
     """
     mine, theirs = learned(one), learned(other)
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name], theirs[name]) for name in mine
+    )
 
 
 class TestLearning:
@@ -68,7 +74,11 @@ class TestLearning:
     def test_results_are_reproducible(self, blocks: TokenBlocks) -> None:
         first, again, other = (learned(learn(blocks, seed=seed)[0]) for seed in (0, 0, 1))
         assert all(torch.allclose(first[name], again[name], atol=1e-5) for name in first)
-        assert not any(torch.allclose(first[name], other[name], atol=1e-3) for name in first if "weight" in name)
+        assert not any(
+            torch.allclose(first[name], other[name], atol=1e-3)
+            for name in first
+            if "weight" in name
+        )
 
     @pytest.mark.slow
     @pytest.mark.parametrize("target", slow_after(1, [0.1, 0.3]))
@@ -79,16 +89,22 @@ class TestLearning:
         assert abs(result.density - target) < 0.15
         assert result.price != 0
 
-    def test_passes_do_not_change_it(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_passes_do_not_change_it(
+        self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         whole, _ = learn(blocks, step_tokens=96)  # three blocks, so that two in a pass leave one
         for together, recomputes in ((1, False), (2, True)):
-            monkeypatch.setattr(frozen, "passes", lambda *_, made=(together, recomputes), **__: made)
+            monkeypatch.setattr(
+                frozen, "passes", lambda *_, made=(together, recomputes), **__: made
+            )
             parts, _ = learn(blocks, step_tokens=96)
             mine, theirs = learned(whole), learned(parts)
             assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in mine)
             assert not any(getattr(m, "gradient_checkpointing", False) for m in parts.modules())
 
-    def test_less_memory_means_smaller_passes(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_less_memory_means_smaller_passes(
+        self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         model = tiny_model()
         result = []
         for free in (1 << 40, 3_000_000, 1):
@@ -105,9 +121,15 @@ class TestLearning:
         model = tiny_model().to(torch.bfloat16)
         before = {name: p.clone() for name, p in model.named_parameters()}
         _, result = learn(blocks, model, steps=40, state=tmp_path / "gates")
-        assert all(torch.equal(before[name], p) for name, p in model.named_parameters() if name in before)
-        tensors = tree_leaves(torch.load(tmp_path / "gates" / "gates.pt", weights_only=True))  # with the moments
-        assert {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)} == {torch.float32}
+        assert all(
+            torch.equal(before[name], p) for name, p in model.named_parameters() if name in before
+        )
+        tensors = tree_leaves(
+            torch.load(tmp_path / "gates" / "gates.pt", weights_only=True)
+        )  # with the moments
+        assert {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)} == {
+            torch.float32
+        }
         assert result.density == pytest.approx(learn(blocks, steps=40)[1].density, abs=0.03)
         save(model, tiny_tokenizer, tmp_path / "saved")
         again, _ = load(tmp_path / "saved")
@@ -177,7 +199,9 @@ class TestProbe:
     """``probe`` trains gates for a checkpoint without them."""
 
     @pytest.fixture
-    def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, text: Path) -> ProbeOptions:
+    def options(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, text: Path
+    ) -> ProbeOptions:
         save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
         return ProbeOptions(
             workspace=tmp_path,
@@ -194,12 +218,17 @@ class TestProbe:
         table = stage.probe(options, Recorder(announced=messages.append))
         assert table.is_density
         assert table.window == 8
-        facts = {key: table.metadata[key] for key in ("training", "training_steps", "target_density")}
+        facts = {
+            key: table.metadata[key] for key in ("training", "training_steps", "target_density")
+        }
         assert facts == {"training": "frozen-model", "training_steps": 3, "target_density": 0.25}
         assert HeadScores.read(options.folders.probe_dir("mine")).metadata["target_density"] == 0.25
         assert any("trained gates on" in line for line in messages)
         again: list[str] = []
-        assert stage.probe(options, Recorder(announced=again.append)).content_hash == table.content_hash
+        assert (
+            stage.probe(options, Recorder(announced=again.append)).content_hash
+            == table.content_hash
+        )
         assert "reused 3 of 3 gate training steps" in again
 
     def test_a_probe_whose_record_is_damaged_is_kept_and_named(self, options: ProbeOptions) -> None:
@@ -212,7 +241,9 @@ class TestProbe:
         assert any("probe 'mine' has no readable record and is kept" in line for line in warnings)
         assert record.read_text() == "damaged: ["
 
-    def test_sinks_are_measured_once(self, options: ProbeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sinks_are_measured_once(
+        self, options: ProbeOptions, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A second measurement, on the other documents, gave layouts sink tokens that the gates did not keep."""
         reports = [SinkReport(np.full((4, 4, 8), mass), 2, 0.0, ()) for mass in (0.0, 0.5)]
         monkeypatch.setattr(sinks, "measure_sinks", lambda *_: reports.pop(0))

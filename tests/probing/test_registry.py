@@ -43,7 +43,16 @@ PLUGIN = TESTS / "plugin"
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder that holds the package, as ``pip install --target`` leaves it."""
     folder = tmp_path_factory.mktemp("plugin")
-    arguments = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder / "wheel")]
+    arguments = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "wheel",
+        "--directory",
+        str(folder / "wheel"),
+    ]
     subprocess.run(arguments, cwd=PLUGIN, check=True, capture_output=True, timeout=300)
     (wheel,) = (folder / "wheel").iterdir()
     with zipfile.ZipFile(wheel) as archive:
@@ -54,7 +63,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(installed: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(installed), "COLUMNS": "160", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "spkv_nas", *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def output(installed: Path, *words: str | Path) -> str:
@@ -75,18 +86,28 @@ def test_the_command_line_takes_a_signal_of_a_package(
     # Help
     help_text = re.sub(r"[│\s]+", " ", output(installed, "probe", "--help"))
     assert "value-norm: mean norm of a head's values" in help_text
-    assert re.search(r"--order .*Order p of the norm\. Applies to value-norm\. .*default: \(2\.0\)", help_text)
+    assert re.search(
+        r"--order .*Order p of the norm\. Applies to value-norm\. .*default: \(2\.0\)", help_text
+    )
     # Cost
-    planned = json.loads(output(installed, "probe", *subject, "--signal", "value-norm", "--dry-run", "--json"))
+    planned = json.loads(
+        output(installed, "probe", *subject, "--signal", "value-norm", "--dry-run", "--json")
+    )
     assert [stage["name"] for stage in planned["stages"]] == ["signal value-norm"]
     # Scores
     output(installed, "probe", *subject, "--signal", "value-norm", "--order", "1", "--window", "4")
     table = HeadScores.read(tmp_path / "probes" / "mine-value-norm")
     facts = ("signal", "kind", "unit", "order")
     assert [table.metadata[name] for name in facts] == ["value-norm", "score", "p-norm", 1.0]
-    assert (tmp_path / "probes" / "mine-value-norm" / "density.csv").read_text().startswith("layer,kv_head,score,")
+    assert (
+        (tmp_path / "probes" / "mine-value-norm" / "density.csv")
+        .read_text()
+        .startswith("layer,kv_head,score,")
+    )
     blocks = load_text([str(text)], tiny_tokenizer, tmp_path / "cache", Path(), block_size=32)
-    assert table.metadata["tokens"] == blocks.tokens.size == planned["stages"][0]["tokens"] // 32 * 32
+    assert (
+        table.metadata["tokens"] == blocks.tokens.size == planned["stages"][0]["tokens"] // 32 * 32
+    )
     assert 0.0 < table.values.std() < table.values.min()
     # Layouts and the page, without the package
     probe = ("--probe", "mine-value-norm", "-w", tmp_path)
@@ -108,20 +129,37 @@ def test_the_command_line_takes_an_export_target_of_a_package(
     """Its option is a flag, which another target refuses."""
     save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")
     Layout(("GL", "LL", "LG", "GG"), 6).write(tmp_path / "layout.yaml")
-    arguments = ("export", tmp_path / "layout.yaml", "--model", tmp_path / "dense", "--out", tmp_path / "out")
+    arguments = (
+        "export",
+        tmp_path / "layout.yaml",
+        "--model",
+        tmp_path / "dense",
+        "--out",
+        tmp_path / "out",
+    )
     help_text = re.sub(r"[│\s]+", " ", output(installed, "export", "--help"))
-    assert re.search(r"--indent .*Spaces of indentation\. Applies to windows\. .*default: \(0\)", help_text)
+    assert re.search(
+        r"--indent .*Spaces of indentation\. Applies to windows\. .*default: \(0\)", help_text
+    )
     done = run(installed, *arguments, "--to", "spkv", "--indent", "2")
     assert done.returncode == 2
     assert "an export to spkv has no option 'indent'" in done.stderr
-    assert "its windows are those of the layout" in output(installed, *arguments, "--to", "windows", "--indent", "2")
-    assert (tmp_path / "out" / "windows.json").read_text().startswith("[\n  [\n    null,\n    6\n  ]")
+    assert "its windows are those of the layout" in output(
+        installed, *arguments, "--to", "windows", "--indent", "2"
+    )
+    assert (
+        (tmp_path / "out" / "windows.json").read_text().startswith("[\n  [\n    null,\n    6\n  ]")
+    )
 
 
 def test_the_tutorial_shows_this_package() -> None:
     """The tutorial's code is that of the package, which ``test_documentation`` runs."""
     page = (ROOT / "docs" / "tutorials" / "extend.md").read_text()
-    for file, language in (("value_norm.py", "python"), ("windows.py", "python"), ("pyproject.toml", "toml")):
+    for file, language in (
+        ("value_norm.py", "python"),
+        ("windows.py", "python"),
+        ("pyproject.toml", "toml"),
+    ):
         assert f"```{language}\n{(PLUGIN / file).read_text()}```" in page
 
 
@@ -186,13 +224,17 @@ def test_signals_may_share_an_option_but_not_its_name(monkeypatch: pytest.Monkey
     assert steps.default_text == "density: 160; head-gates: 50; duo: 200; other: 7"
     SIGNALS.check_options(SIGNALS["other"], {"steps": 3})
     monkeypatch.setitem(SIGNALS.entries, "other", _OtherSteps())
-    with pytest.raises(UserError, match="signals density and other declare --steps with different flags"):
+    with pytest.raises(
+        UserError, match="signals density and other declare --steps with different flags"
+    ):
         SIGNALS.shared_options()
 
 
 def test_an_option_cannot_have_the_name_of_one_of_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIGNALS.entries, "other", _Data())
-    with pytest.raises(UserError, match=r"signal other has an option 'data', which is one of probe itself"):
+    with pytest.raises(
+        UserError, match=r"signal other has an option 'data', which is one of probe itself"
+    ):
         with_options_of(SIGNALS, "probe")(type("Options", (SubjectOptions,), {}))
 
 
@@ -207,7 +249,9 @@ class _Careless(Signal):
     def measure(self, model: Any, blocks: TokenBlocks, window: int, **_run: Any) -> HeadScores:
         def run(_start: int, tokens: Tensor) -> Tensor:
             wrong = True if self.argument == "use_cache" else tokens
-            return model(**{**blocks.boundaries.inputs(tokens), "use_cache": False, self.argument: wrong}).logits
+            return model(
+                **{**blocks.boundaries.inputs(tokens), "use_cache": False, self.argument: wrong}
+            ).logits
 
         run_own_batches(run, lambda *_: None, blocks, 2, model.device)
         raise AssertionError("the model took the tokens")
@@ -216,9 +260,18 @@ class _Careless(Signal):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("input_ids", r"marked tokens .* as input_ids: call it with \*\*blocks\.boundaries\.inputs\(tokens\)"),
-        ("labels", r"marked tokens .* as labels: call it with \*\*blocks\.boundaries\.inputs\(tokens\)"),
-        ("use_cache", r"several documents and a cache, with which they attend to each other: .* use_cache=False"),
+        (
+            "input_ids",
+            r"marked tokens .* as input_ids: call it with \*\*blocks\.boundaries\.inputs\(tokens\)",
+        ),
+        (
+            "labels",
+            r"marked tokens .* as labels: call it with \*\*blocks\.boundaries\.inputs\(tokens\)",
+        ),
+        (
+            "use_cache",
+            r"several documents and a cache, with which they attend to each other: .* use_cache=False",
+        ),
     ],
 )
 def test_calls_that_mix_documents_are_refused(
@@ -234,7 +287,9 @@ def test_calls_that_mix_documents_are_refused(
         model(torch.tensor([[-1]]))  # the model itself is as before
 
 
-def test_a_signal_of_a_package_is_one_class_with_its_options(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_signal_of_a_package_is_one_class_with_its_options(
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
     """It is measured by its class alone, with the options that its fields are."""
     specification = importlib.util.spec_from_file_location("value_norm", PLUGIN / "value_norm.py")
     assert specification is not None
@@ -242,8 +297,13 @@ def test_a_signal_of_a_package_is_one_class_with_its_options(tiny_tokenizer: Pre
     package = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(package)
     model = tiny_model(vocab_size=300)
-    blocks = spkv_nas.build_blocks(["the fox jumps over the dog. " * 20], tiny_tokenizer, block_size=32)
-    tables = [spkv_nas.probe(model, blocks, signal=package.ValueNorm(order), window=4) for order in (1.0, 2.0)]
+    blocks = spkv_nas.build_blocks(
+        ["the fox jumps over the dog. " * 20], tiny_tokenizer, block_size=32
+    )
+    tables = [
+        spkv_nas.probe(model, blocks, signal=package.ValueNorm(order), window=4)
+        for order in (1.0, 2.0)
+    ]
     assert [table.metadata["order"] for table in tables] == [1.0, 2.0]
     assert (tables[0].values > tables[1].values).all()
     with pytest.raises(UserError, match=r"order must be at least 1; found 0\.5"):

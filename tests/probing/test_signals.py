@@ -37,7 +37,9 @@ def blocks() -> TokenBlocks:
     """Token blocks: 6 of 40 tokens; 10 documents of 24 tokens in two domains, so that documents cross blocks."""
     tokens = np.random.default_rng(0).integers(3, 290, size=(6, LENGTH)).astype(np.int32)
     owner = np.repeat(np.arange(10, dtype=np.int32), 24).reshape(6, LENGTH)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
+    return TokenBlocks(
+        tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10))
+    )
 
 
 def last_hidden(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -111,12 +113,16 @@ class TestDuo:
 class TestMeasure:
     @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
     @pytest.mark.parametrize("signal", EACH_OTHER)
-    def test_takes_the_window_of_the_gates(self, signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
+    def test_takes_the_window_of_the_gates(
+        self, signal: str, blocks: TokenBlocks, tmp_path: Path
+    ) -> None:
         """The table is read back as it was written, with values in [0, 1]."""
         metadata = {"model": "somewhere"}
         options: dict[str, Any] = {"steps": 2} if signal in ("duo", "head-gates") else {}
         if signal == "retrieval":
-            blocks = TokenBlocks(*(x.reshape(3, 80) for x in (blocks.tokens, blocks.document)), blocks.documents)
+            blocks = TokenBlocks(
+                *(x.reshape(3, 80) for x in (blocks.tokens, blocks.document)), blocks.documents
+            )
         table = measure_signal(signal, gated(), blocks, name="mine", metadata=metadata, **options)
         assert table.window == 6
         assert 0.0 <= table.density.min() < table.density.max() <= 1.0
@@ -124,15 +130,24 @@ class TestMeasure:
         read = HeadScores.read(tmp_path / "mine")
         assert read.density == pytest.approx(table.density, abs=1e-5)
         assert (read.name, read.signal, read.metadata["source"]) == ("mine", signal, "somewhere")
-        assert (read.metadata["head_dim"], read.metadata["dtype"]) == (8, "float32")  # --kv-bytes needs them
+        assert (read.metadata["head_dim"], read.metadata["dtype"]) == (
+            8,
+            "float32",
+        )  # --kv-bytes needs them
         assert read.diagnosis() == []
 
     @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
     def test_reported_cost(self, blocks: TokenBlocks) -> None:
         """Duo's 5 steps of 2 of 6 blocks are 10 / 6 of the text, each token forward twice and backward once."""
         model = tiny_model(vocab_size=300)
-        tables = [attention_mass(model, blocks, WINDOW), retrieval(model, blocks, WINDOW, needle_length=8)]
-        assert [(t.metadata["passes"], t.metadata["tokens"]) for t in tables] == [(1.0, 240), (1.0, 240)]
+        tables = [
+            attention_mass(model, blocks, WINDOW),
+            retrieval(model, blocks, WINDOW, needle_length=8),
+        ]
+        assert [(t.metadata["passes"], t.metadata["tokens"]) for t in tables] == [
+            (1.0, 240),
+            (1.0, 240),
+        ]
         assert duo(model, blocks, WINDOW, steps=5).metadata["passes"] == 5.0
 
     def test_invalid_inputs(self, blocks: TokenBlocks) -> None:
@@ -142,12 +157,15 @@ class TestMeasure:
                 measure_signal(signal, model, blocks.take(0))
             with pytest.raises(UserError, match="at least 1"):
                 measure_signal(signal, model, blocks, window=0)
-            with pytest.raises(UserError, match=r"window of 128 keys.*\n.*smaller --window, or a larger --context"):
+            with pytest.raises(
+                UserError, match=r"window of 128 keys.*\n.*smaller --window, or a larger --context"
+            ):
                 measure_signal(signal, model, blocks, window=128)
         with pytest.raises(UserError, match="steps must be at least 1"):
             measure_signal("duo", model, blocks, window=6, steps=0)
         with pytest.raises(
-            UserError, match="--steps does not apply to --signal retrieval; it applies to density, head-gates"
+            UserError,
+            match="--steps does not apply to --signal retrieval; it applies to density, head-gates",
         ):
             SIGNALS.check_options(SIGNALS["retrieval"], {"steps": 3})
         assert not attention_layers(model)
@@ -157,7 +175,9 @@ class TestCommand:
     @pytest.fixture
     def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
         save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
-        (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
+        (tmp_path / "text.txt").write_text(
+            "".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60))
+        )
         options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--context", 64]
         return [*map(str, options), "--workspace", str(tmp_path / "w")]
 
@@ -184,18 +204,38 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("extra", "message"),
         [
-            (["--signal", "entropy"], "unknown signal 'entropy'; expected one of density, head-gates, add-one-head"),
-            (["--signal", "duo", "--tau", "0.5"], "--tau does not apply to --signal duo; it applies to density"),
-            (["--signal", "density", "--granularity", "layer"], "--granularity does not apply to --signal density"),
-            (["--signal", "attention-mass", "--steps", "3"], "it applies to density, head-gates, duo"),
-            (["--signal", "attention-mass", "--window", "64"], "no keys beyond a window of 64 keys"),
+            (
+                ["--signal", "entropy"],
+                "unknown signal 'entropy'; expected one of density, head-gates, add-one-head",
+            ),
+            (
+                ["--signal", "duo", "--tau", "0.5"],
+                "--tau does not apply to --signal duo; it applies to density",
+            ),
+            (
+                ["--signal", "density", "--granularity", "layer"],
+                "--granularity does not apply to --signal density",
+            ),
+            (
+                ["--signal", "attention-mass", "--steps", "3"],
+                "it applies to density, head-gates, duo",
+            ),
+            (
+                ["--signal", "attention-mass", "--window", "64"],
+                "no keys beyond a window of 64 keys",
+            ),
             (["--signal", "retrieval", "--window", "60"], "cannot hold a needle"),
             (["--signal", "duo", "--window", "8", "--steps", "0"], "greater than or equal to 1"),
             (["--signal", "density"], "too short to hold out a part"),
         ],
     )
     def test_bad_input(
-        self, extra: list[str], message: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        extra: list[str],
+        message: str,
+        options: list[str],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         assert message in fails(capsys, "probe", *options, *extra)
         assert not list((tmp_path / "w").rglob("*.csv"))
@@ -204,4 +244,6 @@ class TestCommand:
         arguments = ("probe", "--signal", "duo", "--workspace", tmp_path / "w", "--model")
         assert "--model needs --data" in fails(capsys, *arguments, "somewhere")
         (tmp_path / "empty.txt").write_text(" \n")
-        assert "empty" in fails(capsys, *arguments, "embedded:dense", "--data", tmp_path / "empty.txt")
+        assert "empty" in fails(
+            capsys, *arguments, "embedded:dense", "--data", tmp_path / "empty.txt"
+        )

@@ -56,7 +56,10 @@ def blocks() -> TokenBlocks:
     tokens[:, 0] = BOS
     owner = np.repeat(np.arange(6, dtype=np.int32)[:, None], LENGTH, 1)
     return TokenBlocks(
-        tokens, owner, tuple(DocumentInfo(str(i), "a", str(i)) for i in range(6)), boundaries=Boundaries((BOS,))
+        tokens,
+        owner,
+        tuple(DocumentInfo(str(i), "a", str(i)) for i in range(6)),
+        boundaries=Boundaries((BOS,)),
     )
 
 
@@ -79,7 +82,9 @@ class TestMeasurement:
         chosen = torch.from_numpy(blocks.spread(4).tokens.astype(np.int64))
         model.set_attn_implementation("eager")
         with torch.no_grad():
-            weights = torch.stack(model(chosen, output_attentions=True).attentions)  # [L, N, Hq, T, T]
+            weights = torch.stack(
+                model(chosen, output_attentions=True).attentions
+            )  # [L, N, Hq, T, T]
         expected = weights[:, :, :, WINDOW + 8 :, :8].mean((1, 3)).numpy()
         assert measured.mass == pytest.approx(expected, abs=1e-5)
         grouped = expected[..., :4].sum(-1).reshape(4, 2, 2).mean(-1)
@@ -101,8 +106,12 @@ class TestMeasurement:
         assert not attention_layers(model)
         assert not any(module._forward_hooks for module in model.modules())
 
-    @pytest.mark.parametrize(("window", "num_positions"), [(LENGTH - 9, 8), (LENGTH - 2, 2), (LENGTH, 1)])
-    def test_leaves_out_keys_in_the_window(self, window: int, num_positions: int, blocks: TokenBlocks) -> None:
+    @pytest.mark.parametrize(
+        ("window", "num_positions"), [(LENGTH - 9, 8), (LENGTH - 2, 2), (LENGTH, 1)]
+    )
+    def test_leaves_out_keys_in_the_window(
+        self, window: int, num_positions: int, blocks: TokenBlocks
+    ) -> None:
         """With few queries beyond a wide window, later keys of the first eight are in it."""
         measured = measure_sinks(planted_tiny(), blocks, window)
         assert measured.mass.shape[-1] == num_positions
@@ -124,13 +133,17 @@ class TestMeasurement:
         assert masses[0] > 0.01 > 1e-6 > masses[1]
 
     @pytest.mark.parametrize("softcap", [None, 1.5])
-    def test_with_learned_sinks_weights_are_those_of_the_operator(self, softcap: float | None) -> None:
+    def test_with_learned_sinks_weights_are_those_of_the_operator(
+        self, softcap: float | None
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(2, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
         sink_logits = torch.randn(4, generator=generator)
         options: Any = {"window": 20, "sink_logits": sink_logits, "softcap": softcap}
         parts = [w for _, w in attention_weights(q, k, 0.9, **options)]
-        weights = torch.cat([torch.nn.functional.pad(part, (0, 20 - part.shape[-1])) for part in parts], -2)
+        weights = torch.cat(
+            [torch.nn.functional.pad(part, (0, 20 - part.shape[-1])) for part in parts], -2
+        )
         out = (weights @ v[:, :, None]).flatten(1, 2)
         assert torch.allclose(out, attention(q, k, v, scale=0.9, **options), atol=1e-5)
 
@@ -154,7 +167,9 @@ class TestNumber:
             (0, (0.0, 0.0, 0.0, 0.0)),
         ],
     )
-    def test_holds_nine_tenths_of_the_first_four(self, number: int, by_position: tuple[float, ...]) -> None:
+    def test_holds_nine_tenths_of_the_first_four(
+        self, number: int, by_position: tuple[float, ...]
+    ) -> None:
         assert report(by_position).number == number
 
     def test_ignores_what_any_token_gets(self) -> None:
@@ -196,18 +211,29 @@ class TestChoice:
 
 
 @pytest.mark.parametrize("signal", ["add-one-head", "duo", "head-gates"])
-def test_a_window_of_all_layers_that_hides_nothing_changes_nothing(signal: str, blocks: TokenBlocks) -> None:
+def test_a_window_of_all_layers_that_hides_nothing_changes_nothing(
+    signal: str, blocks: TokenBlocks
+) -> None:
     """Models whose layers all have a native window got no sink tokens."""
-    sliding = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": blocks.block_size}
+    sliding = {
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "sliding_window": blocks.block_size,
+    }
     models = (planted_tiny(), planted_tiny(**sliding))
-    tables = [measure_signal(signal, model, blocks, window=WINDOW, **FEW.get(signal, {})) for model in models]
+    tables = [
+        measure_signal(signal, model, blocks, window=WINDOW, **FEW.get(signal, {}))
+        for model in models
+    ]
     assert [table.sinks for table in tables] == [1, 1]
     assert tables[0].metadata["sink_mass"] == tables[1].metadata["sink_mass"]
     assert np.allclose(tables[0].values, tables[1].values, atol=1e-6)
 
 
 @pytest.mark.parametrize(("native", "number"), [(WINDOW + 8, 0), (WINDOW + 12, 1)])
-def test_only_queries_that_see_the_first_tokens_count(native: int, number: int, blocks: TokenBlocks) -> None:
+def test_only_queries_that_see_the_first_tokens_count(
+    native: int, number: int, blocks: TokenBlocks
+) -> None:
     """A native window hides them from later queries, and from all that count if it is short."""
     model = planted_tiny(use_sliding_window=True, max_window_layers=0, sliding_window=native)
     measured = measure_sinks(model, blocks, WINDOW)
@@ -221,11 +247,15 @@ class TestSignals:
     def test_measure_with_the_sinks_of_the_model(self, signal: str, blocks: TokenBlocks) -> None:
         model, options = planted_tiny(), FEW.get(signal, {})
         tables = [
-            measure_signal(signal, model, blocks, window=WINDOW, sinks=sinks, **options) for sinks in (None, 1, 2, 0)
+            measure_signal(signal, model, blocks, window=WINDOW, sinks=sinks, **options)
+            for sinks in (None, 1, 2, 0)
         ]
         assert [table.sinks for table in tables] == [1, 1, 2, 0]
         assert np.array_equal(tables[0].values, tables[1].values)
-        assert ("sink_mass" in tables[0].metadata, "sink_mass" in tables[1].metadata) == (True, False)
+        assert ("sink_mass" in tables[0].metadata, "sink_mass" in tables[1].metadata) == (
+            True,
+            False,
+        )
         if signal != "retrieval":  # no window
             assert not np.array_equal(tables[0].values, tables[3].values)
 
@@ -249,19 +279,29 @@ class TestSignals:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(1, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
         learned = torch.randn(4, generator=generator)
-        mixture = Mixture.of_global(LayerState(2, None), torch.tensor([0.0, 1.0]), window=3, sinks=2)
-        local, whole = (attention(q, k, v, window=w, sinks=2, scale=0.3, sink_logits=learned) for w in (3, 20))
+        mixture = Mixture.of_global(
+            LayerState(2, None), torch.tensor([0.0, 1.0]), window=3, sinks=2
+        )
+        local, whole = (
+            attention(q, k, v, window=w, sinks=2, scale=0.3, sink_logits=learned) for w in (3, 20)
+        )
         expected = torch.cat([local[:, :2], whole[:, 2:]], 1)
         assert torch.allclose(mixture(q, k, v, 0.3, sink_logits=learned), expected, atol=1e-6)
 
-    def test_head_gates_in_python_give_layouts_the_sinks_of_the_model(self, blocks: TokenBlocks) -> None:
+    def test_head_gates_in_python_give_layouts_the_sinks_of_the_model(
+        self, blocks: TokenBlocks
+    ) -> None:
         """They were 0 by default, and a number that was set was not recorded."""
         model, options = planted_tiny(), {"window": WINDOW, "steps": 2, "budget": 2}
         table = spkv_nas.head_gates(model, blocks, **options)
         assert spkv_nas.propose(table, 2)["densest"].sinks == table.sinks == 1
         assert table.metadata["sink_mass"] > 0.3
-        assert np.array_equal(table.values, measure_signal("head-gates", model, blocks, **options).values)
-        assert [spkv_nas.head_gates(model, blocks, sinks=sinks, **options).sinks for sinks in (0, 2)] == [0, 2]
+        assert np.array_equal(
+            table.values, measure_signal("head-gates", model, blocks, **options).values
+        )
+        assert [
+            spkv_nas.head_gates(model, blocks, sinks=sinks, **options).sinks for sinks in (0, 2)
+        ] == [0, 2]
 
     def test_head_gates_learn_on_models_with_learned_sinks(self, blocks: TokenBlocks) -> None:
         table = head_gates(tiny_model("gpt_oss"), blocks, 2, budget=2, steps=2)
@@ -291,7 +331,14 @@ class TestCommand:
         self, untrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         workspace = ["-w", str(tmp_path)]
-        subject = ["--model", str(untrained / "model"), "--data", str(untrained / "text.txt"), "--context", "128"]
+        subject = [
+            "--model",
+            str(untrained / "model"),
+            "--data",
+            str(untrained / "text.txt"),
+            "--context",
+            "128",
+        ]
         few = ["--signal", "attention-mass", "--max-tokens", "1024", "--name", "mass"]
         main(["probe", *subject, *few, *workspace])
         output = " ".join("".join(capsys.readouterr()).split())
@@ -317,9 +364,18 @@ class TestMessage:
                 (0.5, 0.0, 0.0, 0.0),
                 "50 % of attention is on the first token; 2 of 2 heads give the first four more than",
             ),
-            ((0.1, 0.1, 0.1, 0.1), "40 % of attention is on the first 4 tokens; 2 of 2 heads give the first four more"),
-            ((0.05, 0.04, 0.0, 0.0), "9.0 % of attention is on the first 2 tokens; 0 of 2 heads give the first four"),
-            ((0.001, 0.0, 0.0, 0.0), "0.1 % of attention is on the first token; 0 of 2 heads give the first four"),
+            (
+                (0.1, 0.1, 0.1, 0.1),
+                "40 % of attention is on the first 4 tokens; 2 of 2 heads give the first four more",
+            ),
+            (
+                (0.05, 0.04, 0.0, 0.0),
+                "9.0 % of attention is on the first 2 tokens; 0 of 2 heads give the first four",
+            ),
+            (
+                (0.001, 0.0, 0.0, 0.0),
+                "0.1 % of attention is on the first token; 0 of 2 heads give the first four",
+            ),
         ],
     )
     def test_says_what_was_measured(
@@ -327,13 +383,19 @@ class TestMessage:
     ) -> None:
         """It gave the attention on the first token also where layouts get more."""
         measured = report(by_position, by_position)
-        for num_layers, among in ((1, "2 heads give"), (3, "2 heads without a native sliding window give")):
+        for num_layers, among in (
+            (1, "2 heads give"),
+            (3, "2 heads without a native sliding window give"),
+        ):
             table = make_table(np.full((num_layers, 2), 0.5))
             show(replace(table, metadata={"sinks": measured.number, **measured.as_mapping()}))
             printed = " ".join(capsys.readouterr().out.split())
             assert message.replace("2 heads give", among) in printed
             assert f"layouts get {measured.number or 'no'} sink token" in printed
-            assert "largest activation: 5 times the layer's median (layer 0, channel 1, token 0)" in printed
+            assert (
+                "largest activation: 5 times the layer's median (layer 0, channel 1, token 0)"
+                in printed
+            )
 
     def test_of_short_blocks_names_the_sink_tokens(self, blocks: TokenBlocks) -> None:
         with pytest.raises(UserError, match="window of 47 keys and 1 sink token\n"):
@@ -342,13 +404,22 @@ class TestMessage:
 
 @pytest.mark.slow
 class TestTrained:
-    def test_default_path_costs_little(self, trained: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    def test_default_path_costs_little(
+        self, trained: Path, tmp_path: Path, request: pytest.FixtureRequest
+    ) -> None:
         """Run without the sinks that they were chosen with, the heads cost 2.2 % (weak) and 6.3 % (strong) of NLL.
 
         The weak model's 1.3 % only guards against regressions: 1.24 % was measured, which misses the goal of 1.1 %.
         """
         workspace = ["-w", str(tmp_path)]
-        text = ["--model", str(trained / "model"), "--data", str(trained / "train"), "--documents", "joined"]
+        text = [
+            "--model",
+            str(trained / "model"),
+            "--data",
+            str(trained / "train"),
+            "--documents",
+            "joined",
+        ]
         sizes = ["--window", "32", "--budget", "18", "--max-tokens", "61440"]
         main(["probe", *text, *sizes, "--name", "chosen", *workspace])
         assert 1 <= HeadScores.read(tmp_path / "probes" / "chosen").sinks <= 4
@@ -358,7 +429,8 @@ class TestTrained:
         texts = [file.read_text() for file in sorted((trained / "heldout").iterdir())]
         heldout = build_blocks(texts, tokenizer, planted.BLOCK).spread(80)
         with_sinks, without, dense = (
-            score.mean for score in zero_shot(model, [layout, replace(layout, sinks=0), None], heldout)
+            score.mean
+            for score in zero_shot(model, [layout, replace(layout, sinks=0), None], heldout)
         )
         is_strong = "strong" in request.node.name
         assert with_sinks / dense - 1 < (0.005 if is_strong else 0.013)

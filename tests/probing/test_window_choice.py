@@ -29,7 +29,9 @@ COST = CacheCost(2048, 1, 32, 64, "bfloat16", sinks=1)  # of a model of 48 heads
 
 def text(num_documents: int, length: int = 128, seed: int = 0) -> TokenBlocks:
     """Return one block per document, half of them of each of two domains."""
-    tokens = np.random.default_rng(seed).integers(3, 290, size=(num_documents, length)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(seed).integers(3, 290, size=(num_documents, length)).astype(np.int32)
+    )
     owner = np.repeat(np.arange(num_documents, dtype=np.int32), length).reshape(tokens.shape)
     infos = tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(num_documents))
     return TokenBlocks(tokens, owner, infos)
@@ -42,8 +44,14 @@ class TestCandidateWindows:
         rows = candidate_windows(COST, 48, limit, 1024)
         assert len({row.num_global for row in rows}) == len(rows) > 1
         for row in rows:
-            assert row.memory == replace(COST, window=row.window).total(row.num_global, 48) / COST.full(48)
-            assert row.memory * COST.full(48) <= limit < replace(COST, window=row.window + 16).total(row.num_global, 48)
+            assert row.memory == replace(COST, window=row.window).total(
+                row.num_global, 48
+            ) / COST.full(48)
+            assert (
+                row.memory * COST.full(48)
+                <= limit
+                < replace(COST, window=row.window + 16).total(row.num_global, 48)
+            )
 
     def test_one_global_head_fewer_is_a_wider_window(self) -> None:
         rows = candidate_windows(COST, 48, memory_bytes(0.2, COST, 48), 1024)
@@ -88,7 +96,9 @@ def entrants(windows: list[int], seed: int = 0) -> list[Entrant]:
     """Return layouts of random scores with one global head, by their windows."""
     table = HeadScores.from_array(np.random.default_rng(seed).random((4, 2)), sinks=1)
     rows = [TriedWindow(window, 1, 0.5) for window in windows]
-    return [Entrant(f"one-window-{row.window}", one_window_layout(table, row), 0.01) for row in rows]
+    return [
+        Entrant(f"one-window-{row.window}", one_window_layout(table, row), 0.01) for row in rows
+    ]
 
 
 class TestContest:
@@ -98,9 +108,12 @@ class TestContest:
         contest = run_contest(model, blocks, tried, batch_size=4)
         full, *scores = zero_shot(model, [None, *(entrant.layout for entrant in tried)], blocks)
         changes = {
-            entrant.name: paired_difference(score, full).percent for entrant, score in zip(tried, scores, strict=True)
+            entrant.name: paired_difference(score, full).percent
+            for entrant, score in zip(tried, scores, strict=True)
         }
-        assert {entrant.name: entrant.change for entrant in contest.ranked} == pytest.approx(changes)
+        assert {entrant.name: entrant.change for entrant in contest.ranked} == pytest.approx(
+            changes
+        )
         assert contest.ranked[0].name == min(changes, key=changes.__getitem__)
         assert contest.best.predicted == pytest.approx(1.0 / full.mean)
 
@@ -110,11 +123,17 @@ class TestContest:
         by_window: dict[int | None, float] = {}
         noise = np.random.default_rng(0).normal(0.0, 0.01, size=(256, 64))
 
-        def measure(model: Any, layouts: list[Layout | None], part: Any, **_: Any) -> list[DocumentNLL]:
+        def measure(
+            model: Any, layouts: list[Layout | None], part: Any, **_: Any
+        ) -> list[DocumentNLL]:
             tokens = np.bincount(part.document.ravel(), minlength=len(part.documents))
-            window_of = [None if layout is None else next(iter(layout.legend.values())) for layout in layouts]
+            window_of = [
+                None if layout is None else next(iter(layout.legend.values())) for layout in layouts
+            ]
             rows = [
-                (1.0 + by_window[window] / 100.0) + noise[window, : len(tokens)] if window else np.ones(len(tokens))
+                (1.0 + by_window[window] / 100.0) + noise[window, : len(tokens)]
+                if window
+                else np.ones(len(tokens))
                 for window in window_of
             ]
             return [DocumentNLL(row * tokens, tokens) for row in rows]
@@ -122,13 +141,19 @@ class TestContest:
         monkeypatch.setattr("spkv_nas.evaluation.contest.zero_shot", measure)
         return by_window
 
-    def test_halving_measures_the_better_half_and_at_least_two_on_more_text(self, changes: dict[int, float]) -> None:
+    def test_halving_measures_the_better_half_and_at_least_two_on_more_text(
+        self, changes: dict[int, float]
+    ) -> None:
         changes.update({8: 5.0, 16: 5.0, 24: 5.0, 32: 5.0, 40: 1.0, 48: 1.01})
-        contest = run_contest(tiny_model(vocab_size=300), text(16), entrants([8, 16, 24, 32, 40, 48]))
+        contest = run_contest(
+            tiny_model(vocab_size=300), text(16), entrants([8, 16, 24, 32, 40, 48])
+        )
         assert sorted(entrant.blocks for entrant in contest.ranked) == [4, 4, 4, 8, 16, 16]
         assert contest.best.blocks == 16
 
-    def test_two_layouts_that_are_told_apart_need_no_more_text(self, changes: dict[int, float]) -> None:
+    def test_two_layouts_that_are_told_apart_need_no_more_text(
+        self, changes: dict[int, float]
+    ) -> None:
         changes.update({8: 5.0, 16: 1.0, 24: 9.0})
         contest = run_contest(tiny_model(vocab_size=300), text(32), entrants([8, 16, 24]))
         assert [(entrant.name, entrant.blocks) for entrant in contest.ranked] == [
@@ -153,26 +178,38 @@ class TestContest:
         """A window that reaches over the whole block is global attention, so both layouts lose nothing."""
         single = entrants([128])[0]
         several = Layout.from_windows([[128, None]] * 2 + [[96 + 64, None]] * 2, strategy="several")
-        contest = run_contest(tiny_model(vocab_size=300), text(8), [Entrant("several", several), single])
+        contest = run_contest(
+            tiny_model(vocab_size=300), text(8), [Entrant("several", several), single]
+        )
         assert contest.best.name == single.name
         assert contest.best.change == 0.0
 
     def test_a_prediction_that_is_far_off_is_said_to_be(self) -> None:
         near, far = entrants([8, 16])
-        contest = run_contest(tiny_model(vocab_size=300), text(8), [near, replace(far, predicted=5.0)])
+        contest = run_contest(
+            tiny_model(vocab_size=300), text(8), [near, replace(far, predicted=5.0)]
+        )
         tried = {row.name: row for row in read_tried(contest.record())}
         assert tried[far.name].is_far_off
         assert tried[near.name].layout.content == near.layout.content
 
 
 class TestProbe:
-    @pytest.mark.parametrize("options", [{"signal": "head-gates", "steps": 2}, {"signal": "window-costs"}])
-    def test_the_window_is_chosen_with_the_heads(self, options: dict[str, Any], tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "options", [{"signal": "head-gates", "steps": 2}, {"signal": "window-costs"}]
+    )
+    def test_the_window_is_chosen_with_the_heads(
+        self, options: dict[str, Any], tmp_path: Path
+    ) -> None:
         model = tiny_model(vocab_size=300)
         table = spkv_nas.probe(model, text(24), memory="60%", **options)
         tried = {row.name: row.layout for row in read_tried(table.metadata)}
         assert table.metadata["recommended"] in tried
-        assert table.metadata["budget"] == table.memory_budget == tried[f"one-window-{table.window}"].num_global
+        assert (
+            table.metadata["budget"]
+            == table.memory_budget
+            == tried[f"one-window-{table.window}"].num_global
+        )
         assert table.selected_on == text(24).text_ids
         table.write(tmp_path)
         assert HeadScores.read(tmp_path).content_hash == table.content_hash
@@ -188,14 +225,27 @@ class TestProbe:
         assert "layouts_tried" not in table.metadata
         assert table.memory_budget == 4  # of 8 heads: 4 x 128 + 4 x 16 keys are 56 %
 
-    @pytest.mark.parametrize("options", [{"budget": 3}, {"signal": "add-one-head", "granularity": "layer"}])
+    @pytest.mark.parametrize(
+        "options", [{"budget": 3}, {"signal": "add-one-head", "granularity": "layer"}]
+    )
     def test_options_that_exclude_a_limit(self, options: dict[str, Any]) -> None:
         options = {"signal": "head-gates", "memory": "60%", **options}
-        with pytest.raises(UserError, match=r"limit of memory (or a budget, not both|counts single heads)"):
+        with pytest.raises(
+            UserError, match=r"limit of memory (or a budget, not both|counts single heads)"
+        ):
             spkv_nas.probe(tiny_model(vocab_size=300), text(24), **options)
 
     def test_the_command_for_another_budget_has_no_limit(self, tmp_path: Path, capsys: Any) -> None:
-        facts: dict[str, Any] = {"signal": "head-gates", "budget": 5, "memory": 0.3, "options": {"memory": "30%"}}
-        HeadScores.from_array(np.eye(4, 5), kind="share", window=64, **facts).write(tmp_path / "probes" / "custom")
+        facts: dict[str, Any] = {
+            "signal": "head-gates",
+            "budget": 5,
+            "memory": 0.3,
+            "options": {"memory": "30%"},
+        }
+        HeadScores.from_array(np.eye(4, 5), kind="share", window=64, **facts).write(
+            tmp_path / "probes" / "custom"
+        )
         main(["propose", "-w", str(tmp_path), "--probe", "custom", "--budget", "16"])
-        assert "spkv-nas probe --window 64 --budget 80%" in " ".join(capsys.readouterr().out.split())
+        assert "spkv-nas probe --window 64 --budget 80%" in " ".join(
+            capsys.readouterr().out.split()
+        )

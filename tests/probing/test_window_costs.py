@@ -29,16 +29,22 @@ def text(num_blocks: int = 4, length: int = 64) -> TokenBlocks:
     """Return one block per document, half of them of each of two domains."""
     tokens = np.random.default_rng(0).integers(3, 60, size=(num_blocks, length)).astype(np.int32)
     owner = np.repeat(np.arange(num_blocks, dtype=np.int32), length).reshape(tokens.shape)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(num_blocks)))
+    return TokenBlocks(
+        tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(num_blocks))
+    )
 
 
-@pytest.mark.parametrize(("block_size", "blocks"), [(512, 16), (2_048, 16), (4_096, 8), (8_192, 4), (32_768, 4)])
+@pytest.mark.parametrize(
+    ("block_size", "blocks"), [(512, 16), (2_048, 16), (4_096, 8), (8_192, 4), (32_768, 4)]
+)
 def test_longer_blocks_are_fewer_with_as_many_draws(block_size: int, blocks: int) -> None:
     assert usual_blocks(block_size) == blocks
     assert num_draws(blocks) * blocks >= 16
 
 
-def divergence(model: PreTrainedModel, blocks: TokenBlocks, others: float, shares: tuple[float, float]) -> float:
+def divergence(
+    model: PreTrainedModel, blocks: TokenBlocks, others: float, shares: tuple[float, float]
+) -> float:
     """Return the divergence, in nats per token, where all heads have ``others`` of the widest window.
 
     One head, the second of layer 1, has ``shares`` of both windows besides; the rest is global attention.
@@ -46,7 +52,9 @@ def divergence(model: PreTrainedModel, blocks: TokenBlocks, others: float, share
     tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
     with full_attention(model) as states, torch.no_grad():
         for layer, state in enumerate(states):
-            mixture = torch.tensor([0.0, others, 1.0 - others], dtype=torch.float64).repeat(1, state.num_kv_heads, 1)
+            mixture = torch.tensor([0.0, others, 1.0 - others], dtype=torch.float64).repeat(
+                1, state.num_kv_heads, 1
+            )
             if layer == 1:
                 mixture[0, 1] += torch.tensor([*shares, -sum(shares)], dtype=torch.float64)
             state.observer = Mixture(state, mixture, WINDOWS, sinks=1)
@@ -70,10 +78,15 @@ def test_costs_are_the_second_order_of_the_divergence(
     def loss(others: float, *shares: float) -> float:
         return divergence(model, blocks, others, (shares[0], shares[1]))
 
-    slopes = [(loss(0.5, *e) - loss(0.5, *(-x for x in e))) / (2 * step) for e in ((step, 0.0), (0.0, step))]
+    slopes = [
+        (loss(0.5, *e) - loss(0.5, *(-x for x in e))) / (2 * step)
+        for e in ((step, 0.0), (0.0, step))
+    ]
     assert widest == pytest.approx(slopes[1], rel=0.01)
     alone = loss(0.0, step, 0.0) / step**2
-    with_widest = (loss(0.0, step, step) - loss(0.0, step, 0.0) - loss(0.0, 0.0, step)) / (2 * step**2)
+    with_widest = (loss(0.0, step, step) - loss(0.0, step, 0.0) - loss(0.0, 0.0, step)) / (
+        2 * step**2
+    )
     assert narrow == pytest.approx(alone + slopes[0] - with_widest, rel=tolerance)
     assert min(alone, slopes[1]) > 1e-6
 
@@ -88,7 +101,9 @@ def test_the_costs_of_the_widest_window_add_up_to_its_loss() -> None:
     with full_attention(model) as states, torch.no_grad():
         for block in tokens:
             for state, windows in zip(states, layout_windows(model, local), strict=True):
-                state.observer = Mixture(state, torch.tensor([[1.0, 0.0]] * len(windows)).double(), (16,), sinks=0)
+                state.observer = Mixture(
+                    state, torch.tensor([[1.0, 0.0]] * len(windows)).double(), (16,), sinks=0
+                )
             losses.append(float(mean_divergence(model, block[None], lambda: unobserved(states))))
     assert float(table.values.sum()) == pytest.approx(np.mean(losses), rel=0.3)
 
@@ -103,7 +118,9 @@ def test_blocks_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert single.window_costs is not None
     assert whole.domains == ("a", "b")
     np.testing.assert_allclose(whole.values, single.window_costs.values, rtol=1e-4, atol=1e-9)
-    np.testing.assert_allclose(single.values, single.domain_shares @ whole.values[..., 0].swapaxes(0, 1), atol=1e-8)
+    np.testing.assert_allclose(
+        single.values, single.domain_shares @ whole.values[..., 0].swapaxes(0, 1), atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
@@ -138,15 +155,26 @@ class TestFile:
         assert reread.window_costs is not None
         assert table.window_costs is not None
         assert (reread.window_costs.windows, reread.window_costs.domains) == (WINDOWS, ("a", "b"))
-        np.testing.assert_allclose(reread.window_costs.values, table.window_costs.values, rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(
+            reread.window_costs.values, table.window_costs.values, rtol=1e-4, atol=1e-7
+        )
         lines = (tmp_path / "windows.csv").read_text().splitlines()
         (tmp_path / "windows.csv").write_text("\n".join(lines[:-1]) + "\n")
-        with pytest.raises(UserError, match=r"windows.csv: expected every head"), pytest.warns(match="damaged"):
+        with (
+            pytest.raises(UserError, match=r"windows.csv: expected every head"),
+            pytest.warns(match="damaged"),
+        ):
             spkv_nas.HeadScores.read(tmp_path)
         replace(table, window_costs=None).write(tmp_path)
         assert not (tmp_path / "windows.csv").exists()
 
     def test_other_windows_are_interpolated_in_their_logarithm(self) -> None:
         costs = WindowCosts((16, 64), np.array([[[[3.0, 1.0]]]]), ("all",))
-        assert [costs.at(window).item() for window in (8, 16, 32, 64, 128)] == [3.0, 3.0, 2.0, 1.0, 1.0]
+        assert [costs.at(window).item() for window in (8, 16, 32, 64, 128)] == [
+            3.0,
+            3.0,
+            2.0,
+            1.0,
+            1.0,
+        ]
         assert costs.only((32, 16)).windows == (16, 32)

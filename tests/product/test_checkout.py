@@ -47,7 +47,13 @@ def checkout(tmp_path: Path) -> Path:
 
 def lint(folder: Path) -> tuple[int, str]:
     """Run ruff and codespell as ``make lint`` does; return the exit status and what they print."""
-    command = ["make", "--old-file", ".venv/.installed", "style", f"BIN={Path(sys.executable).parent}"]
+    command = [
+        "make",
+        "--old-file",
+        ".venv/.installed",
+        "style",
+        f"BIN={Path(sys.executable).parent}",
+    ]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return run.returncode, run.stdout + run.stderr
 
@@ -71,7 +77,16 @@ def test_a_source_distribution_holds_no_output_of_a_command(checkout: Path, tmp_
     for name in ("spkv_nas/base/version.py", "hatch_build.py", "LICENSE"):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, checkout / name)
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path / "built")]
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "sdist",
+        "--directory",
+        str(tmp_path / "built"),
+    ]
     subprocess.run(command, cwd=checkout, check=True, capture_output=True)
     (archive,) = (tmp_path / "built").iterdir()
     with tarfile.open(archive) as opened:

@@ -65,7 +65,15 @@ def test_every_reader_of_text_takes_a_byte_order_mark(tmp_path: Path) -> None:
 class TestText:
     @pytest.mark.parametrize(
         "text",
-        ["a: " + "[" * 2000, "a: 2024-13-45", "a: !!int x", "a: " + "9" * 5000, "? [1]\n: 2", "a: !!binary z", "\x00"],
+        [
+            "a: " + "[" * 2000,
+            "a: 2024-13-45",
+            "a: !!int x",
+            "a: " + "9" * 5000,
+            "? [1]\n: 2",
+            "a: !!binary z",
+            "\x00",
+        ],
     )
     def test_yaml(self, text: str) -> None:
         """Unbalanced brackets, impossible dates and bad numbers are user errors."""
@@ -122,12 +130,19 @@ SPECS = (
     Array("edges", "number", "n+1", low=-9, high=9, ascending=True),
     Array("names", "text", "N"),
 )
-SOUND = {"tokens": np.ones((2, 3), np.int32), "edges": np.array([-1.0, 0, 2]), "names": np.array(["a", "b"])}
+SOUND = {
+    "tokens": np.ones((2, 3), np.int32),
+    "edges": np.array([-1.0, 0, 2]),
+    "names": np.array(["a", "b"]),
+}
 
 
 class TestArrays:
     def read(self, folder: Path, **changes: object) -> dict[str, np.ndarray]:
-        write_npz(folder / "x.npz", {**SOUND, **{name: np.asarray(value) for name, value in changes.items()}})
+        write_npz(
+            folder / "x.npz",
+            {**SOUND, **{name: np.asarray(value) for name, value in changes.items()}},
+        )
         return read_arrays(folder / "x.npz", SPECS, "make it again")
 
     def test_sound_ones_are_read(self, tmp_path: Path) -> None:
@@ -148,13 +163,17 @@ class TestArrays:
             ({"names": [1, 2]}, "'names' holds int64; expected text"),
         ],
     )
-    def test_others_are_named(self, changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    def test_others_are_named(
+        self, changes: dict[str, object], message: str, tmp_path: Path
+    ) -> None:
         with pytest.raises(UserError, match=f"x.npz is damaged: {message}.*\nmake it again"):
             self.read(tmp_path, **changes)
 
     @pytest.mark.slow
     def test_a_decompression_bomb(self, tmp_path: Path) -> None:
-        write_npz(tmp_path / "x.npz", {**SOUND, "tokens": np.zeros((2, (1 << 30) // 2 + 1), np.int8)})
+        write_npz(
+            tmp_path / "x.npz", {**SOUND, "tokens": np.zeros((2, (1 << 30) // 2 + 1), np.int8)}
+        )
         with pytest.raises(UserError, match="bytes claim to hold"):
             read_arrays(tmp_path / "x.npz", SPECS, "make it again")
 
@@ -165,7 +184,8 @@ class TestArrays:
         other = replace(table.histogram, counts=table.histogram.counts[:, :3])
         replace(table, histogram=other, documents=None).write(tmp_path)
         with pytest.raises(
-            UserError, match=r"histogram\.npz is for 3 layers x 2 KV heads, the table in its folder has 4"
+            UserError,
+            match=r"histogram\.npz is for 3 layers x 2 KV heads, the table in its folder has 4",
         ):
             HeadScores.read(tmp_path)
 
@@ -189,7 +209,18 @@ class TestSources:
             (b'{"text": ["a"]}', "field 'text' is a list, not text"),
             (b'{"body": "a"}', "no field 'text'; its fields: body"),
         ],
-        ids=["null", "list", "cut", "bytes", "depth", "number", "null text", "object", "texts", "no text"],
+        ids=[
+            "null",
+            "list",
+            "cut",
+            "bytes",
+            "depth",
+            "number",
+            "null text",
+            "object",
+            "texts",
+            "no text",
+        ],
     )
     def test_a_line_of_json_is_named(self, line: bytes, message: str, tmp_path: Path) -> None:
         """Also a file that contains only ``null``."""
@@ -197,12 +228,16 @@ class TestSources:
             self.read(tmp_path, b'{"text": "one"}\n\n' + line + b"\n")
 
     def test_characters_that_cannot_be_encoded_are_replaced(self, tmp_path: Path) -> None:
-        (one,) = self.read(tmp_path, b'{"text": "a \\ud800 b", "domain": " w\\ne\\u0007b \\udfff"}\n')
+        (one,) = self.read(
+            tmp_path, b'{"text": "a \\ud800 b", "domain": " w\\ne\\u0007b \\udfff"}\n'
+        )
         assert one.text.encode().decode() == one.text
         assert one.text.startswith("a ")
         assert one.domain == r"w e\x07b \udfff"
 
-    def test_long_texts_are_read_in_chunks(self, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: object) -> None:
+    def test_long_texts_are_read_in_chunks(
+        self, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: object
+    ) -> None:
         """Memory and time do not grow with the length of one text."""
         monkeypatch.setattr(tokenizers, "MAX_ENCODED_CHARACTERS", 40)
         text = "the quick brown fox " * 3 + "\n" + "x" * 100 + " jumps"
@@ -225,7 +260,10 @@ class TestRecords:
     @pytest.mark.parametrize("name", ["comparison.csv", "comparison.yaml"])
     def test_an_edit_warns(self, name: str, tmp_path: Path) -> None:
         self.write(tmp_path)
-        assert read_record(tmp_path / "comparison.yaml", "comparison") == {"probe": "p", "text": "sha256: no"}
+        assert read_record(tmp_path / "comparison.yaml", "comparison") == {
+            "probe": "p",
+            "text": "sha256: no",
+        }
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text.replace("probe: p", "probe: q").replace("2.004", "1.004"))
         with pytest.warns(UserWarning, match=f"{name}: edited or damaged after it was written"):
@@ -251,8 +289,13 @@ class TestRecords:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["comparison.csv", "search.csv", "agreement.csv"])
-    def test_a_report_names_edited_files(self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        table, folder = make_table([[0.5, 0.25], [0.1, 0.7], [0.2, 0.3], [0.4, 0.6]]), tmp_path / "reports" / "p"
+    def test_a_report_names_edited_files(
+        self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        table, folder = (
+            make_table([[0.5, 0.25], [0.1, 0.7], [0.2, 0.3], [0.4, 0.6]]),
+            tmp_path / "reports" / "p",
+        )
         table.write(tmp_path / "probes" / "p")
         for key, layout in make_layouts("densest", "last").items():
             layout.write(tmp_path / "layouts" / "p" / f"{key}.yaml")
@@ -269,9 +312,9 @@ class TestRecords:
         with warnings.catch_warnings():
             warnings.simplefilter("default")  # as on the command line
             main(["report", "--probe", "p", "--workspace", str(tmp_path)])
-        assert f"{name}: edited or damaged after it was written" in " ".join(capsys.readouterr().err.split()).replace(
-            " /", "/"
-        )
+        assert f"{name}: edited or damaged after it was written" in " ".join(
+            capsys.readouterr().err.split()
+        ).replace(" /", "/")
 
 
 def test_a_figure_without_numbers_has_an_axis() -> None:
@@ -291,7 +334,9 @@ class TestResults:
         with pytest.raises(UserError, match=r"if its file is damaged, remove it"), storage_errors():
             open_study(open_storage(url), "x", {}, ["value"])
 
-    def test_a_killed_probe_is_the_old_one_or_the_new(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_killed_probe_is_the_old_one_or_the_new(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         old, new = make_table([[0.5, 0.25]]), make_probe()
         old.write(tmp_path)
         monkeypatch.setattr(replacement, "_settle", lambda folder: None)
@@ -308,13 +353,19 @@ class TestResults:
 
 
 class TestNames:
-    @pytest.mark.parametrize("command", ["probe", "evaluate", "calibrate micro-0", "reproduce palindrome", "search"])
+    @pytest.mark.parametrize(
+        "command", ["probe", "evaluate", "calibrate micro-0", "reproduce palindrome", "search"]
+    )
     def test_a_name_is_checked_before_any_work(
         self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for name in ("../../evil", "x" * 300):
-            probe = ["--probe", ROOT / "probes/stdlib-21x3/density.csv"] if command == "search" else []
-            message = fails(capsys, *command.split(), *probe, "--name", name, "--workspace", tmp_path / "w")
+            probe = (
+                ["--probe", ROOT / "probes/stdlib-21x3/density.csv"] if command == "search" else []
+            )
+            message = fails(
+                capsys, *command.split(), *probe, "--name", name, "--workspace", tmp_path / "w"
+            )
             assert "cannot name a file" in message
             assert "loading" not in message
         assert [path.name for path in tmp_path.iterdir()] in ([], ["w"])
@@ -322,7 +373,9 @@ class TestNames:
     def test_a_probe_that_calls_itself_by_a_path(self, tmp_path: Path) -> None:
         make_table([[0.5, 0.25]]).write(tmp_path)
         (tmp_path / "probe.yaml").write_text("name: ../../evil\n")
-        with pytest.raises(UserError, match=r"probe\.yaml: key 'name': the probe '../../evil' cannot name a file"):
+        with pytest.raises(
+            UserError, match=r"probe\.yaml: key 'name': the probe '../../evil' cannot name a file"
+        ):
             HeadScores.read(tmp_path)
 
     @pytest.mark.parametrize("kind", ["probes", "layouts", "reports", "runs"])
@@ -356,7 +409,9 @@ class TestNames:
         ):
             if command[0] == "train-hybrid":
                 command = [*command, "--probe", str(ROOT / "probes/stdlib-21x3/density.csv")]
-            assert "is reserved for a baseline" in fails(capsys, *command, file, "--workspace", tmp_path)
+            assert "is reserved for a baseline" in fails(
+                capsys, *command, file, "--workspace", tmp_path
+            )
 
 
 class TestFlags:

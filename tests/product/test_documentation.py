@@ -32,21 +32,49 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.training.recipe import Recipe
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *(page for page in tracked("docs/**/*.md") if page.parent.name != "reference")]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in tracked("docs/**/*.md") if page.parent.name != "reference"),
+]
 BLOCK = re.compile(r"^```(bash|python|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
-FRESH = {"README.md", "memory.md", "own-model.md", "retrain.md", "serve-vllm.md"}  # start from a model and a text alone
-EMBEDDED = {"install.md", "budget.md", "compare-signals.md"}  # on the embedded models, in the repository's workspace
+FRESH = {
+    "README.md",
+    "memory.md",
+    "own-model.md",
+    "retrain.md",
+    "serve-vllm.md",
+}  # start from a model and a text alone
+EMBEDDED = {
+    "install.md",
+    "budget.md",
+    "compare-signals.md",
+}  # on the embedded models, in the repository's workspace
 SLOW = {  # whole workflows, of twenty seconds and more
     *("install.md", "cost.md", "evaluation.md", "report.md", "scores.md", "vllm.md"),
-    *("budget.md", "compare-signals.md", "memory.md", "own-model.md", "retrain.md", "trl.md", "python.md", "serve.md"),
+    *(
+        "budget.md",
+        "compare-signals.md",
+        "memory.md",
+        "own-model.md",
+        "retrain.md",
+        "trl.md",
+        "python.md",
+        "serve.md",
+    ),
     *("serve-vllm.md", "search.md", "distributed.md"),
 }
 OTHERS = {"make", "pip", "uv", "optuna-dashboard", "vllm"}  # programs that install, or serve a page
 SERVER = "localhost:8000"  # in blocks of Python that talk to a server, which another test starts
 # Data from the hub; an engine; an exit code that depends on the models
-PARSED = ("evaluate tasks paper", "serve-check", "spkv-nas verdict", "critical-budget", "spkv-nas auto")
+PARSED = (
+    "evaluate tasks paper",
+    "serve-check",
+    "spkv-nas verdict",
+    "critical-budget",
+    "spkv-nas auto",
+)
 LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
     ("probe --signal density --model", "--steps 2 --context 64 --ablation-tokens 0"),
     ("probe --signal add-one-head --model", "--max-tokens 256 --context 64"),
@@ -121,7 +149,9 @@ def write_results(folder: Path) -> None:
             (folder / "layouts" / name).mkdir(parents=True, exist_ok=True)
             layout.write(folder / "layouts" / name / f"{strategy}.yaml")
     (folder / "recipe.yaml").write_text(RECIPE)
-    (folder / "instructions.jsonl").write_text('{"prompt": "Name a fox. ", "completion": "A red one."}\n' * 8)
+    (folder / "instructions.jsonl").write_text(
+        '{"prompt": "Name a fox. ", "completion": "A red one."}\n' * 8
+    )
     Layout(("GL", "LL", "LL", "GG"), window=8).write(folder / "rival.yaml")
     shutil.copy(PAPER_TABLE, folder / "my-runs.csv")
 
@@ -139,7 +169,11 @@ def write_embedded(folder: Path) -> None:
 def shell_words(line: str) -> list[str]:
     """Split a line, without what it does with the output, and expand patterns as a shell does."""
     command = re.split(r" [|>] ", line)[0]
-    return [name for word in shlex.split(command, comments=True) for name in (sorted(glob(word)) or [word])]
+    return [
+        name
+        for word in shlex.split(command, comments=True)
+        for name in (sorted(glob(word)) or [word])
+    ]
 
 
 def run_line(line: str) -> None:
@@ -171,7 +205,9 @@ def check_yaml(text: str) -> None:
 
 def run_blocks(page: Path) -> None:
     """Run the blocks of a page in the current folder, but those that need a server."""
-    shared: dict[str, Any] = {"texts": [file.read_text() for file in sorted(Path().glob("corpus/*.txt"))]}
+    shared: dict[str, Any] = {
+        "texts": [file.read_text() for file in sorted(Path().glob("corpus/*.txt"))]
+    }
     for language, block in BLOCK.findall(page.read_text()):
         if language == "bash":
             for line in block.replace("\\\n", " ").splitlines():
@@ -194,10 +230,15 @@ def name_of(page: Path) -> str:
     ids=name_of,
 )
 def test_every_block_of_a_page_runs(
-    page: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spkv_nas.artifacts.defaults.LEARNING_TOKENS", 256)  # head gates of ``auto`` take 50 steps
+    monkeypatch.setattr(
+        "spkv_nas.artifacts.defaults.LEARNING_TOKENS", 256
+    )  # head gates of ``auto`` take 50 steps
     if page.name in EMBEDDED or page.name not in FRESH:
         write_embedded(tmp_path)
     if page.name not in EMBEDDED:
@@ -230,7 +271,9 @@ def test_the_page_on_vllm_runs_with_the_engine(
         match = re.search(r"100 tokens equal; ([\d,]+) KiB held at the end of 500", answered.stdout)
         assert match is not None, answered.stdout
         held[folder] = int(match[1].replace(",", ""))
-        (requests,) = re.findall(r"Maximum concurrency for 512 tokens per request: ([\d.]+)x", log.read_text())
+        (requests,) = re.findall(
+            r"Maximum concurrency for 512 tokens per request: ([\d.]+)x", log.read_text()
+        )
         assert f" {requests} " in planned, (requests, planned)
     assert 0 < held["hybrid/"] < held["dense/"] / 2
 
@@ -271,6 +314,10 @@ def test_pages_are_short() -> None:
 def test_the_reference_describes_every_option_and_key(tmp_path: Path) -> None:
     """No row of the reference has an empty cell."""
     runpy.run_path(str(DOCS / "generate_reference.py"))["write_reference"](tmp_path)
-    lines = [line for name in ("cli.md", "recipe.md") for line in (tmp_path / name).read_text().splitlines()]
+    lines = [
+        line
+        for name in ("cli.md", "recipe.md")
+        for line in (tmp_path / name).read_text().splitlines()
+    ]
     assert sum(line.startswith("| `") for line in lines) > 200
     assert [line for line in lines if re.match(r"\| [^|]* \|  \|", line)] == []

@@ -44,7 +44,9 @@ def gpu_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 def new_settings(run: ModuleType, out: Path, *, rehearses: bool) -> object:
     folder = Path("/nowhere")
-    return run.Settings(folder / "smollm2", folder / "small", folder / "text", out, rehearses=rehearses)
+    return run.Settings(
+        folder / "smollm2", folder / "small", folder / "text", out, rehearses=rehearses
+    )
 
 
 @pytest.mark.parametrize("rehearses", [False, True])
@@ -95,7 +97,20 @@ def test_bars_are_read_from_what_the_benchmarks_print(gpu_run: ModuleType) -> No
         "auto-smollm2/auto": figures.timed("", 171.2),
     }
     measured = [line.split(" | ")[-1].strip(" |") for line in list(figures.bars(read))[2:]]
-    assert measured == ["0.85", "-", "1.40", "-", "-", "0.86", "-", "-", "-", "1.05", "-", "171.20 s"]
+    assert measured == [
+        "0.85",
+        "-",
+        "1.40",
+        "-",
+        "-",
+        "0.86",
+        "-",
+        "-",
+        "-",
+        "1.05",
+        "-",
+        "171.20 s",
+    ]
     readme = (FOLDER / "README.md").read_text()
     for bar in figures.BARS:
         assert f"| {bar.what} | {bar.last} | {bar.bar} |" in readme
@@ -105,7 +120,9 @@ def test_outcomes_of_tests_are_counted_in_both_formats(gpu_run: ModuleType) -> N
     """Check outputs of one and of several processes, which print the outcome first; a stopped run has no summary."""
     tests = import_module("figures").tests
     alone = "tests/a.py::test_x[soft-1] PASSED    [ 50%]\ntests/a.py::test_y FAILED   [100%]\n"
-    several = "[gw0] [ 50%] PASSED tests/a.py::test_x[soft-1] \n[gw1] [100%] FAILED tests/a.py::test_y \n"
+    several = (
+        "[gw0] [ 50%] PASSED tests/a.py::test_x[soft-1] \n[gw1] [100%] FAILED tests/a.py::test_y \n"
+    )
     for output in (alone, several):
         passed, skipped, failed = tests(output, 1.0)
         assert (passed["value"], skipped["value"], failed["value"]) == (1, 0, 1)
@@ -118,9 +135,21 @@ def test_calls_go_on_where_the_last_one_stopped(
     """A step that is done stays; one without time, or stopped by the end of a call, runs in the next."""
     text = tmp_path / "text"
     text.mkdir()
-    (text / "stories.jsonl").write_text("".join(json.dumps({"text": f"story {n}"}) + "\n" for n in range(6)))
+    (text / "stories.jsonl").write_text(
+        "".join(json.dumps({"text": f"story {n}"}) + "\n" for n in range(6))
+    )
     out = tmp_path / "out"
-    arguments = ["--smollm2", "x", "--small", "x", "--text", str(text), "--out", str(out), "--rehearse"]
+    arguments = [
+        "--smollm2",
+        "x",
+        "--small",
+        "x",
+        "--text",
+        str(text),
+        "--out",
+        str(out),
+        "--rehearse",
+    ]
 
     def states(minutes: str) -> dict[str, str]:
         gpu_run.main([*arguments, "--minutes", minutes, "--only", "study"])

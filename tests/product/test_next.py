@@ -34,7 +34,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("spkv_nas.training.first_recipe.STEP_TOKENS", {"cpu": 256})
     monkeypatch.setattr("spkv_nas.artifacts.defaults.FIRST_STEPS", 3)
     monkeypatch.setattr("spkv_nas.stages.probe.PRICED_STEPS", 3)
-    monkeypatch.setattr("spkv_nas.evaluation.alarms._MAX_SHARE", 100.0)  # random models know no text
+    monkeypatch.setattr(
+        "spkv_nas.evaluation.alarms._MAX_SHARE", 100.0
+    )  # random models know no text
     monkeypatch.setattr("spkv_nas.evaluation.alarms._MIN_GAIN", 100.0)
     monkeypatch.setattr("spkv_nas.evaluation.alarms._MAX_CONTROL_GAIN", 100.0)
     return tmp_path
@@ -72,10 +74,16 @@ def models(lines: list[str]) -> set[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("start", ["probe", "init"])
 def test_the_own_model_path_runs_its_suggestions(
-    start: str, family: str, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    start: str,
+    family: str,
+    folder: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Suggested commands contain the model and its data, and lead to one probe."""
-    save_with_tokenizer(tiny_model(family, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("my model"))
+    save_with_tokenizer(
+        tiny_model(family, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("my model")
+    )
     text = "'my project/text'"
     starts = {
         "probe": f"spkv-nas probe --model 'my model' --data {text} --context 64 --workspace 'a place'",
@@ -86,7 +94,9 @@ def test_the_own_model_path_runs_its_suggestions(
     assert commands[0] == start
     assert {"probe", "propose", "train-hybrid", "report"} <= set(commands)
     assert models(lines) <= {"my model", "recipe.yaml"}
-    probes = {name: HeadScores.read(Path("a place/probes") / name) for name in _names("a place/probes")}
+    probes = {
+        name: HeadScores.read(Path("a place/probes") / name) for name in _names("a place/probes")
+    }
     assert {table.signal for table in probes.values()} == {"head-gates"}
     assert {table.grid for table in probes.values()} == {(4, 2)}  # and not the embedded model's
     main(["propose", "--workspace", "a place", "--probe", next(iter(probes))])
@@ -111,7 +121,9 @@ class TestProbe:
     def test_head_gates_are_the_default_without_gates(
         self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        suggested = _suggested(capsys, "probe", *subject, "--steps", 2, "--budget", "25%", "--workspace", "w")
+        suggested = _suggested(
+            capsys, "probe", *subject, "--steps", 2, "--budget", "25%", "--workspace", "w"
+        )
         table = HeadScores.read(folder / "w/probes/mine-head-gates")
         assert (table.signal, table.metadata["budget"]) == ("head-gates", 2)
         assert table.metadata["options"] == {
@@ -124,9 +136,13 @@ class TestProbe:
         }
         assert suggested == ["spkv-nas propose --probe mine-head-gates --budget 25% --workspace w"]
 
-    def test_the_separator_is_kept(self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_separator_is_kept(
+        self, subject: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """Scores and recipes follow the probe."""
-        _suggested(capsys, "probe", *subject, "--steps", 1, "--separator", "eos", "--documents", "separate")
+        _suggested(
+            capsys, "probe", *subject, "--steps", 1, "--separator", "eos", "--documents", "separate"
+        )
         (scored,) = _suggested(capsys, "propose", "--num-random", 0)
         assert scored.split()[1] == "score"
         (drafted,) = run(capsys, scored)
@@ -149,9 +165,16 @@ class TestProbe:
         main(["propose", "--probe", "mine"])
         printed = " ".join(capsys.readouterr().out.split())
         assert not Path("layouts/mine/head-gates.yaml").exists()
-        assert "(sink tokens: 0) and of 'first' (head-gates of the same model, sink tokens: 2)" in printed
+        assert (
+            "(sink tokens: 0) and of 'first' (head-gates of the same model, sink tokens: 2)"
+            in printed
+        )
         assert "cannot be compared: probe again with --sinks 0" in printed
-        line = next(line for line in _suggested(capsys, "propose", "--probe", "mine") if "head-gates" in line)
+        line = next(
+            line
+            for line in _suggested(capsys, "propose", "--probe", "mine")
+            if "head-gates" in line
+        )
         options = parsed(line)
         assert isinstance(options, ProbeOptions)
         assert (options.signal, options.sinks, options.window) == ("head-gates", "0", 8)
@@ -169,9 +192,14 @@ class TestProbe:
         main([*shlex.split(suggested[0])[1:], "--steps", "2"])
         capsys.readouterr()
         main(["propose", "--budget", "3"])  # of two probes of one model
-        assert "probe 'mine-head-gates' (head-gates), one of 2 of this model" in capsys.readouterr().err
+        assert (
+            "probe 'mine-head-gates' (head-gates), one of 2 of this model"
+            in capsys.readouterr().err
+        )
         suggested = _suggested(capsys, "propose", "--probe", "mine", "--budget", "3")
-        assert Path("layouts/mine/head-gates.yaml").is_file()  # beside those by density, so nothing is to be measured
+        assert Path(
+            "layouts/mine/head-gates.yaml"
+        ).is_file()  # beside those by density, so nothing is to be measured
         assert [line.split()[1] for line in suggested] == ["score"]
 
     @pytest.mark.slow

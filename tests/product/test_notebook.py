@@ -31,15 +31,20 @@ def test_the_notebook_runs() -> None:
     for notebook in (committed, fresh):
         shown = outputs(notebook)
         kinds = [set(output.data) for output in shown if "data" in output]
-        assert sum("text/html" in kind for kind in kinds) == 5, "tables, a layout, scores and trials"
+        assert sum("text/html" in kind for kind in kinds) == 5, (
+            "tables, a layout, scores and trials"
+        )
         assert sum("image/png" in kind for kind in kinds) == 3, "pictures"
         text = printed(shown)
         assert "/hybrid: loads with spkv_nas.load" in text
         assert "def area(width, height)" in text
     of_the_probe = [
-        [line for line in printed(outputs(one)).splitlines() if "cover" in line] for one in (committed, fresh)
+        [line for line in printed(outputs(one)).splitlines() if "cover" in line]
+        for one in (committed, fresh)
     ]
-    assert of_the_probe[0] == of_the_probe[1], "the committed outputs are of another probe: run the notebook again"
+    assert of_the_probe[0] == of_the_probe[1], (
+        "the committed outputs are of another probe: run the notebook again"
+    )
     assert len(of_the_probe[0]) == 3
 
 

@@ -34,11 +34,15 @@ from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trainer import train_in_fitting_passes
 from spkv_nas.training.variants import Variant
 
-ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
+ERROR = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+)
 WINDOW = 6
 
 
-def short_of_memory(model: PreTrainedModel, most: int, *, layer: int = 2, fitting: int = 0) -> list[int]:
+def short_of_memory(
+    model: PreTrainedModel, most: int, *, layer: int = 2, fitting: int = 0
+) -> list[int]:
     """Make a layer of the model fail in passes of more than ``most`` blocks, except for the first ``fitting``.
 
     The blocks of all passes that come so far.
@@ -81,7 +85,9 @@ class TestTogether:
         assert (together.run(work, 9), together.run(work, 1)) == (2, 1)
         assert tried == [7, 4, 2, 2, 1]
 
-    @pytest.mark.parametrize("error", [ERROR, RuntimeError("shapes do not match")], ids=["one block", "another error"])
+    @pytest.mark.parametrize(
+        "error", [ERROR, RuntimeError("shapes do not match")], ids=["one block", "another error"]
+    )
     def test_other_errors_are_raised(self, error: Exception) -> None:
         def work(number: int) -> None:
             raise error
@@ -90,7 +96,9 @@ class TestTogether:
             AdaptiveBatchSize(1 if error is ERROR else 4).run(work, 4)
 
 
-@pytest.mark.filterwarnings("ignore:out of memory for", "ignore:the model predicts", "ignore:a sum of head gains")
+@pytest.mark.filterwarnings(
+    "ignore:out of memory for", "ignore:the model predicts", "ignore:a sum of head gains"
+)
 class TestMeasuring:
     """Each measure equals the one with enough memory; the third of four layers fails after two have run."""
 
@@ -109,14 +117,18 @@ class TestMeasuring:
         short_of_memory(model, 1)
         same(probe(model, blocks, batch_size=8), probe(gated(), blocks, batch_size=8))
 
-    @pytest.mark.parametrize("signal", slow_after(3, ["add-one-head", "attention-mass", "retrieval", "regression"]))
+    @pytest.mark.parametrize(
+        "signal", slow_after(3, ["add-one-head", "attention-mass", "retrieval", "regression"])
+    )
     def test_signals(self, signal: str, blocks: TokenBlocks) -> None:
         options: dict[str, Any] = {"window": WINDOW}
         options |= {"num_layouts": 20, "budget": "3"} if signal == "regression" else {}
 
         def measure(model: PreTrainedModel) -> HeadScores:
             updates: list[tuple[int, int]] = []
-            result = measure_signal(signal, model, blocks, progress=lambda *now: updates.append(now), **options)
+            result = measure_signal(
+                signal, model, blocks, progress=lambda *now: updates.append(now), **options
+            )
             assert updates[-1][0] == updates[-1][1]
             return result
 
@@ -132,7 +144,9 @@ class TestMeasuring:
             return measure_signal(signal, model, blocks, window=WINDOW, sinks=0, steps=4)
 
         model = tiny_model()
-        seen = short_of_memory(model, 1, fitting=2)  # after attaching and the first of a step's two passes
+        seen = short_of_memory(
+            model, 1, fitting=2
+        )  # after attaching and the first of a step's two passes
         same(learn(model), learn(tiny_model()))
         assert seen[2] > 1
 
@@ -148,15 +162,24 @@ class TestMeasuring:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:out of memory for")
-@pytest.mark.parametrize("fails_at", slow_after(1, [1, 6]), ids=["first step", "after a checkpoint"])
+@pytest.mark.parametrize(
+    "fails_at", slow_after(1, [1, 6]), ids=["first step", "after a checkpoint"]
+)
 def test_steps_of_training_have_the_same_tokens(
-    fails_at: int, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails_at: int,
+    recipe: Recipe,
+    corpus: Corpus,
+    dense: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = Recipe(**merged(recipe.model_dump(), {"gates": {"target_density": 0.3}}))
     whole = train_branch(recipe, corpus, dense, tmp_path / "whole", Variant.sp_kv(), device="cpu")
     compute, sizes = Trainer.compute_loss, []
 
-    def short(trainer: Trainer, model: nn.Module, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
+    def short(
+        trainer: Trainer, model: nn.Module, inputs: dict[str, torch.Tensor], **options: Any
+    ) -> Any:
         size = len(inputs["input_ids"])
         loss = compute(trainer, model, inputs, **options)
         sizes.append(size)
@@ -182,13 +205,17 @@ def test_one_of_several_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatc
             raise ERROR
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="out of memory for 4 blocks per pass: set a smaller micro_batch_size"):
+    with pytest.raises(
+        UserError, match="out of memory for 4 blocks per pass: set a smaller micro_batch_size"
+    ):
         train_in_fitting_passes(recipe, lambda _: Short())  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.filterwarnings("ignore:out of memory for")
 @pytest.mark.parametrize("fitting", slow_after(1, [0, 1]), ids=["first pass", "second pass"])
-def test_gates_learn_alike(fitting: int, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gates_learn_alike(
+    fitting: int, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if some passes of a step have left gradients."""
     config = GateConfig(window=4, hidden_size=8, target_density=0.3)
     monkeypatch.setattr(frozen, "passes", lambda *_, **__: (3, False))
@@ -203,9 +230,12 @@ def test_gates_learn_alike(fitting: int, blocks: TokenBlocks, monkeypatch: pytes
     parts, actual = learn(model)
     assert (max(seen), max(seen[-4:])) == (3, 2)
     assert actual == replace(
-        expected, density=pytest.approx(expected.density), price=pytest.approx(expected.price, rel=1e-4)
+        expected,
+        density=pytest.approx(expected.density),
+        price=pytest.approx(expected.price, rel=1e-4),
     )
     mine, theirs = (
-        torch.cat([p.flatten() for m in predictors(one).values() for p in m.parameters()]) for one in (whole, parts)
+        torch.cat([p.flatten() for m in predictors(one).values() for p in m.parameters()])
+        for one in (whole, parts)
     )
     assert torch.allclose(mine, theirs, atol=1e-5)

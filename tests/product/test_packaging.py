@@ -20,7 +20,16 @@ NAME = COMMIT_FILE.relative_to(ROOT).as_posix()
 
 def build(target: str, root: Path, folder: Path) -> Path:
     """Build one distribution and return its file."""
-    arguments = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
+    arguments = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        target,
+        "--directory",
+        str(folder),
+    ]
     subprocess.run(arguments, cwd=root, check=True, capture_output=True, timeout=300)
     (built,) = folder.iterdir()
     return built
@@ -37,14 +46,19 @@ def test_a_build_knows_its_commit(tmp_path: Path) -> None:
     for number, root in enumerate((ROOT, unpacked)):
         with zipfile.ZipFile(build("wheel", root, tmp_path / str(number))) as wheel:
             assert wheel.read(NAME).decode().strip() == commit
-            assert wheel.read("spkv_nas/assets/constraints.txt") == (ROOT / "constraints.txt").read_bytes()
+            assert (
+                wheel.read("spkv_nas/assets/constraints.txt")
+                == (ROOT / "constraints.txt").read_bytes()
+            )
             names = set(wheel.namelist())
         assert {"spkv_nas/__init__.pyi", "spkv_nas/py.typed", "spkv_kernels/api.py", TASK} <= names
         assert not any(name.startswith(("tests/", "reports/")) for name in names)
     assert not COMMIT_FILE.exists()
 
 
-def test_the_commit_of_a_wheel_is_what_it_was_built_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_a_wheel_is_what_it_was_built_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = tmp_path / "commit.txt"
     written.write_text("0123456789ab\n")
     monkeypatch.setattr(version, "COMMIT_FILE", written)

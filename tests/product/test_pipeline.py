@@ -37,7 +37,9 @@ def test_the_whole_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = ["--workspace", str(workspace)]
-    recipe = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4").replace("{steps: 8", "{steps: 4")
+    recipe = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4").replace(
+        "{steps: 8", "{steps: 4"
+    )
     recipe_file = write_project(tmp_path / "project", recipe)
     main(["probe", str(recipe_file), *options])
     main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "1", *options])
@@ -51,24 +53,44 @@ def test_the_whole_path(
     proposed = {"interleaved-first", "interleaved-last", "random-0", "densest", "sparsest", "twin"}
     assert "twin" not in rows.index
     assert "twin" in rows.loc["densest", "note"]
-    files = {name: Layout.read(workspace / "layouts" / "tiny" / f"{name}.yaml") for name in proposed}
-    assert {*rows.index} - {"dense", "full-attention", "sp-kv"} == set(distinct(dict(sorted(files.items()))))
-    assert rows.loc["densest", "coverage_percent"] >= rows["coverage_percent"].drop([*rows.index[:3]]).max()
-    assert rows.loc["full-attention", ["density_percent", "coverage_percent"]].tolist() == [100.0, 100.0]
+    files = {
+        name: Layout.read(workspace / "layouts" / "tiny" / f"{name}.yaml") for name in proposed
+    }
+    assert {*rows.index} - {"dense", "full-attention", "sp-kv"} == set(
+        distinct(dict(sorted(files.items())))
+    )
+    assert (
+        rows.loc["densest", "coverage_percent"]
+        >= rows["coverage_percent"].drop([*rows.index[:3]]).max()
+    )
+    assert rows.loc["full-attention", ["density_percent", "coverage_percent"]].tolist() == [
+        100.0,
+        100.0,
+    ]
     assert rows.index[:3].tolist() == ["dense", "full-attention", "sp-kv"]
     untrained = rows.loc["dense", "nll"]
     trained = rows[rows["num_global"].notna()]
-    assert (trained["zero_shot_delta_percent"] - 100 * (trained["zero_shot_nll"] / untrained - 1)).abs().max() < 1e-2
+    assert (
+        trained["zero_shot_delta_percent"] - 100 * (trained["zero_shot_nll"] / untrained - 1)
+    ).abs().max() < 1e-2
     assert rows.loc["sp-kv", ["zero_shot_nll", "zero_shot_delta_percent"]].isna().all()
     summary = yaml.safe_load((workspace / "reports" / "tiny" / "comparison.yaml").read_text())
-    assert set(summary["windows"]) == {*rows.index} - {"dense", "full-attention"}, "a twin is no layout of its own"
-    assert summary["rank_correlation"]["layouts"] == summary["zero_shot_rank_correlation"]["layouts"] == len(rows) - 3
+    assert set(summary["windows"]) == {*rows.index} - {"dense", "full-attention"}, (
+        "a twin is no layout of its own"
+    )
+    assert (
+        summary["rank_correlation"]["layouts"]
+        == summary["zero_shot_rank_correlation"]["layouts"]
+        == len(rows) - 3
+    )
     page = (workspace / "reports" / "tiny" / "index.html").read_text()
     assert "densest" in page
     assert "before any training" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     models = read_checkpoints(workspace / "reports" / "tiny", workspace)
-    assert [(model.strategy, model.seed) for model in models] == [(name, 0) for name in rows.index if name != "dense"]
+    assert [(model.strategy, model.seed) for model in models] == [
+        (name, 0) for name in rows.index if name != "dense"
+    ]
     densest = next(model for model in models if model.strategy == "densest")
     layout = Layout.read(workspace / "layouts" / "tiny" / "densest.yaml")
     assert densest.hash == layout.hash
@@ -78,11 +100,26 @@ def test_the_whole_path(
     main(["export", "--model", str(densest.checkpoint), "--out", str(tmp_path / "hybrid")])
     mixed = any(len(set(row)) > 1 for row in layout.heads)
     assert ("loads with spkv_nas.load" if mixed else "a native") in capsys.readouterr().out
-    monkeypatch.setattr("spkv_nas.training.trainer.SPKVTrainer.train", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(
+        "spkv_nas.training.trainer.SPKVTrainer.train", lambda *_, **__: pytest.fail("trained again")
+    )
     main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *options])
     checkpoint = next((workspace / "runs" / "tiny" / "branches").glob("sp-kv-*")) / "final"
     text = recipe_file.parent / "text" / "code"
-    main(["probe", "--model", str(checkpoint), "--data", str(text), "--name", "mine", "--context", "32", *options])
+    main(
+        [
+            "probe",
+            "--model",
+            str(checkpoint),
+            "--data",
+            str(text),
+            "--name",
+            "mine",
+            "--context",
+            "32",
+            *options,
+        ]
+    )
     assert (workspace / "probes" / "mine" / "density.csv").is_file()
 
 
@@ -95,7 +132,9 @@ def test_help_is_quick_to_import() -> None:
     heavy = "{'torch', 'transformers', 'pandas', 'rich'} & {*sys.modules}"
     modules = ", ".join(["sys", *(f"spkv_nas.stages.{name}" for name in names)])
     code = f"import {modules}; print({heavy}); import spkv_nas.cli.app; print({heavy} - {{'rich'}})"
-    answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
     assert answer.stdout.splitlines() == ["set()", "set()"]
 
 
@@ -103,7 +142,16 @@ class TestExport:
     layerwise = Layout(("GG", "LL", "LL", "GG"), window=6)
 
     def export(self, folder: Path) -> None:
-        main(["export", f"{folder}/layout.yaml", "--model", f"{folder}/dense", "--out", f"{folder}/out"])
+        main(
+            [
+                "export",
+                f"{folder}/layout.yaml",
+                "--model",
+                f"{folder}/dense",
+                "--out",
+                f"{folder}/out",
+            ]
+        )
 
     @pytest.mark.slow
     def test_a_layerwise_hybrid_loads_with_plain_transformers(
@@ -130,11 +178,17 @@ text = model.generate(expected["tokens"], max_new_tokens=12, do_sample=False, pa
 assert torch.equal(text, expected["text"])
 assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))]
 """
-        completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        completed = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
         assert completed.returncode == 0, completed.stderr
 
     def test_a_mixed_layout_reports_that_it_has_no_native_form(
-        self, tmp_path: Path, tiny_tokenizer: object, tokens: torch.Tensor, capsys: pytest.CaptureFixture[str]
+        self,
+        tmp_path: Path,
+        tiny_tokenizer: object,
+        tokens: torch.Tensor,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         model = tiny_model()
         save(model, tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
@@ -145,13 +199,17 @@ assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))
         apply_layout(model, mixed)
         restored, _ = load(tmp_path / "out")
         with torch.no_grad():
-            assert equal_up_to_rounding(restored(input_ids=tokens).logits, model(input_ids=tokens).logits)
+            assert equal_up_to_rounding(
+                restored(input_ids=tokens).logits, model(input_ids=tokens).logits
+            )
 
     def test_a_folder_with_files_is_refused(
         self, tmp_path: Path, tiny_tokenizer: object, capsys: pytest.CaptureFixture[str]
     ) -> None:
         self.layerwise.write(tmp_path / "layout.yaml")
-        message = fails(capsys, "export", tmp_path / "layout.yaml", "--model", "x", "--out", tmp_path)
+        message = fails(
+            capsys, "export", tmp_path / "layout.yaml", "--model", "x", "--out", tmp_path
+        )
         assert "not an empty folder" in message
 
 
@@ -165,34 +223,54 @@ class TestBadInput:
             ("name: [", "not valid YAML: line 1"),
             ("- a\n- b\n", "expected a mapping"),
             ("name: x\nname: y\n", "duplicate or unusable key 'name'"),
-            ("name: x\nmodel: {path: a}\ndata: {sources: [b], block_sise: 4}\n", "did you mean 'block_size'?"),
+            (
+                "name: x\nmodel: {path: a}\ndata: {sources: [b], block_sise: 4}\n",
+                "did you mean 'block_size'?",
+            ),
             ("name: x\nmodel: {path: a}\ndata: {sources: []}\n", "data.sources"),
             ("name: x\nmodel: {path: a}\ndata: {sources: [b]}\ngates: {tau: 1.5}\n", "gates.tau"),
-            ("name: x\nmodel: {path: a}\ndata: {sources: [b]}\nbranch: {steps: true}\n", "branch.steps"),
-            ("name: x\nmodel: {path: a}\ndata: {sources: [b]}\nbranch: {learning_rate: .nan}\n", "learning_rate"),
+            (
+                "name: x\nmodel: {path: a}\ndata: {sources: [b]}\nbranch: {steps: true}\n",
+                "branch.steps",
+            ),
+            (
+                "name: x\nmodel: {path: a}\ndata: {sources: [b]}\nbranch: {learning_rate: .nan}\n",
+                "learning_rate",
+            ),
             ("name: ../x\nmodel: {path: a}\ndata: {sources: [b]}\n", "key 'name'"),
             ("name: x\ndata: {sources: [b]}\n", "key 'model' is missing"),
         ],
     )
     def test_recipes(
-        self, content: str | None, message: str, tmp_path: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        content: str | None,
+        message: str,
+        tmp_path: Path,
+        workspace: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         file = tmp_path / "recipe.yaml"
         if content is not None:
             file.write_text(content)
         assert message in fails(capsys, "probe", file, "--workspace", workspace)
 
-    def test_text(self, recipe_file: Path, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_text(
+        self, recipe_file: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         text = recipe_file.parent / "text"
         shutil.rmtree(text)
-        assert "text source not found" in fails(capsys, "train", recipe_file, "--workspace", workspace)
+        assert "text source not found" in fails(
+            capsys, "train", recipe_file, "--workspace", workspace
+        )
         text.mkdir()
         assert "no .txt" in fails(capsys, "train", recipe_file, "--workspace", workspace)
         (text / "empty.txt").write_text("  \n")
         assert "empty" in fails(capsys, "train", recipe_file, "--workspace", workspace)
         for number in range(9):
             (text / f"{number}.txt").write_text(f"{number}")
-        assert "fewer than one block of 32" in fails(capsys, "train", recipe_file, "--workspace", workspace)
+        assert "fewer than one block of 32" in fails(
+            capsys, "train", recipe_file, "--workspace", workspace
+        )
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -206,14 +284,24 @@ class TestBadInput:
         ],
     )
     def test_proposals(
-        self, options: list[str], message: str, tmp_path: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        options: list[str],
+        message: str,
+        tmp_path: Path,
+        workspace: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         table = tmp_path / "mine.csv"
-        table.write_text("layer,kv_head,density\n" + "".join(f"{i},{j},0.{i}{j}\n" for i in range(3) for j in (0, 1)))
+        table.write_text(
+            "layer,kv_head,density\n"
+            + "".join(f"{i},{j},0.{i}{j}\n" for i in range(3) for j in (0, 1))
+        )
         main(["propose", "--probe", str(table), "--budget", "2", "--workspace", str(workspace)])
         capsys.readouterr()
         before = {p: p.read_bytes() for p in workspace.rglob("*") if p.is_file()}
-        assert message in fails(capsys, "propose", "--probe", table, "--budget=2", *options, "--workspace", workspace)
+        assert message in fails(
+            capsys, "propose", "--probe", table, "--budget=2", *options, "--workspace", workspace
+        )
         assert {p: p.read_bytes() for p in workspace.rglob("*") if p.is_file()} == before
 
     def test_a_layout_for_another_model(
@@ -222,20 +310,41 @@ class TestBadInput:
         save(tiny_model(), tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
         Layout(("GLG",) * 4, window=6).write(tmp_path / "layout.yaml")
         message = fails(
-            capsys, "export", tmp_path / "layout.yaml", "--model", tmp_path / "dense", "--out", tmp_path / "out"
+            capsys,
+            "export",
+            tmp_path / "layout.yaml",
+            "--model",
+            tmp_path / "dense",
+            "--out",
+            tmp_path / "out",
         )
-        assert "the layout is for 4 layers x 3 KV heads, the model has 4 layers x 2 KV heads" in message
+        assert (
+            "the layout is for 4 layers x 3 KV heads, the model has 4 layers x 2 KV heads"
+            in message
+        )
         assert not (tmp_path / "out").exists()
 
     def test_a_model_without_gates(
-        self, recipe_file: Path, tmp_path: Path, tiny_tokenizer: object, capsys: pytest.CaptureFixture[str]
+        self,
+        recipe_file: Path,
+        tmp_path: Path,
+        tiny_tokenizer: object,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
         options = ["--data", recipe_file.parent / "text", "--workspace", tmp_path / "w"]
         sweep = ("evaluate", "--model", tmp_path / "dense", "--taus", "0.3,0.6", *options)
         assert "no gates" in fails(capsys, *sweep)
         assert "--tau must lie in [0, 1]" in fails(
-            capsys, "probe", "--model", tmp_path / "dense", "--signal", "density", "--tau", "2", *options
+            capsys,
+            "probe",
+            "--model",
+            tmp_path / "dense",
+            "--signal",
+            "density",
+            "--tau",
+            "2",
+            *options,
         )
 
     def test_a_missing_device_is_refused(

@@ -25,7 +25,9 @@ from spkv_nas.model.config_section import checkpoint_layout, gate_config
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mixed")
 
 
-def test_paths_may_be_strings(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tokens: Tensor) -> None:
+def test_paths_may_be_strings(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tokens: Tensor
+) -> None:
     spkv_nas.save(tiny_model(vocab_size=300), tiny_tokenizer, f"{tmp_path}/dense")
     LAYOUT.write(f"{tmp_path}/layout.yaml")
     assert Layout.read(f"{tmp_path}/layout.yaml").heads == LAYOUT.heads
@@ -50,7 +52,9 @@ class TestLoad:
         return dense.with_name("hybrid")
 
     @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-    def test_options_of_transformers(self, kind: str, request: pytest.FixtureRequest, tokens: Tensor) -> None:
+    def test_options_of_transformers(
+        self, kind: str, request: pytest.FixtureRequest, tokens: Tensor
+    ) -> None:
         folder = request.getfixturevalue(kind)
         expected = logits(spkv_nas.load(folder)[0], tokens)
         for device_map in ("cpu", "auto", {"": "cpu"}, torch.device("cpu")):
@@ -62,7 +66,10 @@ class TestLoad:
 
     def test_attention_of_a_dense_model(self, dense: Path, hybrid: Path, tokens: Tensor) -> None:
         for name in ("eager", "sdpa"):
-            assert spkv_nas.load(dense, attn_implementation=name)[0].config._attn_implementation == name
+            assert (
+                spkv_nas.load(dense, attn_implementation=name)[0].config._attn_implementation
+                == name
+            )
         with pytest.raises(UserError, match="attn_implementation 'sdpa' would ignore"):
             spkv_nas.load(hybrid, attn_implementation="sdpa")
 
@@ -86,7 +93,9 @@ class TestLayoutApplied:
         assert equal_up_to_rounding(logits(model, tokens), expected)
         assert model.config.to_dict() == config
 
-    def test_a_hybrid_and_gates_come_back(self, tokens: Tensor, blocks: TokenBlocks, tmp_path: Path) -> None:
+    def test_a_hybrid_and_gates_come_back(
+        self, tokens: Tensor, blocks: TokenBlocks, tmp_path: Path
+    ) -> None:
         hybrid, other = tiny_model(vocab_size=300), gated()
         spkv_nas.apply_layout(hybrid, LAYOUT)
         spkv_nas.set_gate_mode(other, "hard", 0.3)
@@ -94,7 +103,10 @@ class TestLayoutApplied:
             before, names = logits(model, tokens), list(model.state_dict())
             alone = tiny_model(vocab_size=300)
             spkv_nas.apply_layout(alone, Layout(("LG",) * 4, 7))
-            with suppress(ZeroDivisionError), spkv_nas.layout_applied(model, Layout(("LG",) * 4, 3), window=7):
+            with (
+                suppress(ZeroDivisionError),
+                spkv_nas.layout_applied(model, Layout(("LG",) * 4, 3), window=7),
+            ):
                 assert equal_up_to_rounding(logits(model, tokens), logits(alone, tokens))
                 assert checkpoint_layout(model) == Layout(("LG",) * 4, 7)
                 _ = 1 / 0
@@ -111,7 +123,10 @@ class TestLayoutApplied:
     def test_a_layout_that_does_not_fit(self, tokens: Tensor) -> None:
         model = gated()
         before = logits(model, tokens)
-        with pytest.raises(UserError, match="the layout is for"), spkv_nas.layout_applied(model, Layout(("G",), 3)):
+        with (
+            pytest.raises(UserError, match="the layout is for"),
+            spkv_nas.layout_applied(model, Layout(("G",), 3)),
+        ):
             pass
         assert equal_up_to_rounding(logits(model, tokens), before)
 
@@ -127,9 +142,17 @@ class TestMeasures:
             with spkv_nas.layout_applied(model, layout):
                 change = spkv_nas.paired_difference(spkv_nas.evaluate(model, blocks).nll, dense.nll)
             assert rows.loc[name, "delta_nll_percent"] == pytest.approx(change.percent, abs=1e-4)
-            assert rows.loc[name, "delta_nll_standard_error"] == pytest.approx(change.standard_error, abs=1e-4)
-        assert list(spkv_nas.score(model, blocks, LAYOUT)["strategy"]) == ["full-attention", "mixed"]
-        assert set(spkv_nas.score(model, blocks, [LAYOUT])["strategy"]) == {"full-attention", "mixed"}
+            assert rows.loc[name, "delta_nll_standard_error"] == pytest.approx(
+                change.standard_error, abs=1e-4
+            )
+        assert list(spkv_nas.score(model, blocks, LAYOUT)["strategy"]) == [
+            "full-attention",
+            "mixed",
+        ]
+        assert set(spkv_nas.score(model, blocks, [LAYOUT])["strategy"]) == {
+            "full-attention",
+            "mixed",
+        }
         for wrong in ([], [LAYOUT, LAYOUT]):
             with pytest.raises(UserError, match="each under a distinct name"):
                 spkv_nas.score(model, blocks, wrong)
@@ -141,7 +164,10 @@ class TestMeasures:
             "score": {"layouts": LAYOUT},
             "head_gates": {"window": 4, "steps": 1},
             "probe": {"window": 4, "signal": "attention-mass"},
-            "learn_gates": {"config": spkv_nas.GateConfig(window=4, target_density=0.5), "steps": 1},
+            "learn_gates": {
+                "config": spkv_nas.GateConfig(window=4, target_density=0.5),
+                "steps": 1,
+            },
         }.get(measure, {})
         run = partial(getattr(spkv_nas, measure), blocks=blocks, **options)
         with pytest.raises(UserError, match="longer than the model's table of 16 positions"):
@@ -150,23 +176,35 @@ class TestMeasures:
             run(tiny_model(vocab_size=50))
         with pytest.raises(UserError, match="there is no text"):
             run(tiny_model(), blocks=blocks.take(0))
-        with pytest.warns(UserWarning, match="sequences of 32 tokens are longer than the model's max_position_emb"):
+        with pytest.warns(
+            UserWarning, match="sequences of 32 tokens are longer than the model's max_position_emb"
+        ):
             run(tiny_model(max_position_embeddings=16))
 
     @pytest.mark.filterwarnings("ignore:the model predicts .* of the needle tokens")  # being random
     @pytest.mark.parametrize("signal", spkv_nas.SIGNALS.names)
     def test_every_signal_by_its_name(self, signal: str, blocks: TokenBlocks) -> None:
-        options = {"head-gates": {"steps": 2}, "duo": {"steps": 2}, "regression": {"num_layouts": 12}}
+        options = {
+            "head-gates": {"steps": 2},
+            "duo": {"steps": 2},
+            "regression": {"num_layouts": 12},
+        }
         model = gated() if signal == "density" else tiny_model(vocab_size=300)
         window = {} if signal == "density" else {"window": 6}
         table = spkv_nas.probe(model, blocks, signal=signal, **window, **options.get(signal, {}))
         assert table.grid == (4, 2)
         assert table.name == ("probe" if signal == "density" else signal)
 
-    def test_signals_of_text_and_mistakes(self, tiny_tokenizer: PreTrainedTokenizerBase, blocks: TokenBlocks) -> None:
+    def test_signals_of_text_and_mistakes(
+        self, tiny_tokenizer: PreTrainedTokenizerBase, blocks: TokenBlocks
+    ) -> None:
         texts = ["the quick brown fox jumps over the lazy dog " * 20] * 3
         table = spkv_nas.probe(
-            tiny_model(vocab_size=300), texts, signal="attention-mass", window=6, tokenizer=tiny_tokenizer
+            tiny_model(vocab_size=300),
+            texts,
+            signal="attention-mass",
+            window=6,
+            tokenizer=tiny_tokenizer,
         )
         assert table.grid == (4, 2)
         with pytest.raises(UserError, match="unknown signal 'x'"):
@@ -192,15 +230,33 @@ def test_what_has_an_example() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(
-    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spkv_nas.artifacts.defaults.LEARNING_TOKENS", 128)  # head gates of ``auto`` take 50 steps
-    texts = [" ".join(f"fox {(document * word) % 31} jumps" for word in range(8)) for document in range(1, 93)]
+    monkeypatch.setattr(
+        "spkv_nas.artifacts.defaults.LEARNING_TOKENS", 128
+    )  # head gates of ``auto`` take 50 steps
+    texts = [
+        " ".join(f"fox {(document * word) % 31} jumps" for word in range(8))
+        for document in range(1, 93)
+    ]
     build = partial(spkv_nas.build_blocks, tokenizer=tiny_tokenizer, block_size=32)
     model, scores = tiny_model(vocab_size=300), make_table(DENSITY)
-    shared = {"spkv_nas": spkv_nas, "model": model, "tokenizer": tiny_tokenizer, "texts": texts, "scores": scores}
-    shared |= {"blocks": build(texts[:12]), "heldout": build(texts[12:]), "layouts": spkv_nas.propose(scores, 3)}
+    shared = {
+        "spkv_nas": spkv_nas,
+        "model": model,
+        "tokenizer": tiny_tokenizer,
+        "texts": texts,
+        "scores": scores,
+    }
+    shared |= {
+        "blocks": build(texts[:12]),
+        "heldout": build(texts[12:]),
+        "layouts": spkv_nas.propose(scores, 3),
+    }
     example = EXAMPLES[name].replace("propose(scores", "propose(scores, num_random=0")
     code = re.sub(r"((?:head_gates|probe|train_hybrids)\([^)]*)\)", r"\1, steps=1)", example)
     short = '"nll=99%", risk="40%"' + (', memory="60%"' if name == "auto" else "")

@@ -21,7 +21,10 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.config_section import checkpoint_layout
 
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mixed")
-TEXTS = [f"number {n} of the quick brown foxes jumps over the lazy dog again and again" * 4 for n in range(24)]
+TEXTS = [
+    f"number {n} of the quick brown foxes jumps over the lazy dog again and again" * 4
+    for n in range(24)
+]
 
 
 class TestArguments:
@@ -66,7 +69,9 @@ class TestArguments:
             "plot_head_scores": {"scores": scores},
         }
 
-    def test_the_wrong_kind_of_any_argument_is_named(self, right: dict[str, dict[str, Any]]) -> None:
+    def test_the_wrong_kind_of_any_argument_is_named(
+        self, right: dict[str, dict[str, Any]]
+    ) -> None:
         """Most were bare AttributeErrors and TypeErrors from somewhere inside."""
         functions = {name for name in dir(spkv_nas) if inspect.isfunction(getattr(spkv_nas, name))}
         assert functions == right.keys()
@@ -84,12 +89,18 @@ class TestArguments:
                         function(**{**arguments, parameter.name: value})
                     count += 1
                 if "None" not in str(parameter.annotation):
-                    with pytest.raises(UserError, match=f"^{parameter.name} must be .*found (None|NoneType)"):
+                    with pytest.raises(
+                        UserError, match=f"^{parameter.name} must be .*found (None|NoneType)"
+                    ):
                         function(**{**arguments, parameter.name: None})
         assert count > 150
 
-    @pytest.mark.parametrize("eight", [np.int64(8), np.uint8(8), 8.0, np.float32(8), np.array(8), torch.tensor(8)])
-    def test_numbers_of_other_libraries(self, eight: Any, tmp_path: Path, blocks: TokenBlocks) -> None:
+    @pytest.mark.parametrize(
+        "eight", [np.int64(8), np.uint8(8), 8.0, np.float32(8), np.array(8), torch.tensor(8)]
+    )
+    def test_numbers_of_other_libraries(
+        self, eight: Any, tmp_path: Path, blocks: TokenBlocks
+    ) -> None:
         """NumPy's were applied, and then the model could not be saved, evaluated or get another layout."""
         model = tiny_model(vocab_size=300)
         spkv_nas.apply_layout(model, LAYOUT, window=eight, sinks=eight)
@@ -117,14 +128,24 @@ class TestArguments:
 
     def test_numbers_out_of_range_are_named(self, blocks: TokenBlocks) -> None:
         model = tiny_model(vocab_size=300)
-        for option, value in (("window", 0), ("sinks", -1), ("steps", 0), ("step_tokens", 0), ("seed", -1)):
+        for option, value in (
+            ("window", 0),
+            ("sinks", -1),
+            ("steps", 0),
+            ("step_tokens", 0),
+            ("seed", -1),
+        ):
             with pytest.raises(UserError, match=f"^{option} must be at least"):
                 spkv_nas.head_gates(model, blocks, **{option: value})
 
-    def test_layouts_and_scores_as_paths_and_proposals(self, tokens: Tensor, tmp_path: Path) -> None:
+    def test_layouts_and_scores_as_paths_and_proposals(
+        self, tokens: Tensor, tmp_path: Path
+    ) -> None:
         scores, model = make_table(DENSITY), tiny_model()
         layouts = spkv_nas.propose(scores, 3)
-        with pytest.raises(UserError, match=r"^layout must be a Layout; found a dict: .*layouts\['densest'\]"):
+        with pytest.raises(
+            UserError, match=r"^layout must be a Layout; found a dict: .*layouts\['densest'\]"
+        ):
             spkv_nas.apply_layout(model, layouts)  # type: ignore[arg-type]
         layouts["densest"].write(tmp_path / "layout.yaml")
         scores.write(tmp_path / "probe")
@@ -143,15 +164,24 @@ class TestArguments:
     def test_remedies(self, blocks: TokenBlocks, tmp_path: Path) -> None:
         model = tiny_model(vocab_size=300)
         for call, remedy in (
-            (lambda: spkv_nas.score(model, TEXTS, LAYOUT), r"found a list: .*build_blocks\(texts, tokenizer\)"),  # type: ignore[arg-type]
+            (
+                lambda: spkv_nas.score(model, TEXTS, LAYOUT),
+                r"found a list: .*build_blocks\(texts, tokenizer\)",
+            ),  # type: ignore[arg-type]
             (lambda: spkv_nas.evaluate(f"{tmp_path}", blocks), r"spkv_nas.load\(path\)"),  # type: ignore[arg-type]
             (lambda: spkv_nas.propose(DENSITY), r"HeadScores.from_array\(values\)"),  # type: ignore[arg-type]
             (
                 lambda: spkv_nas.probe(model, blocks, signal="add-one-head", stepz=3),
                 "add-one-head has no option 'stepz'",
             ),
-            (lambda: spkv_nas.probe(model, blocks, signal="head-gates", steps="3"), "^steps must be a whole number"),
-            (lambda: spkv_nas.probe(model, blocks, signal="head-gates", steps=0), "^steps must be at least 1"),
+            (
+                lambda: spkv_nas.probe(model, blocks, signal="head-gates", steps="3"),
+                "^steps must be a whole number",
+            ),
+            (
+                lambda: spkv_nas.probe(model, blocks, signal="head-gates", steps=0),
+                "^steps must be at least 1",
+            ),
         ):
             with pytest.raises(UserError, match=remedy):
                 call()
@@ -203,7 +233,10 @@ class TestBeforeAnyPass:
             (Path("stories.txt"), "is the path 'stories.txt'"),
             (str(Path(__file__)), "is the path "),
             (b"bytes", r"is of type bytes: give a list of strings, such as \[.*decode"),
-            (pd.DataFrame({"text": TEXTS}), r"is a DataFrame: give a list of texts, such as list\(.*COLUMN"),
+            (
+                pd.DataFrame({"text": TEXTS}),
+                r"is a DataFrame: give a list of texts, such as list\(.*COLUMN",
+            ),
             ({"text": TEXTS}, "is of type dict: give a list of texts"),
             (3, "must be "),
             ([*TEXTS, 3], "^text 25 is of type int: expected a string"),
@@ -212,14 +245,18 @@ class TestBeforeAnyPass:
             ([*TEXTS, b"x"], "^text 25 is of type bytes"),
         ],
     )
-    def test_texts(self, model: Any, tiny_tokenizer: PreTrainedTokenizerBase, texts: Any, message: str) -> None:
+    def test_texts(
+        self, model: Any, tiny_tokenizer: PreTrainedTokenizerBase, texts: Any, message: str
+    ) -> None:
         """A string was read as one document per character, a DataFrame as the names of its columns."""
         calls: dict[str, Callable[[], Any]] = {
             "texts": lambda: spkv_nas.auto(model, tiny_tokenizer, texts),
             "blocks": lambda: spkv_nas.verdict(model, LAYOUT, texts, tokenizer=tiny_tokenizer),
         }
         for name, call in calls.items():
-            with pytest.raises(UserError, match=message if message.startswith("^") else f"^{name} {message}"):
+            with pytest.raises(
+                UserError, match=message if message.startswith("^") else f"^{name} {message}"
+            ):
                 call()
         if not message.startswith("^"):
             with pytest.raises(UserError, match=f"^texts {message}"):
@@ -246,12 +283,21 @@ class TestBeforeAnyPass:
         ],
     )
     def test_options(
-        self, model: Any, tiny_tokenizer: PreTrainedTokenizerBase, blocks: TokenBlocks, option: str, value: Any
+        self,
+        model: Any,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        blocks: TokenBlocks,
+        option: str,
+        value: Any,
     ) -> None:
         options = {option: value}
-        calls: list[Callable[[], Any]] = [lambda: spkv_nas.auto(model, tiny_tokenizer, TEXTS, **options)]
+        calls: list[Callable[[], Any]] = [
+            lambda: spkv_nas.auto(model, tiny_tokenizer, TEXTS, **options)
+        ]
         if option != "memory":
-            calls.append(lambda: spkv_nas.verdict(model, LAYOUT, TEXTS, tokenizer=tiny_tokenizer, **options))
+            calls.append(
+                lambda: spkv_nas.verdict(model, LAYOUT, TEXTS, tokenizer=tiny_tokenizer, **options)
+            )
             scores = make_table(DENSITY)
             calls.append(lambda: spkv_nas.critical_budget(model, scores, blocks, "1..8", **options))
         for call in calls:
@@ -287,7 +333,9 @@ class TestBeforeAnyPass:
         spkv_nas.SPKVCache(model, page_size=np.int64(4), max_pages=9)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("path", ["/nonexistent", "path/to/model", "./models/typo", "~/model", "models/typo"])
+@pytest.mark.parametrize(
+    "path", ["/nonexistent", "path/to/model", "./models/typo", "~/model", "models/typo"]
+)
 def test_a_missing_folder_is_called_so(path: str) -> None:
     with pytest.raises(UserError, match=r"folder does not exist|there is no such folder"):
         spkv_nas.load(path)

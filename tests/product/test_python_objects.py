@@ -27,7 +27,10 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import attention_layers
 
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mixed")
-TEXTS = [f"number {n} of the quick brown foxes jumps over the lazy dog again and again" * 4 for n in range(24)]
+TEXTS = [
+    f"number {n} of the quick brown foxes jumps over the lazy dog again and again" * 4
+    for n in range(24)
+]
 LORA = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
@@ -42,7 +45,9 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "peft": lambda model: peft.get_peft_model(model, LORA).eval(),
     "compiled": lambda model: torch.compile(model, backend="eager"),
     "ddp": nn.parallel.DistributedDataParallel,
-    "compiled peft": lambda model: torch.compile(peft.get_peft_model(model, LORA).eval(), backend="eager"),
+    "compiled peft": lambda model: torch.compile(
+        peft.get_peft_model(model, LORA).eval(), backend="eager"
+    ),
 }
 
 
@@ -58,7 +63,9 @@ def outputs(model: Any, tokens: Tensor) -> Tensor:
 class TestWrappedModels:
     @pytest.mark.parametrize("stance", slow_after(1, ["force_eager", "default"]))
     @pytest.mark.parametrize("kind", WRAPPERS)
-    def test_layouts_act_through_the_wrapper(self, kind: str, stance: str, tokens: Tensor, blocks: TokenBlocks) -> None:
+    def test_layouts_act_through_the_wrapper(
+        self, kind: str, stance: str, tokens: Tensor, blocks: TokenBlocks
+    ) -> None:
         """PEFT's passed functions half-way, which left a dense model with the config of a hybrid.
 
         Quick tests run what is compiled eagerly: ``test_a_hybrid_compiles_into_one_graph`` compiles a layout.
@@ -82,7 +89,9 @@ class TestWrappedModels:
         assert torch.allclose(outputs(wrapper, tokens), hybrid, atol=1e-5)
         assert isinstance(SPKVCache(wrapper), SPKVCache)
         nll = spkv_nas.evaluate(wrapper, blocks).nll.mean
-        assert spkv_nas.score(wrapper, blocks, LAYOUT).set_index("strategy").loc["mixed", "nll"] == pytest.approx(nll)
+        assert spkv_nas.score(wrapper, blocks, LAYOUT).set_index("strategy").loc[
+            "mixed", "nll"
+        ] == pytest.approx(nll)
         assert spkv_nas.probe(wrapper, blocks, signal="attention-mass", window=4).grid == (4, 2)
         spkv_nas.detach(wrapper)
         assert torch.allclose(outputs(wrapper, tokens), dense, atol=1e-5)
@@ -93,7 +102,9 @@ class TestWrappedModels:
     ) -> None:
         model = tiny_model(vocab_size=300)
         spkv_nas.save(torch.compile(model), tiny_tokenizer, tmp_path / "compiled")
-        assert equal_up_to_rounding(logits(spkv_nas.load(tmp_path / "compiled")[0], tokens), logits(model, tokens))
+        assert equal_up_to_rounding(
+            logits(spkv_nas.load(tmp_path / "compiled")[0], tokens), logits(model, tokens)
+        )
         lora = WRAPPERS["peft"](model)
         for adapted in (lora, lora.get_base_model()):
             with pytest.raises(UserError, match=r"adapters of PEFT.* merge them first"):
@@ -103,11 +114,15 @@ class TestWrappedModels:
         spkv_nas.detach(lora)
         merged = lora.merge_and_unload()
         spkv_nas.save(merged, tiny_tokenizer, tmp_path / "merged")
-        assert torch.allclose(logits(spkv_nas.load(tmp_path / "merged")[0], tokens), logits(merged, tokens))
+        assert torch.allclose(
+            logits(spkv_nas.load(tmp_path / "merged")[0], tokens), logits(merged, tokens)
+        )
 
     def test_wrappers_that_compute_more_are_refused(self, blocks: TokenBlocks) -> None:
         model = tiny_model(vocab_size=300)
-        prefix = peft.get_peft_model(model, peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+        prefix = peft.get_peft_model(
+            model, peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        )
         for call in (spkv_nas.detach, lambda model: spkv_nas.evaluate(model, blocks)):
             with pytest.raises(UserError, match=r"virtual tokens.*get_base_model"):
                 call(prefix)
@@ -123,17 +138,28 @@ class TestWrappedModels:
 @pytest.mark.parametrize(
     ("family", "task"),
     [
-        *(("llama", task) for task in ("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")),
+        *(
+            ("llama", task)
+            for task in ("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")
+        ),
         *((family, task) for family in ("llama", "bert") for task in ("", "PRETRAINING")),
         *(("bert", task) for task in ("CAUSAL_LM", "MASKED_LM")),
         *((family, "SEQ_TO_SEQ_CAUSAL_LM") for family in ("t5", "bart")),
     ],
 )
-def test_classes_that_are_no_causal_language_models(family: str, task: str, blocks: TokenBlocks) -> None:
+def test_classes_that_are_no_causal_language_models(
+    family: str, task: str, blocks: TokenBlocks
+) -> None:
     """A hybrid classifier was saved as a language model without its head."""
     if family == "llama" and task == "PRETRAINING":
         family, task = "gpt2", "double heads"
-    options = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "d_model": 32}
+    options = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "d_model": 32,
+    }
     config = AutoConfig.for_model(family, **options, num_attention_heads=4, num_labels=3)
     if task == "double heads":
         model_class = GPT2DoubleHeadsModel
@@ -168,12 +194,20 @@ class TestRestoring:
 
     @pytest.mark.parametrize("how", ["detach", "gates", "layout"])
     @pytest.mark.parametrize("kind", ["dense", "hybrid", "same layout", "gated"])
-    def test_whatever_the_block_does(self, kind: str, how: str, tokens: Tensor, blocks: TokenBlocks) -> None:
+    def test_whatever_the_block_does(
+        self, kind: str, how: str, tokens: Tensor, blocks: TokenBlocks
+    ) -> None:
         """A block on the layout that the model had already was not restored."""
         model = gated() if kind == "gated" else tiny_model(vocab_size=300)
         if kind in ("hybrid", "same layout"):
-            spkv_nas.apply_layout(model, LAYOUT if kind == "same layout" else Layout(("LG",) * 4, 3))
-        expected, config, names = logits(model, tokens), model.config.to_dict(), list(model.state_dict())
+            spkv_nas.apply_layout(
+                model, LAYOUT if kind == "same layout" else Layout(("LG",) * 4, 3)
+            )
+        expected, config, names = (
+            logits(model, tokens),
+            model.config.to_dict(),
+            list(model.state_dict()),
+        )
         with suppress(ZeroDivisionError), spkv_nas.layout_applied(model, LAYOUT, sinks=0):
             self.change(model, how)
             _ = 1 / 0
@@ -185,10 +219,16 @@ class TestRestoring:
 
 
 class TestGradients:
-    @pytest.mark.parametrize("signal", ["head-gates", "duo", "regression", "add-one-head", "attention-mass"])
+    @pytest.mark.parametrize(
+        "signal", ["head-gates", "duo", "regression", "add-one-head", "attention-mass"]
+    )
     def test_signals_without_gradients(self, signal: str, blocks: TokenBlocks) -> None:
         """Turn gradients on inside signals that learn, which raised a RuntimeError."""
-        options = {"head-gates": {"steps": 1}, "duo": {"steps": 1}, "regression": {"num_layouts": 12}}.get(signal, {})
+        options = {
+            "head-gates": {"steps": 1},
+            "duo": {"steps": 1},
+            "regression": {"num_layouts": 12},
+        }.get(signal, {})
         model, blocks = tiny_model(vocab_size=300), blocks.take(3)
         expected = spkv_nas.probe(model, blocks, signal=signal, window=6, **options).values
         for context in (torch.no_grad, torch.inference_mode):
@@ -197,7 +237,11 @@ class TestGradients:
             assert table.values == pytest.approx(expected, abs=1e-5)
 
     def test_gates_and_models_of_inference_mode_learn_later(
-        self, blocks: TokenBlocks, tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+        self,
+        blocks: TokenBlocks,
+        tokens: Tensor,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         spkv_nas.save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path)
         with torch.inference_mode():
@@ -221,8 +265,12 @@ class TestGradients:
 
 
 @pytest.mark.filterwarnings("ignore")  # of PEFT and torch.compile
-@pytest.mark.parametrize(("heads", "sinks"), slow_after(1, [(("GL",), 3), (("GL", "LL"), 3), (("GL", "LL"), 0)]))
-def test_a_hybrid_compiles_into_one_graph(heads: tuple[str, ...], sinks: int, tokens: Tensor) -> None:
+@pytest.mark.parametrize(
+    ("heads", "sinks"), slow_after(1, [(("GL",), 3), (("GL", "LL"), 3), (("GL", "LL"), 0)])
+)
+def test_a_hybrid_compiles_into_one_graph(
+    heads: tuple[str, ...], sinks: int, tokens: Tensor
+) -> None:
     """The values of a window per head were read from a tensor."""
     model = tiny_model(num_hidden_layers=len(heads))
     spkv_nas.apply_layout(model, Layout(heads, window=5), sinks=sinks)
@@ -235,7 +283,10 @@ def test_a_hybrid_compiles_into_one_graph(heads: tuple[str, ...], sinks: int, to
 
 class TestMessages:
     def test_functions_log_what_they_do(
-        self, caplog: pytest.LogCaptureFixture, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+        self,
+        caplog: pytest.LogCaptureFixture,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         spkv_nas.save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path)
         with caplog.at_level(logging.INFO, "spkv_nas"):
@@ -253,7 +304,11 @@ class TestMessages:
 
     @pytest.mark.parametrize("name", ["evaluate", "score", "head_gates", "probe", "learn_gates"])
     def test_progress(
-        self, name: str, blocks: TokenBlocks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+        self,
+        name: str,
+        blocks: TokenBlocks,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr("spkv_nas.base.progress.EVERY", 0.0)
         options: dict[str, Any] = {
@@ -287,8 +342,13 @@ class TestObjects:
 
     def test_head_scores_of_arrays(self, tmp_path: Path) -> None:
         values = np.array([[1.0, -2.0], [3.0, 0.5]])
-        scores = HeadScores.from_array(values, name="norms", unit="norm", window=np.int64(16), sinks=4)
-        assert repr(scores) == "HeadScores('norms', 2 layers x 2 KV heads, signal custom, kind score, unit norm)"
+        scores = HeadScores.from_array(
+            values, name="norms", unit="norm", window=np.int64(16), sinks=4
+        )
+        assert (
+            repr(scores)
+            == "HeadScores('norms', 2 layers x 2 KV heads, signal custom, kind score, unit norm)"
+        )
         assert np.array_equal(scores.values, values)
         frame = scores.to_frame()
         assert np.array_equal(frame.pivot(index="layer", columns="kv_head", values="score"), values)
@@ -296,13 +356,24 @@ class TestObjects:
         assert HeadScores.read(tmp_path).to_frame().equals(frame)
         layout = spkv_nas.propose(scores, 2)["densest"]
         assert (layout.heads, layout.window, layout.sinks) == (("GL", "GL"), 16, 4)
-        for wrong, kind in ((values, "share"), (values[0], "score"), (values, "x"), (values * np.nan, "gain")):
+        for wrong, kind in (
+            (values, "share"),
+            (values[0], "score"),
+            (values, "x"),
+            (values * np.nan, "gain"),
+        ):
             with pytest.raises(UserError, match="scores"):
                 HeadScores.from_array(wrong, kind=kind)
 
     def test_a_proposal_takes_the_learned_budget(self, blocks: TokenBlocks) -> None:
-        scores = spkv_nas.head_gates(tiny_model(vocab_size=300), blocks, window=6, budget=3, steps=1)
-        assert {layout.num_global for name, layout in spkv_nas.propose(scores).items() if name == "densest"} == {3}
+        scores = spkv_nas.head_gates(
+            tiny_model(vocab_size=300), blocks, window=6, budget=3, steps=1
+        )
+        assert {
+            layout.num_global
+            for name, layout in spkv_nas.propose(scores).items()
+            if name == "densest"
+        } == {3}
         assert spkv_nas.propose(make_table(DENSITY))["densest"].num_global == 2
 
     def test_blocks(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -310,7 +381,9 @@ class TestObjects:
         blocks = spkv_nas.build_blocks(TEXTS, tiny_tokenizer, block_size=32)
         assert len(blocks) == blocks.num_blocks
         assert str(blocks) == repr(blocks) == f"{len(blocks)} blocks of 32 tokens from 24 documents"
-        again = spkv_nas.build_blocks([*TEXTS, TEXTS[3], "", TEXTS[0]], tiny_tokenizer, block_size=32)
+        again = spkv_nas.build_blocks(
+            [*TEXTS, TEXTS[3], "", TEXTS[0]], tiny_tokenizer, block_size=32
+        )
         assert np.array_equal(again.tokens, blocks.tokens)
         assert again.documents == blocks.documents
 

@@ -41,20 +41,30 @@ def test_every_entry_is_on_its_page() -> None:
     for registry, page in PAGES:
         text = (ROOT / "docs" / f"{page}.md").read_text()
         code = " ".join(re.findall(r"`[^`\n]+`|```.*?```", text, re.DOTALL))
-        missing = [entry.name for entry in registry if not re.search(rf"(?<![\w-]){entry.name}(?![\w-])", code)]
+        missing = [
+            entry.name
+            for entry in registry
+            if not re.search(rf"(?<![\w-]){entry.name}(?![\w-])", code)
+        ]
         assert not missing, page
         assert registry.built_in, page
 
 
 def test_entry_points_are_installed() -> None:
     """If not: ``make .venv/.installed``."""
-    installed = {(point.group, point.name): point.value for point in distribution("spkv-nas").entry_points}
-    declared = {(group, name): value for group, names in DECLARED.items() for name, value in names.items()}
+    installed = {
+        (point.group, point.name): point.value for point in distribution("spkv-nas").entry_points
+    }
+    declared = {
+        (group, name): value for group, names in DECLARED.items() for name, value in names.items()
+    }
     assert declared.items() <= installed.items()
 
 
 @pytest.mark.parametrize(
-    "registry", [SIGNALS, EVALUATIONS, CRITERIA, ADDED_COMMANDS, COMMAND_GROUPS], ids=lambda one: one.group
+    "registry",
+    [SIGNALS, EVALUATIONS, CRITERIA, ADDED_COMMANDS, COMMAND_GROUPS],
+    ids=lambda one: one.group,
 )
 def test_entries_of_contrib_are_registered(registry: Registry[Any]) -> None:
     """By the names of their entry points, after the built-in ones."""

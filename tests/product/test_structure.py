@@ -35,7 +35,15 @@ MAX_PARAMETERS = 15
 # An option of several commands counts once in each. More than these takes a reason that is worth every reader's time.
 MAX_OPTIONS = 236
 MAX_OPTIONS_OF_A_COMMAND = 20
-SHARED_OPTIONS = ("help", "json", "workspace", "device", "quiet", "verbose", "debug")  # declared once for all commands
+SHARED_OPTIONS = (
+    "help",
+    "json",
+    "workspace",
+    "device",
+    "quiet",
+    "verbose",
+    "debug",
+)  # declared once for all commands
 
 
 @cache
@@ -45,7 +53,8 @@ def nodes(file: Path) -> list[ast.stmt | ast.Call]:
     return [
         node
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, kinds) or (isinstance(node, ast.Call) and _name(node.func) == "import_module")
+        if isinstance(node, kinds)
+        or (isinstance(node, ast.Call) and _name(node.func) == "import_module")
     ]
 
 
@@ -90,7 +99,11 @@ def room(module: str) -> str:
 def home(file: Path) -> str:
     """Return the top-level package of a file."""
     path = file.relative_to(ROOT)
-    return "kernels" if path.parts[0] == "kernels" else path.parts[1].removesuffix(".py").replace("__init__", "")
+    return (
+        "kernels"
+        if path.parts[0] == "kernels"
+        else path.parts[1].removesuffix(".py").replace("__init__", "")
+    )
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
@@ -112,7 +125,11 @@ def imports_by_name(file: Path) -> Iterator[str]:
     """Yield every module of this project that is imported by a string."""
     for node in nodes(file):
         if isinstance(node, ast.Call):
-            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+            yield from (
+                arg.value
+                for arg in node.args
+                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
 
 
 def is_upward(origin: str, target: str) -> bool:
@@ -120,7 +137,9 @@ def is_upward(origin: str, target: str) -> bool:
 
     The face itself, "", stands on top.
     """
-    return origin != target and (target not in FLOOR or FLOOR[target] >= FLOOR.get(origin, len(FLOORS) + 1))
+    return origin != target and (
+        target not in FLOOR or FLOOR[target] >= FLOOR.get(origin, len(FLOORS) + 1)
+    )
 
 
 def test_every_package_has_a_layer() -> None:
@@ -142,7 +161,9 @@ def test_imports_go_down() -> None:
 
 def test_nothing_outside_contrib_names_its_modules() -> None:
     """Only entry points do (``pyproject.toml``): it is added like a package of somebody else."""
-    files = [file for file in [*sources(), ROOT / "spkv_nas/__init__.pyi"] if home(file) != "contrib"]
+    files = [
+        file for file in [*sources(), ROOT / "spkv_nas/__init__.pyi"] if home(file) != "contrib"
+    ]
     name = re.compile(r"""\.contrib\b|["']contrib""")
     naming = [str(file.relative_to(ROOT)) for file in files if name.search(file.read_text())]
     assert not naming, "\n".join(naming)
@@ -191,7 +212,11 @@ def command_of(file: Path) -> str:
     for folder in path.parents[:-1]:
         if (STAGES / folder / "command.py").exists():
             return folder.as_posix()
-    run = re.search(r"^def \w+\(\s*options: \S+Options, reporter: \S+(\)|[^)]*\) -> \S*Result)", file.read_text(), re.M)
+    run = re.search(
+        r"^def \w+\(\s*options: \S+Options, reporter: \S+(\)|[^)]*\) -> \S*Result)",
+        file.read_text(),
+        re.M,
+    )
     return path.with_suffix("").as_posix() if run else ""
 
 
@@ -200,7 +225,12 @@ def test_no_module_of_stages_imports_a_command() -> None:
     files = {module(file): file for file in STAGES.rglob("*.py")}
     found = set()
     for file in files.values():
-        names = {name for _, full in imports(file) for name in (full, full.rpartition(".")[0]) if name in files}
+        names = {
+            name
+            for _, full in imports(file)
+            for name in (full, full.rpartition(".")[0])
+            if name in files
+        }
         origin, targets = command_of(file), {command_of(files[name]) for name in names} - {""}
         found |= {(origin or file.stem, target) for target in targets - {origin}}
     assert not found
@@ -208,7 +238,17 @@ def test_no_module_of_stages_imports_a_command() -> None:
 
 def test_commands_are_recognised() -> None:
     found = {command_of(file) for file in STAGES.rglob("*.py")}
-    assert {"", "probe", "layout", "generate", "evaluate/nll", "train_hybrid", "verdict", "report", "plan"} <= found
+    assert {
+        "",
+        "probe",
+        "layout",
+        "generate",
+        "evaluate/nll",
+        "train_hybrid",
+        "verdict",
+        "report",
+        "plan",
+    } <= found
     assert not found & {"subject", "options", "evaluate", "python_api", "flags"}
 
 
@@ -236,7 +276,8 @@ def test_functions_are_short() -> None:
         for file in sources()
         if home(file) != "kernels"
         for node in functions(file)
-        if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES or num_statements(node) > MAX_FUNCTION_STATEMENTS
+        if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+        or num_statements(node) > MAX_FUNCTION_STATEMENTS
     ]
     assert not long, "\n".join(long)
 
@@ -244,11 +285,15 @@ def test_functions_are_short() -> None:
 def test_commands_take_few_parameters() -> None:
     for file in (ROOT / "spkv_nas" / "cli").glob("*.py"):
         for node in functions(file):
-            assert len(node.args.args) + len(node.args.kwonlyargs) <= MAX_PARAMETERS, f"{file.name}: {node.name}"
+            assert len(node.args.args) + len(node.args.kwonlyargs) <= MAX_PARAMETERS, (
+                f"{file.name}: {node.name}"
+            )
 
 
 def test_options_stay_few() -> None:
     counts = {name: len(own) for name, own in options().items()}
-    many = [f"{name}: {count}" for name, count in counts.items() if count > MAX_OPTIONS_OF_A_COMMAND]
+    many = [
+        f"{name}: {count}" for name, count in counts.items() if count > MAX_OPTIONS_OF_A_COMMAND
+    ]
     assert not many, "\n".join(many)
     assert sum(counts.values()) <= MAX_OPTIONS

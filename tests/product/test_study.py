@@ -89,7 +89,10 @@ def test_readme_has_the_figures_of_the_published_model() -> None:
         ("25-whole-layers-1024", "measured"),
         ("25-random-1", "measured"),
     ]
-    expected = [(round(rows.loc[name, kind], 2), round(rows.loc[name, f"{kind}_error"], 2)) for name, kind in layouts]
+    expected = [
+        (round(rows.loc[name, kind], 2), round(rows.loc[name, f"{kind}_error"], 2))
+        for name, kind in layouts
+    ]
     assert quoted == expected
     assert rows["measured"].idxmin() == "25-window-per-head"
     assert rows.loc[["25-window-per-head", "12.5-window-per-head"], "is_recommended"].all()
@@ -98,7 +101,9 @@ def test_readme_has_the_figures_of_the_published_model() -> None:
 def test_advice_follows_from_the_figures() -> None:
     """The default scores are the best of the committed results, and the study has the same figures."""
     results = pd.read_csv(ROOT / "reports" / "llama-30m" / "results.csv")
-    rows = results.query("kind == 'text' and `tokens counted` == 'all' and blocks == 16").set_index("layout")
+    rows = results.query("kind == 'text' and `tokens counted` == 'all' and blocks == 16").set_index(
+        "layout"
+    )
     quoted = {
         label.strip("* "): re.fullmatch(r"\+([\d.]+) ± ([\d.]+)", cells[1].strip())
         for label, *cells in (line.strip("| ").split("|") for line in table_lines("docs/study.md"))
@@ -157,12 +162,24 @@ def test_the_study_runs_and_resumes(
     runs, results, out = tmp_path / "runs", tmp_path / "results", tmp_path / "out"
 
     def run(command: str, *more: str) -> str:
-        arguments = ["--plan", str(plan), "--results", str(results), "--runs", str(runs), "--out", str(out), *more]
+        arguments = [
+            "--plan",
+            str(plan),
+            "--results",
+            str(results),
+            "--runs",
+            str(runs),
+            "--out",
+            str(out),
+            *more,
+        ]
         assert driver.main([command, *arguments]) == 0
         return capsys.readouterr().out
 
     def read(kind: str, name: str) -> dict[str, Any]:
-        values: dict[str, Any] = sys.modules["rows"].Row(results / "tiny" / f"{kind}.jsonl", name).read()
+        values: dict[str, Any] = (
+            sys.modules["rows"].Row(results / "tiny" / f"{kind}.jsonl", name).read()
+        )
         return values
 
     def nll(name: str) -> DocumentNLL:
@@ -175,7 +192,11 @@ def test_the_study_runs_and_resumes(
     assert spkv_nas.load(dense)[0].dtype == torch.bfloat16
     (file,) = (runs / "models" / "branches").rglob("run.json")
     record = read_json(file, "record")
-    assert (record["variant"], record["steps"], record["recipe"]["seed"]) == ("full-attention", 3, 1)
+    assert (record["variant"], record["steps"], record["recipe"]["seed"]) == (
+        "full-attention",
+        3,
+        1,
+    )
     shutil.rmtree(runs)  # another machine has the results only: it trains nothing
     assert run("prepare", "--only", "tiny") == "0 cells left\n"
     assert not (runs / "models" / "branches").exists()
@@ -184,7 +205,10 @@ def test_the_study_runs_and_resumes(
     (first,) = signals.read_text().splitlines()
     assert read("signals", "add-one-head-sinks-0") == json.loads(first)
     run("tables")
-    assert "- tiny: 48 of 48 layouts are not evaluated\n- finished: not prepared\n" in (out / "README.md").read_text()
+    assert (
+        "- tiny: 48 of 48 layouts are not evaluated\n- finished: not prepared\n"
+        in (out / "README.md").read_text()
+    )
     assert run("signals") == "0 cells left\n"  # the other reference is not prepared: left out
     assert first in signals.read_text().splitlines()
     assert read("signals", "head-gates-4-sinks-1")["record"]["sinks"] == 1
@@ -206,20 +230,38 @@ def test_the_study_runs_and_resumes(
     assert "| head-gates | learned |" in page
     assert page.count("minus that full attention, in points:") == 1
     assert "| duo | 1, chosen with 0 |" in page
-    assert not list((runs / "models" / "branches").glob("study-*"))  # what is kept of a retraining is its NLL
+    assert not list(
+        (runs / "models" / "branches").glob("study-*")
+    )  # what is kept of a retraining is its NLL
 
     deltas = pd.read_csv(out / "delta-nll.csv", keep_default_na=False)
-    assert deltas.groupby(["steps", "budget"]).size().to_dict() == {(0, "25%"): 22, (0, "50%"): 22, (2, "50%"): 4}
-    healed = deltas[(deltas["steps"] == 2) & (deltas["chooser"] == "interleaved-last")].set_index("run")
+    assert deltas.groupby(["steps", "budget"]).size().to_dict() == {
+        (0, "25%"): 22,
+        (0, "50%"): 22,
+        (2, "50%"): 4,
+    }
+    healed = deltas[(deltas["steps"] == 2) & (deltas["chooser"] == "interleaved-last")].set_index(
+        "run"
+    )
     full, control = (nll(f"{steps}/full-attention") for steps in "02")
     names = [json.loads(line)["run"] for line in judged.read_text().splitlines()]
     layout = next(name for name in names if name.startswith(f"2/{healed.loc['1', 'layout']}"))
-    assert healed.loc["1", "delta_nll_percent"] == pytest.approx(paired_difference(nll(layout), full).percent, abs=1e-3)
-    assert healed.loc["1", "control_percent"] == pytest.approx(paired_difference(control, full).percent, abs=1e-3)
+    assert healed.loc["1", "delta_nll_percent"] == pytest.approx(
+        paired_difference(nll(layout), full).percent, abs=1e-3
+    )
+    assert healed.loc["1", "control_percent"] == pytest.approx(
+        paired_difference(control, full).percent, abs=1e-3
+    )
     differences = pd.read_csv(out / "differences.csv", keep_default_na=False)
     sizes = differences.groupby(["question", "steps"]).size().to_dict()
     # 0 steps, 2 budgets: 5 choosers with 0, 1 and learned; 4 signals with 1 sink; 4 signals and 2 rules with 0, learned
-    assert sizes == {("choosing", 0): 8, ("order", 0): 30, ("order", 2): 2, ("running", 0): 24, ("running", 2): 2}
+    assert sizes == {
+        ("choosing", 0): 8,
+        ("order", 0): 30,
+        ("order", 2): 2,
+        ("running", 0): 24,
+        ("running", 2): 2,
+    }
 
 
 def test_a_row_is_added_to_its_file_or_replaced(driver: ModuleType, tmp_path: Path) -> None:
@@ -230,7 +272,10 @@ def test_a_row_is_added_to_its_file_or_replaced(driver: ModuleType, tmp_path: Pa
     second.write({"total": [0.1, 1e-300]})
     first.write({"total": [1.0]})
     second.write({"total": [0.1 + 0.2]})
-    assert file.read_text() == '{"run": "a", "total": [1.0]}\n{"run": "b", "total": [0.30000000000000004]}\n'
+    assert (
+        file.read_text()
+        == '{"run": "a", "total": [1.0]}\n{"run": "b", "total": [0.30000000000000004]}\n'
+    )
     assert (first.exists(), make(file, "c").exists()) == (True, False)
     assert second.read() == {"run": "b", "total": [0.1 + 0.2]}
     file.write_text('{"run": "a", "total": [1.0\n')
@@ -255,8 +300,15 @@ def test_a_part_of_the_plan_can_leave_references_out(
 
 def test_the_documentation_quotes_the_tables() -> None:
     """Every error in the answers is that of a change or a difference in the study's tables, to one or two digits."""
-    page = (ROOT / "docs" / "study.md").read_text().partition("## The second study")[2].partition("\n## ")[0]
-    changes, differences = (pd.read_csv(STUDY / f"{name}.csv") for name in ("delta-nll", "differences"))
+    page = (
+        (ROOT / "docs" / "study.md")
+        .read_text()
+        .partition("## The second study")[2]
+        .partition("\n## ")[0]
+    )
+    changes, differences = (
+        pd.read_csv(STUDY / f"{name}.csv") for name in ("delta-nll", "differences")
+    )
     columns = (
         (changes, "delta_nll_percent", "standard_error"),
         (changes, "from_control_points", "from_control_error"),
@@ -289,7 +341,10 @@ def test_results_belong_to_their_plan_and_model(
     assert driver.main(["signals", *arguments, "tiny"]) == 2
     assert "results of another plan" in capsys.readouterr().err
     plan.write_text(PLAN)
-    shutil.copytree(read_json(tmp_path / "runs" / "tiny" / "dense.json", "location")["dense"], plan.parent / "finished")
+    shutil.copytree(
+        read_json(tmp_path / "runs" / "tiny" / "dense.json", "location")["dense"],
+        plan.parent / "finished",
+    )
     assert driver.main(["prepare", *arguments, "finished"]) == 0
     # Other text
     note = tmp_path / "results" / "finished" / "reference.json"
@@ -324,7 +379,9 @@ def test_parts_share_no_document_and_begin_as_the_text_does(driver: ModuleType) 
     """Parts of a text with BOS had it in the middle of blocks, and none at their beginning."""
     documents = tuple(DocumentInfo(str(number), "text", str(number)) for number in range(3))
     text = TokenBlocks(
-        np.array([[1, 10, 11, 12], [1, 13, 20, 21], [1, 22, 23, 30], [1, 31, 32, 33]], dtype=np.int32),
+        np.array(
+            [[1, 10, 11, 12], [1, 13, 20, 21], [1, 22, 23, 30], [1, 31, 32, 33]], dtype=np.int32
+        ),
         np.array([[0, 0, 0, 0], [0, 0, 1, 1], [1, 1, 1, 2], [2, 2, 2, 2]], dtype=np.int32),
         documents,
         boundaries=Boundaries((1,)),

@@ -71,7 +71,9 @@ class TestFigures:
         assert share_text(0.8421, 0.0361) == "0.842 ± 0.036"
         assert share_text(1.0, float("nan")) == "1.000 ± -"
 
-    def test_a_plan_omits_times_below_launch_overhead(self, checkpoint: Path, output_of: OutputOf) -> None:
+    def test_a_plan_omits_times_below_launch_overhead(
+        self, checkpoint: Path, output_of: OutputOf
+    ) -> None:
         """Contexts beyond the model's positions are omitted, too."""
         shown = output_of("plan", "--model", checkpoint, "--hardware", "h100")
         assert "< 1 s" in shown
@@ -79,7 +81,9 @@ class TestFigures:
         assert "generate at 128 " in shown
         assert "max_position_embeddings" not in shown
 
-    def test_a_context_beyond_the_positions_is_marked(self, checkpoint: Path, output_of: OutputOf) -> None:
+    def test_a_context_beyond_the_positions_is_marked(
+        self, checkpoint: Path, output_of: OutputOf
+    ) -> None:
         for command in (("plan", "--hardware", "h100"), ("plan", "attention")):
             shown = output_of(*command, "--model", checkpoint, "--context", "2k")
             assert "the model supports 128 tokens (max_position_embeddings)" in shown
@@ -88,7 +92,9 @@ class TestFigures:
         assert "128 tokens" in output_of("plan", "attention", "--model", checkpoint)
         assert "131,072 tokens" in output_of("plan", "attention", "level-8")
 
-    def test_a_cache_larger_than_full_attentions_says_why(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_cache_larger_than_full_attentions_says_why(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for held, reason in ((254, True), (40, False)):
             show_generation(Generation("", 3, 5, 0.1, 0.1, held, 100, None, None))
             assert ("so short a text does not fill" in capsys.readouterr().err) == reason
@@ -102,24 +108,36 @@ class TestFigures:
             assert sum(mark.shape == "stroke" for mark in chart.marks) == len(drawn)  # type: ignore[union-attr]
             assert ("docs (272 tokens)" in chart.note) == (len(drawn) == 1)
             show_probe(table)
-            assert ("docs (272 tokens)" in " ".join("".join(capsys.readouterr()).split())) == (len(drawn) == 1)
+            assert ("docs (272 tokens)" in " ".join("".join(capsys.readouterr()).split())) == (
+                len(drawn) == 1
+            )
 
 
 class TestProposal:
     @pytest.fixture
     def table(self, tmp_path: Path) -> Path:
         """Table of 2 layers x 4 KV heads, three of them equal, without a window."""
-        rows = zip(np.repeat((0, 1), 4), (0, 1, 2, 3) * 2, (0.9, 0.5, 0.5, 0.5, 0.1, 0.2, 0.05, 0.01), strict=True)
+        rows = zip(
+            np.repeat((0, 1), 4),
+            (0, 1, 2, 3) * 2,
+            (0.9, 0.5, 0.5, 0.5, 0.1, 0.2, 0.05, 0.01),
+            strict=True,
+        )
         file = tmp_path / "mine.csv"
         file.write_text("layer,kv_head,density\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
         return file
 
-    def test_undecided_heads_are_reported(self, table: Path, tmp_path: Path, output_of: OutputOf) -> None:
+    def test_undecided_heads_are_reported(
+        self, table: Path, tmp_path: Path, output_of: OutputOf
+    ) -> None:
         propose = ("propose", "--probe", table, "-w", tmp_path / "w")
         shown = output_of(*propose, "--budget", "3")
         assert "3 heads are tied at a score of 0.5, and the budget includes only 2 of them" in shown
         assert "'mine' does not record a window: using 128 tokens" in shown
-        assert "these layouts do not have 3 global heads: interleaved-first (4), interleaved-last (4)" in shown
+        assert (
+            "these layouts do not have 3 global heads: interleaved-first (4), interleaved-last (4)"
+            in shown
+        )
         assert shown.index("sparsest") < shown.index("interleaved-first")
         shown = output_of(*propose, "--budget", "4", "--window", "16")
         assert "tied" not in shown
@@ -157,11 +175,17 @@ class TestText:
         }
         assert {line: " ".join(name_each(line.split())) for line in meant} == meant
 
-    def test_dropped_documents_are_counted(self, checkpoint: Path, tmp_path: Path, output_of: OutputOf) -> None:
+    def test_dropped_documents_are_counted(
+        self, checkpoint: Path, tmp_path: Path, output_of: OutputOf
+    ) -> None:
         lines = [f"word{number % 179}" for number in range(300)] + ["", "  "]
-        (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        (tmp_path / "short.jsonl").write_text(
+            "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        )
         left_out = LeftOut()
-        assert len(list(documents([str(tmp_path / "short.jsonl")], Path(), left_out=left_out))) == 179
+        assert (
+            len(list(documents([str(tmp_path / "short.jsonl")], Path(), left_out=left_out))) == 179
+        )
         assert left_out == LeftOut(empty=2, repeated=121, read=302)
         where = ("--data", tmp_path / "short.jsonl", "--context", "16", "-w", tmp_path / "w")
         for _ in range(2):  # also of blocks that are there already
@@ -209,13 +233,18 @@ class TestErrors:
         self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         bare = tmp_path / "bare"
-        shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer*", "spkv-manifest.json"))
+        shutil.copytree(
+            checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer*", "spkv-manifest.json")
+        )
         message = fails(capsys, "evaluate", "--model", bare, "--data", text, "-w", tmp_path / "w")
         assert f"model {bare} has no tokenizer" in message
         assert "copy the tokenizer files" in message
 
     def test_an_error_that_introduces_a_list_has_it(self) -> None:
-        assert first_line(ValueError("one of:\n(1) a file,\n(2) another\n\nmore")) == "one of: (1) a file, (2) another"
+        assert (
+            first_line(ValueError("one of:\n(1) a file,\n(2) another\n\nmore"))
+            == "one of: (1) a file, (2) another"
+        )
         assert first_line(ValueError("one line\nanother")) == "one line"
         assert first_line(ValueError("a list:")) == "a list:"
         assert first_line(ValueError()) == "ValueError"

@@ -21,7 +21,9 @@ from spkv_nas.stages.options.critical_budget import CriticalBudgetOptions
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase
+) -> Path:
     """Write a dense model, a text of 60 documents, and layouts."""
     folder = tmp_path_factory.mktemp("verdict")
     with pytest.MonkeyPatch.context() as patch:
@@ -39,7 +41,9 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def blocks(folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> TokenBlocks:
     texts = [file.read_text() for file in sorted((folder / "text").iterdir())]
     separator = spkv_nas.measure_separator(*spkv_nas.load("dense"), texts, 32).best
-    return spkv_nas.build_blocks(texts, tiny_tokenizer, block_size=32, separator=separator, documents="separate")
+    return spkv_nas.build_blocks(
+        texts, tiny_tokenizer, block_size=32, separator=separator, documents="separate"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,31 +68,51 @@ def test_a_verdict_has_the_numbers_of_the_command(blocks: TokenBlocks) -> None:
     assert not hasattr(model.config, "spkv")
 
 
-def test_a_critical_budget_has_the_numbers_of_the_command(blocks: TokenBlocks, scores: HeadScores) -> None:
+def test_a_critical_budget_has_the_numbers_of_the_command(
+    blocks: TokenBlocks, scores: HeadScores
+) -> None:
     model, _ = spkv_nas.load("dense")
     result = spkv_nas.critical_budget(model, scores, blocks, "4..7", window=4, margin="nll=1%")
     scores.write(Path("probes/mine"))
     options = {"model": "dense", "data": ["text"], "context": "32", "margin": "nll=1%"}
     spkv_nas.cli.main(["propose", "--probe", "mine", "--budget", "4..7", "--window", "4"])
     files = sorted(map(str, Path("layouts/p/budgets").glob("*.yaml")))
-    command = critical_budget.run(CriticalBudgetOptions(budgets=files, probe="mine", **options)).value  # type: ignore[arg-type]
-    assert (result.passes, result.fails, result.answers) == (command.passes, command.fails, command.answers)
-    equal(result.rows.drop(columns="candidate"), command.rows.drop(columns=["kv_bytes", "candidate"]))
-    assert [layout.content for layout in result.layouts] == [layout.content for layout in command.layouts]
+    command = critical_budget.run(
+        CriticalBudgetOptions(budgets=files, probe="mine", **options)
+    ).value  # type: ignore[arg-type]
+    assert (result.passes, result.fails, result.answers) == (
+        command.passes,
+        command.fails,
+        command.answers,
+    )
+    equal(
+        result.rows.drop(columns="candidate"), command.rows.drop(columns=["kv_bytes", "candidate"])
+    )
+    assert [layout.content for layout in result.layouts] == [
+        layout.content for layout in command.layouts
+    ]
     assert len(result.rows) > 1
 
 
 def test_strings_and_scores(blocks: TokenBlocks, scores: HeadScores) -> None:
     """Strings are cut into blocks, and the documents that the heads were scored on are left out."""
     model, tokenizer = spkv_nas.load("dense")
-    layout, texts = Layout.read("full.yaml"), [file.read_text() for file in sorted(Path("text").iterdir())]
-    assert spkv_nas.verdict(model, layout, texts, tokenizer=tokenizer, margin="nll=1%").answer == "passes"
+    layout, texts = (
+        Layout.read("full.yaml"),
+        [file.read_text() for file in sorted(Path("text").iterdir())],
+    )
+    assert (
+        spkv_nas.verdict(model, layout, texts, tokenizer=tokenizer, margin="nll=1%").answer
+        == "passes"
+    )
     with pytest.raises(UserError, match="strings need the model's tokenizer"):
         spkv_nas.verdict(model, layout, texts)
     with pytest.raises(UserError, match="generates text, so it needs tokenizer"):
         spkv_nas.verdict(model, layout, blocks, margin="agreement=1")
     measured = spkv_nas.probe(model, blocks, signal="attention-mass", window=4)
-    with pytest.raises(UserError, match="all 60 documents of the text were used to select a layout"):
+    with pytest.raises(
+        UserError, match="all 60 documents of the text were used to select a layout"
+    ):
         spkv_nas.verdict(model, layout, blocks, scores=measured)
     with pytest.raises(UserError, match=r"risk 0\.7: expected a probability"):
         spkv_nas.verdict(model, layout, blocks, risk=0.7)

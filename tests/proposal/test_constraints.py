@@ -78,7 +78,9 @@ def searches(draw: st.DrawFn) -> tuple[np.ndarray, Constraints, np.ndarray | Non
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(searches())
-def test_the_optimum_is_that_of_brute_force(search: tuple[np.ndarray, Constraints, np.ndarray | None, int]) -> None:
+def test_the_optimum_is_that_of_brute_force(
+    search: tuple[np.ndarray, Constraints, np.ndarray | None, int],
+) -> None:
     density, constraints, weights, budget = search
     shape = (density.shape[1], density.shape[2])
     masks, ones = all_masks(shape), np.ones(shape)
@@ -90,7 +92,9 @@ def test_the_optimum_is_that_of_brute_force(search: tuple[np.ndarray, Constraint
         culprits = problem.conflict()
 
         def possible(names: list[str]) -> bool:
-            rest = Constraints(**{key: getattr(constraints, key) for key in names if key != "budget"})
+            rest = Constraints(
+                **{key: getattr(constraints, key) for key in names if key != "budget"}
+            )
             limit = budget if "budget" in names else math.inf
             return bool(meets(masks, rest, ones if weights is None else weights, limit).any())
 
@@ -119,7 +123,9 @@ def test_a_mask_breaks_no_option_exactly_if_it_is_allowed(
     density, constraints, *_ = search
     masks = all_masks(density.shape[1:])
     allowed = meets(masks, constraints, np.ones(density.shape[1:]), math.inf)
-    assert [not constraints.broken_by(Layout.from_mask(mask, window=1)) for mask in masks] == allowed.tolist()
+    assert [
+        not constraints.broken_by(Layout.from_mask(mask, window=1)) for mask in masks
+    ] == allowed.tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,7 +141,12 @@ def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, ti
 
 @pytest.mark.parametrize(
     "constraints",
-    [Constraints(), Constraints(granularity="layer"), Constraints(uniform=True), Constraints(max_per_layer=1)],
+    [
+        Constraints(),
+        Constraints(granularity="layer"),
+        Constraints(uniform=True),
+        Constraints(max_per_layer=1),
+    ],
     ids=["none", "layers", "uniform", "per layer"],
 )
 def test_excluding_the_best_gives_the_next(constraints: Constraints) -> None:
@@ -146,7 +157,9 @@ def test_excluding_the_best_gives_the_next(constraints: Constraints) -> None:
     expected = sorted((allowed * gain).sum((1, 2)), reverse=True)
     actual: list[Mask] = []
     for value in expected[:8]:
-        best = Problem((3,) * 3, constraints.named, 4, excluded=actual, at_least=3).optimum(gain[None])
+        best = Problem((3,) * 3, constraints.named, 4, excluded=actual, at_least=3).optimum(
+            gain[None]
+        )
         assert best is not None
         assert gain[best.mask].sum() == value
         assert not any((best.mask == mask).all() for mask in actual)
@@ -165,12 +178,20 @@ def test_further_solutions_are_those_of_brute_force(
     density, constraints, weights, budget = search
     shape = (density.shape[1], density.shape[2])
     masks = all_masks(shape)
-    allowed = meets(masks, constraints, np.ones(shape) if weights is None else weights, budget) & masks.any((1, 2))
+    allowed = meets(
+        masks, constraints, np.ones(shape) if weights is None else weights, budget
+    ) & masks.any((1, 2))
     covered = ((masks[:, None] * density).sum((2, 3)) / density.sum((1, 2))).min(1)
     earlier: list[Mask] = []
     for _ in range(4):
         problem = Problem(
-            (shape[1],) * shape[0], constraints.named, budget, weights, excluded=earlier, at_least=1, apart=apart
+            (shape[1],) * shape[0],
+            constraints.named,
+            budget,
+            weights,
+            excluded=earlier,
+            at_least=1,
+            apart=apart,
         )
         result = problem.optimum(density)
         if not allowed.any():
@@ -195,12 +216,19 @@ def misjudged() -> tuple[Problem, np.ndarray]:
     density = np.array(
         [
             [[0.03639, 0.335761], [0.902913, 0.186409], [0.784344, 0.616215], [0.870375, 0.818076]],
-            [[0.427234, 0.304717], [0.140365, 0.447313], [0.703545, 0.883779], [0.019218, 0.489236]],
+            [
+                [0.427234, 0.304717],
+                [0.140365, 0.447313],
+                [0.703545, 0.883779],
+                [0.019218, 0.489236],
+            ],
             [[0.248422, 0.903341], [0.525822, 0.718895], [0.407371, 0.13931], [0.70261, 0.98726]],
         ]
     )
     weights = np.array([[2.0, 1.5], [1.75, 0.5], [0.75, 0.75], [2.0, 0.5]])
-    return Problem((2,) * 4, Constraints(local_layers=(1,), uniform=True).named, 5, weights), density
+    return Problem(
+        (2,) * 4, Constraints(local_layers=(1,), uniform=True).named, 5, weights
+    ), density
 
 
 def test_presolve_does_not_decide(misjudged: tuple[Problem, np.ndarray]) -> None:
@@ -219,7 +247,9 @@ def test_a_solution_without_proof_is_not_called_the_best(
     problem, density = misjudged
     run = _Program._run
 
-    def run_out_of_time(*args: Any, presolves: tuple[bool, ...] = (True, False), **options: Any) -> Any:
+    def run_out_of_time(
+        *args: Any, presolves: tuple[bool, ...] = (True, False), **options: Any
+    ) -> Any:
         if presolves == (False,):
             raise UserError("no layout found in 60 s")
         return run(*args, **options)
@@ -243,7 +273,9 @@ def test_a_robust_layout_gives_up_coverage_for_the_worst_domain() -> None:
 
 
 def test_a_solution_states_its_constraints() -> None:
-    layout = solve(make_table(np.full((4, 2), 0.5)), 4, Constraints(max_per_layer=1, global_layers=(3,)))
+    layout = solve(
+        make_table(np.full((4, 2), 0.5)), 4, Constraints(max_per_layer=1, global_layers=(3,))
+    )
     assert layout.heads == ("GL", "GL", "LL", "GG")
     assert layout.strategy == "constrained"
     assert layout.provenance["constraints"] == {"max_per_layer": 1, "global_layers": [3]}
@@ -252,20 +284,42 @@ def test_a_solution_states_its_constraints() -> None:
 
 def test_equal_number_of_heads_in_every_mixed_layer() -> None:
     density = [[0.9, 0.8, 0.7], [0.9, 0.1, 0.1], [0.6, 0.5, 0.1], [0.1, 0.1, 0.1]]
-    assert solve(make_table(density), 6, Constraints(uniform=True)).heads == ("GGG", "GLL", "GLL", "GLL")
-    assert solve(make_table(density), 7, Constraints(uniform=True)).heads == ("GGG", "GGL", "GGL", "LLL")
+    assert solve(make_table(density), 6, Constraints(uniform=True)).heads == (
+        "GGG",
+        "GLL",
+        "GLL",
+        "GLL",
+    )
+    assert solve(make_table(density), 7, Constraints(uniform=True)).heads == (
+        "GGG",
+        "GGL",
+        "GGL",
+        "LLL",
+    )
 
 
 @pytest.mark.parametrize(
     ("budget", "constraints", "words"),
     [
-        (2, Constraints(min_per_layer=1), ["the budget of 2 and --constraint min-per-layer=1", "at least 4"]),
+        (
+            2,
+            Constraints(min_per_layer=1),
+            ["the budget of 2 and --constraint min-per-layer=1", "at least 4"],
+        ),
         (3, Constraints(global_layers=(0, 2)), ["--constraint global-layers=0,2", "at least 4"]),
-        (8, Constraints(1, 1, granularity="layer"), ["min-per-layer=1 and", "max-per-layer=1 and --gran"]),
+        (
+            8,
+            Constraints(1, 1, granularity="layer"),
+            ["min-per-layer=1 and", "max-per-layer=1 and --gran"],
+        ),
         (1, Constraints(granularity="layer"), ["no KV head can be global", "at least 2 is needed"]),
         (3, Constraints(local_layers=(0, 1, 2, 3)), ["the constraints make every head local"]),
         (3, Constraints(global_layers=(4,)), ["the model has no layer 4; give layers from 0 to 3"]),
-        (3, Constraints(min_per_layer=3), ["min-per-layer=3 is more than the 2 KV heads of a layer"]),
+        (
+            3,
+            Constraints(min_per_layer=3),
+            ["min-per-layer=3 is more than the 2 KV heads of a layer"],
+        ),
     ],
 )
 def test_an_infeasible_set_names_the_conflicting_constraints(
@@ -278,7 +332,9 @@ def test_an_infeasible_set_names_the_conflicting_constraints(
 
 def test_constraints_without_conflict_are_not_named() -> None:
     constraints = Constraints(min_per_layer=1, max_per_layer=2, local_layers=(3,), uniform=True)
-    with pytest.raises(UserError, match=r"the budget of 2 and --constraint min-per-layer=1: ") as error:
+    with pytest.raises(
+        UserError, match=r"the budget of 2 and --constraint min-per-layer=1: "
+    ) as error:
         solve(make_table(np.full((4, 2), 0.5)), 2, constraints)
     assert "uniform" not in str(error.value)
 
@@ -287,7 +343,9 @@ def test_a_named_layer_is_exempt_from_other_constraints() -> None:
     """A named layer has no minimum number of heads, so only constraints that matter are blamed."""
     constraints = Constraints(min_per_layer=1, global_layers=(1,), local_layers=(2,))
     assert Problem((2,) * 3, constraints.named, 2).conflict() == ["budget", "min_per_layer"]
-    with pytest.raises(UserError, match=r"the budget of 2 and --constraint min-per-layer=1: .* at least 3"):
+    with pytest.raises(
+        UserError, match=r"the budget of 2 and --constraint min-per-layer=1: .* at least 3"
+    ):
         solve(make_table(np.full((3, 2), 0.5)), 2, constraints)
 
 
@@ -295,7 +353,10 @@ def test_a_named_layer_is_exempt_from_other_constraints() -> None:
     ("options", "message"),
     [
         ({"min_per_layer": 2, "max_per_layer": 1}, "more than max-per-layer"),
-        ({"global_layers": (1, 2), "local_layers": (2,)}, "layer 2 is in global-layers and in local-layers"),
+        (
+            {"global_layers": (1, 2), "local_layers": (2,)},
+            "layer 2 is in global-layers and in local-layers",
+        ),
         ({"granularity": "block"}, "must be head or layer; found 'block'"),
         ({"max_per_layer": -1}, "at least 0"),
     ],
@@ -305,7 +366,9 @@ def test_contradictions_are_refused_at_once(options: dict[str, object], message:
         Constraints(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("text", "layers"), [("0,20", (0, 20)), ("3-5", (3, 4, 5)), ("7, 1-2", (1, 2, 7))])
+@pytest.mark.parametrize(
+    ("text", "layers"), [("0,20", (0, 20)), ("3-5", (3, 4, 5)), ("7, 1-2", (1, 2, 7))]
+)
 def test_layers(text: str, layers: tuple[int, ...]) -> None:
     assert Constraints.parse([f"local-layers={text}"]).local_layers == layers
 

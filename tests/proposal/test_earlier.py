@@ -30,11 +30,24 @@ def workspace(tmp_path: Path) -> Workspace:
 
 
 def propose(workspace: Workspace, budget: object, *extra: str) -> None:
-    main(["propose", "--probe", "mine", "--budget", str(budget), "--workspace", str(workspace.root), *extra])
+    main(
+        [
+            "propose",
+            "--probe",
+            "mine",
+            "--budget",
+            str(budget),
+            "--workspace",
+            str(workspace.root),
+            *extra,
+        ]
+    )
 
 
 class TestProposals:
-    def test_layouts_of_another_budget_are_kept(self, workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_layouts_of_another_budget_are_kept(
+        self, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         propose(workspace, 3, "--num-random", "2")
         first = Proposal.read_folder(workspace.layout_dir("mine")).layouts
         assert "kept" not in capsys.readouterr().err
@@ -47,7 +60,9 @@ class TestProposals:
         assert {name for name in now if name.startswith("random")} == {"random-0"}
         assert now["densest"].num_global == 5
 
-    def test_layouts_of_other_inputs_are_kept(self, workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_layouts_of_other_inputs_are_kept(
+        self, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """They have the same budget and another window or seed; an identical proposal keeps nothing."""
         folder = workspace.root / "layouts" / "mine"
         propose(workspace, 3)
@@ -60,7 +75,10 @@ class TestProposals:
         assert said in capsys.readouterr().err
         assert Layout.read(kept) == first["random-0"]
         propose(workspace, 3, "--window", "4")
-        assert Layout.read(folder / "earlier" / f"densest-{first['densest'].hash}.yaml") == first["densest"]
+        assert (
+            Layout.read(folder / "earlier" / f"densest-{first['densest'].hash}.yaml")
+            == first["densest"]
+        )
         assert "random-0" in find_proposal(workspace, "mine").layouts
 
     def test_handmade_layouts_are_kept(self, workspace: Workspace) -> None:
@@ -85,27 +103,41 @@ class TestProposals:
         before = Proposal.read_folder(kept).layouts["densest"].num_global
         assert sorted([now, before]) == [3, 5]
 
-    def test_a_range_names_what_it_replaces(self, workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_range_names_what_it_replaces(
+        self, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         propose(workspace, "2..4")
         propose(workspace, "2..4")
         assert "kept" not in capsys.readouterr().err
         propose(workspace, "4..6")
-        assert re.search(r"budgets/earlier: densest-2-\w{8}, densest-3-\w{8}\n", capsys.readouterr().err)
+        assert re.search(
+            r"budgets/earlier: densest-2-\w{8}, densest-3-\w{8}\n", capsys.readouterr().err
+        )
 
 
 def _quietly(workspace: Workspace, budget: int) -> None:
     from spkv_nas.stages.options.propose import ProposeOptions
     from spkv_nas.stages.propose import propose as stage
 
-    stage(ProposeOptions(probe="mine", budget=budget, workspace=workspace.root), MessageLog().reporter)
+    stage(
+        ProposeOptions(probe="mine", budget=budget, workspace=workspace.root), MessageLog().reporter
+    )
 
 
-def test_a_comparison_of_other_probes_is_kept(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_of_other_probes_is_kept(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--budget", "3", "--workspace", str(workspace.root)]
     main(["compare", "mine", "other", *options])
     main(["compare", "mine", "other", *options])
     assert "kept" not in capsys.readouterr().err
     main(["compare", "mine", "third", *options])
     assert "kept the earlier result" in capsys.readouterr().err
-    pairs = [pd.read_csv(file)[["first", "second", "budget"]] for file in workspace.reports.rglob("agreement*.csv")]
-    assert sorted(pair.to_numpy().tolist() for pair in pairs) == [[["mine", "other", 3]], [["mine", "third", 3]]]
+    pairs = [
+        pd.read_csv(file)[["first", "second", "budget"]]
+        for file in workspace.reports.rglob("agreement*.csv")
+    ]
+    assert sorted(pair.to_numpy().tolist() for pair in pairs) == [
+        [["mine", "other", 3]],
+        [["mine", "third", 3]],
+    ]

@@ -20,14 +20,27 @@ from paths import ROOT, copy_example
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.proposal.foreign_formats import ForeignScores, convert, num_local, read_score_table, read_scores
+from spkv_nas.proposal.foreign_formats import (
+    ForeignScores,
+    convert,
+    num_local,
+    read_score_table,
+    read_scores,
+)
 from spkv_nas.proposal.propose import propose
 
 COMMITTED = ROOT / "layouts" / "stdlib-21x3"
 # The first two layers have a value that training left below 0 and ties at 1, as published files do.
 ALPHA = np.array([[-2.4e-4, 0.62, 1.0], [1.0, 0.11, 0.34], [0.97, 1.0, 0.5], [0.2, 0.81, 0.03]])
 MASK = (ALPHA > 0.5).astype(float)
-CONFIG = {"model_name": "m", "lr": 0.02, "sink_size": 128, "recent_size": 256, "threshold": 0.5, "sparsity": None}
+CONFIG = {
+    "model_name": "m",
+    "lr": 0.02,
+    "sink_size": 128,
+    "recent_size": 256,
+    "threshold": 0.5,
+    "sparsity": None,
+}
 
 
 @pytest.fixture
@@ -47,8 +60,15 @@ def prulong(tmp_path: Path) -> Path:
     folder.mkdir()
     with (folder / "masks.tsv").open("w", newline="") as file:
         csv.writer(file, delimiter="\t").writerows(MASK.tolist())
-    sizes = {"num_hidden_layers": 4, "num_key_value_heads": 3, "num_attention_heads": 6, "rope_scaling": None}
-    (folder / "config.json").write_text(json.dumps({**sizes, "sink_size": 128, "local_window_size": 1024}))
+    sizes = {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 3,
+        "num_attention_heads": 6,
+        "rope_scaling": None,
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**sizes, "sink_size": 128, "local_window_size": 1024})
+    )
     return folder / "masks.tsv"
 
 
@@ -78,7 +98,12 @@ class TestReading:
 
     def test_a_table_for_propose(self, duo: Path) -> None:
         table = read_score_table(duo / "full_attention_heads.tsv")
-        assert (table.name, table.signal, table.window, table.sinks) == (duo.name, "duo-attention", 256, 128)
+        assert (table.name, table.signal, table.window, table.sinks) == (
+            duo.name,
+            "duo-attention",
+            256,
+            128,
+        )
         assert np.array_equal(table.density, np.clip(ALPHA, 0, 1))
         densest = propose(table, 3)["densest"]
         assert (densest.heads, densest.sinks) == (("LLG", "GLL", "LGL", "LLL"), 128)
@@ -94,7 +119,10 @@ class TestReading:
             (b"\x93NUMPY\x01\xff\xfe", "cannot read head scores"),
             (b"\x00\x01\x02", "it is UTF-16, UTF-32 or binary: save it as UTF-8"),
             (b"0.1\t0.2\n0.3\n", "line 2: expected 2 values, as in the first line; found 1"),
-            (b"0.1\t0.2\n0.3\tmany\n", "line 2, column 2: expected tab-separated numbers in [0, 1]; found 'many'"),
+            (
+                b"0.1\t0.2\n0.3\tmany\n",
+                "line 2, column 2: expected tab-separated numbers in [0, 1]; found 'many'",
+            ),
             (b"0.1 0.2\n", "found '0.1 0.2'"),
             (b"0.1\t\n", "column 2: expected tab-separated numbers in [0, 1]; found ''"),
             (b"0.1\tnan\n", "found 'nan'"),
@@ -141,10 +169,16 @@ class TestReading:
 class TestChoosing:
     @pytest.mark.parametrize("shape", [(1, 1), (3, 4), (21, 3), (32, 8)])
     def test_a_sparsity_is_their_quantile(self, shape: tuple[int, int]) -> None:
-        values = np.random.default_rng(0).permutation(np.linspace(0.01, 0.99, shape[0] * shape[1])).reshape(shape)
+        values = (
+            np.random.default_rng(0)
+            .permutation(np.linspace(0.01, 0.99, shape[0] * shape[1]))
+            .reshape(shape)
+        )
         scores = ForeignScores(values, "duo-attention", "x")
         for sparsity in (1e-6, 0.1, 0.25, 0.29, 0.3, 0.5, 0.57, 0.7, 0.75, 0.9, 0.999):
-            assert np.array_equal(scores.choose(sparsity=sparsity), values >= np.quantile(values, sparsity)), sparsity
+            assert np.array_equal(
+                scores.choose(sparsity=sparsity), values >= np.quantile(values, sparsity)
+            ), sparsity
         assert scores.choose(sparsity=0.0).all()
         assert not scores.choose(sparsity=1.0).any()
 
@@ -201,11 +235,17 @@ class TestConverting:
     @pytest.mark.parametrize("form", ["duo", "out.tsv", "duo/full_attention_heads.tsv"])
     def test_a_layout_round_trips(self, tmp_path: Path, form: str) -> None:
         lines = convert(COMMITTED / "densest.yaml", tmp_path / form)
-        end = "--duoattn_sliding 32 --duoattn_sink 1" if form == "out.tsv" else "1 sink token, window 32"
+        end = (
+            "--duoattn_sliding 32 --duoattn_sink 1"
+            if form == "out.tsv"
+            else "1 sink token, window 32"
+        )
         assert lines[-1].endswith(end)
         sizes = {"window": 32, "sinks": 1} if form == "out.tsv" else {}
         back = convert(tmp_path / form, tmp_path / "back.yaml", **sizes)  # type: ignore[arg-type]
-        assert Layout.read(tmp_path / "back.yaml").hash == Layout.read(COMMITTED / "densest.yaml").hash
+        assert (
+            Layout.read(tmp_path / "back.yaml").hash == Layout.read(COMMITTED / "densest.yaml").hash
+        )
         assert not any(line.startswith("not carried") for line in back)
 
     @pytest.mark.parametrize("form", ["duo", "out.tsv"])
@@ -220,7 +260,10 @@ class TestConverting:
         convert(tmp_path / form, tmp_path / "back.yaml", **sizes)  # type: ignore[arg-type]
         assert Layout.read(tmp_path / "back.yaml").hash == source.hash
         convert(tmp_path / "a.yaml", tmp_path / "none.yaml", sinks=0)
-        assert Layout.read(tmp_path / "none.yaml").content_hash == Layout(("GL", "LL"), 32).content_hash
+        assert (
+            Layout.read(tmp_path / "none.yaml").content_hash
+            == Layout(("GL", "LL"), 32).content_hash
+        )
 
     def test_duo_attention_reads_the_files(self, prulong: Path, tmp_path: Path) -> None:
         """Sizes and values are kept."""
@@ -233,7 +276,9 @@ class TestConverting:
         assert np.array_equal(alpha, Layout.read(COMMITTED / "densest.yaml").global_mask)
         assert (sinks, window) == (1, 64)
 
-    def test_scores_stay_scores_for_duo_attention_unless_cut(self, duo: Path, tmp_path: Path) -> None:
+    def test_scores_stay_scores_for_duo_attention_unless_cut(
+        self, duo: Path, tmp_path: Path
+    ) -> None:
         convert(duo, tmp_path / "same")
         convert(duo, tmp_path / "cut", threshold=0.5)
         assert np.array_equal(as_duo_attention_reads(tmp_path / "same")[0], np.clip(ALPHA, 0, 1))
@@ -241,7 +286,9 @@ class TestConverting:
 
     def test_prulong_reads_the_files(self, duo: Path, tmp_path: Path) -> None:
         lines = convert(duo, tmp_path / "masks.tsv", threshold=0.5)
-        assert lines[-1].endswith("record window and sinks: evaluate with --duoattn_sliding 256 --duoattn_sink 128")
+        assert lines[-1].endswith(
+            "record window and sinks: evaluate with --duoattn_sliding 256 --duoattn_sink 128"
+        )
         with (tmp_path / "masks.tsv").open() as file:
             rows = [[float(cell) for cell in row] for row in csv.reader(file, delimiter="\t")]
         assert np.array_equal(rows, ALPHA >= 0.5)
@@ -262,14 +309,21 @@ class TestConverting:
         )
         convert(prulong, tmp_path / "b.yaml", window=7)
         assert Layout.read(tmp_path / "b.yaml").window == 7
-        assert len(convert(prulong, tmp_path / "c.yaml", window=7, sinks=4)) == 1  # nothing is assumed
+        assert (
+            len(convert(prulong, tmp_path / "c.yaml", window=7, sinks=4)) == 1
+        )  # nothing is assumed
         assert Layout.read(tmp_path / "c.yaml").sinks == 4
 
     def test_mistakes(self, duo: Path, tmp_path: Path) -> None:
         config = (duo / "config.json").read_bytes()
         ours = COMMITTED / "densest.yaml"
         for source, target, options, message in [
-            (ours, tmp_path / "x.yaml", {"budget": 3}, "already chosen: --budget applies only to scores"),
+            (
+                ours,
+                tmp_path / "x.yaml",
+                {"budget": 3},
+                "already chosen: --budget applies only to scores",
+            ),
             (duo, tmp_path / "x.yaml", {}, "the global heads are not chosen yet"),
             (duo, tmp_path / "x.tsv", {}, "the global heads are not chosen yet"),
             (duo, tmp_path / "x.json", {"budget": 3}, "x.json: unknown output format"),
@@ -320,7 +374,9 @@ class TestCommands:
         options = ("--probe", "stdlib-21x3", "--workspace", tmp_path)
         run(capsys, "propose", "--budget", 18, "--tau", 0.3, *options)
         layouts = tmp_path / "layouts" / "stdlib-21x3"
-        expected = pd.read_csv(layouts / "coverage.csv", index_col="strategy").loc["densest", "coverage"]
+        expected = pd.read_csv(layouts / "coverage.csv", index_col="strategy").loc[
+            "densest", "coverage"
+        ]
         assert expected < 0.78  # at tau 0.5 it is .80
         _, output, _ = run(capsys, "layout", "show", layouts / "densest.yaml", *options)
         assert f"coverage {100 * expected:.2f} %" in output.splitlines()[0]
@@ -353,7 +409,10 @@ class TestCommands:
             (("layout", "show", duo), f"spkv-nas layout convert {duo} {duo}.yaml --budget 25%"),
             (("layout", "show", tmp_path / "none.yaml"), "layout not found"),
             (("layout", "convert", duo, tmp_path / "x.yaml"), "--budget N"),
-            (("propose", "--probe", scores, "-b", "6", "--tau", "0.7"), "--tau applies to densities only"),
+            (
+                ("propose", "--probe", scores, "-b", "6", "--tau", "0.7"),
+                "--tau applies to densities only",
+            ),
             (("schema", "letter"), "expected layout or recipe"),
         ]:
             code, _, error = run(capsys, *arguments)
@@ -361,7 +420,9 @@ class TestCommands:
             assert message in error
 
     @pytest.mark.filterwarnings("default:layout:UserWarning")
-    def test_an_edited_layout_warns_in_plain_words(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_an_edited_layout_warns_in_plain_words(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
         path = tmp_path / "a.yaml"
         Layout(("GL",), 8).write(path)
         path.write_text(path.read_text().replace("GL", "GG"))
@@ -371,10 +432,14 @@ class TestCommands:
         assert error.startswith("warning: layout")
         assert "UserWarning" not in error
 
-    def test_propose_and_convert(self, capsys: pytest.CaptureFixture[str], duo: Path, tmp_path: Path) -> None:
+    def test_propose_and_convert(
+        self, capsys: pytest.CaptureFixture[str], duo: Path, tmp_path: Path
+    ) -> None:
         options = ("--workspace", tmp_path / "w")
         table = ("--probe", duo / "full_attention_heads.tsv")
-        code, output, _ = run(capsys, "propose", *table, "--budget", "3", "--num-random", "0", *options)
+        code, output, _ = run(
+            capsys, "propose", *table, "--budget", "3", "--num-random", "0", *options
+        )
         assert code == 0
         assert "coverage of duo-attention" in output
         run(capsys, "layout", "convert", duo, tmp_path / "x.yaml", "--budget", "3")

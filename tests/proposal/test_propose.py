@@ -44,7 +44,14 @@ def table() -> HeadScores:
 
 def test_the_papers_layouts(table: HeadScores) -> None:
     layouts = propose(table, 18)
-    assert set(layouts) >= {"interleaved-first", "interleaved-last", "random-0", "random-2", "densest", "sparsest"}
+    assert set(layouts) >= {
+        "interleaved-first",
+        "interleaved-last",
+        "random-0",
+        "random-2",
+        "densest",
+        "sparsest",
+    }
     assert sorted(layouts) == sorted(NAMES)
     assert layouts["interleaved-first"].global_layers == (0, 4, 8, 12, 16, 20)
     assert layouts["interleaved-last"].global_layers == (3, 7, 11, 15, 19, 20)
@@ -108,13 +115,23 @@ def test_random_layouts_follow_their_seed(table: HeadScores) -> None:
 
 def test_random_coverage_is_the_budget_share_on_average(table: HeadScores) -> None:
     layouts = propose(table, 18, num_random=200)
-    covered = [coverage(table, layout) for name, layout in layouts.items() if name.startswith("random")]
+    covered = [
+        coverage(table, layout) for name, layout in layouts.items() if name.startswith("random")
+    ]
     assert np.mean(covered) == pytest.approx(18 / 63, abs=0.01)
 
 
 def test_provenance(table: HeadScores) -> None:
     origin = dict(propose(table, "28.6%")["densest"].provenance)
-    assert list(origin) == ["probe", "probe_hash", "budget", "coverage", "tau", "seed", "created_by"]
+    assert list(origin) == [
+        "probe",
+        "probe_hash",
+        "budget",
+        "coverage",
+        "tau",
+        "seed",
+        "created_by",
+    ]
     assert (origin["probe"], origin["budget"], origin["tau"]) == ("p", 18, 0.5)
     assert str(origin["created_by"]).startswith("spkv-nas ")
 
@@ -124,7 +141,9 @@ def test_window_is_that_of_the_table_or_128(table: HeadScores) -> None:
     assert propose(make_table([[0.5, 0.1]]), 1, window=16)["densest"].window == 16
 
 
-@pytest.mark.parametrize(("budget", "heads"), [(18, 18), ("18", 18), ("25%", 16), ("28.6%", 18), ("100%", 63), (1, 1)])
+@pytest.mark.parametrize(
+    ("budget", "heads"), [(18, 18), ("18", 18), ("25%", 16), ("28.6%", 18), ("100%", 63), (1, 1)]
+)
 def test_budgets(budget: int | str, heads: int) -> None:
     assert parse_budget(budget, 63) == heads
 
@@ -134,7 +153,9 @@ def test_the_budget_without_one_is_the_papers_share(heads: int, budget: int) -> 
     assert parse_budget(None, heads) == budget
 
 
-@pytest.mark.parametrize("budget", [0, -1, 64, "0", "0%", "0.1%", "101%", "-5%", "nan%", "inf%", "x", "", "%", "1.5"])
+@pytest.mark.parametrize(
+    "budget", [0, -1, 64, "0", "0%", "0.1%", "101%", "-5%", "nan%", "inf%", "x", "", "%", "1.5"]
+)
 def test_budgets_that_make_no_sense(table: HeadScores, budget: int | str) -> None:
     with pytest.raises(UserError, match="budget"):
         propose(table, budget)
@@ -166,7 +187,9 @@ def test_coverage_of_a_table_without_density() -> None:
 def test_coverage_curve(table: HeadScores) -> None:
     curve = coverage_curve(table)
     assert list(curve["budget"]) == list(range(1, 64))
-    assert curve["densest"].iloc[17] == pytest.approx(coverage(table, propose(table, 18)["densest"]))
+    assert curve["densest"].iloc[17] == pytest.approx(
+        coverage(table, propose(table, 18)["densest"])
+    )
     np.testing.assert_allclose(curve["random"], np.arange(1, 64) / 63)
     assert (curve["densest"] >= curve["random"] - 1e-12).all()
 
@@ -175,7 +198,9 @@ def histogram_table() -> HeadScores:
     """Make a table in which every head has 80 tokens spread evenly over logits -4 to 4."""
     counts = np.full((1, 3, 2, 10), 10)
     counts[..., [0, -1]] = 0
-    return make_table(np.full((3, 2), 0.5), histogram=LogitHistogram(np.linspace(-4, 4, 9), counts, ("all",)))
+    return make_table(
+        np.full((3, 2), 0.5), histogram=LogitHistogram(np.linspace(-4, 4, 9), counts, ("all",))
+    )
 
 
 def test_thresholds() -> None:
@@ -196,14 +221,21 @@ class TestMatchBudget:
         histogram = LogitHistogram(np.linspace(-12, 12, 481), counts, ("all",))
         return make_table(histogram.density(0.5)[0], histogram=histogram)
 
-    @pytest.mark.parametrize(("below", "above", "mean"), [(0, 87, 0.87), (0, 100, 1.0), (100, 0, 1.0), (90, 0, 0.1)])
-    def test_the_nearest_threshold_is_used_and_reported(self, below: int, above: int, mean: float) -> None:
+    @pytest.mark.parametrize(
+        ("below", "above", "mean"), [(0, 87, 0.87), (0, 100, 1.0), (100, 0, 1.0), (90, 0, 0.1)]
+    )
+    def test_the_nearest_threshold_is_used_and_reported(
+        self, below: int, above: int, mean: float
+    ) -> None:
         table = self.table(below, above)
         chosen = resolve_tau(table, "match-budget", 2)
         assert chosen.mean == pytest.approx(mean)
         message = unmatched(chosen, 2)
         assert message is not None
-        assert f"a mean density equal to the budget's share of heads, 0.33; using tau {chosen.tau:g}" in message
+        assert (
+            f"a mean density equal to the budget's share of heads, 0.33; using tau {chosen.tau:g}"
+            in message
+        )
         assert message.endswith(f"the mean density is {mean:.2f}")
         assert propose(chosen, 2)["densest"].num_global == 2
 
@@ -228,7 +260,14 @@ class TestMatchBudget:
 
 @pytest.mark.parametrize(
     ("tau", "kept"),
-    [(0.60453, 0.6045), (0.5, 0.5), (0.0, 0.0), (1.0, 1.0), (0.99999386, 0.99999386), (0.000123456, 0.000123)],
+    [
+        (0.60453, 0.6045),
+        (0.5, 0.5),
+        (0.0, 0.0),
+        (1.0, 1.0),
+        (0.99999386, 0.99999386),
+        (0.000123456, 0.000123),
+    ],
 )
 def test_thresholds_in_files(tau: float, kept: float) -> None:
     assert rounded_tau(tau) == kept
@@ -259,7 +298,9 @@ class TestProposal:
         proposal = Proposal.read(write_layouts(tmp_path / "own", propose(table, 2)))
         assert proposal.tau == 0.5
         assert proposal.table(table) is table
-        mine = Proposal.read(write_layouts(tmp_path / "mine", {"mine": Layout(("GL", "LL", "LL"), 32)}))
+        mine = Proposal.read(
+            write_layouts(tmp_path / "mine", {"mine": Layout(("GL", "LL", "LL"), 32)})
+        )
         assert mine.tau is None
         assert mine.table(table) is table
         other = Proposal.read(write_layouts(tmp_path / "other", propose(table.at_tau(0.7), 2)))
@@ -269,11 +310,14 @@ class TestProposal:
     def test_different_thresholds_are_warned_of(self, tmp_path: Path) -> None:
         table = histogram_table()
         mine = Layout(("GL", "LL", "LL"), 32, "mine", {"tau": 0.8})
-        proposal = Proposal.read(write_layouts(tmp_path, {**propose(table.at_tau(0.7), 2), "mine": mine}))
+        proposal = Proposal.read(
+            write_layouts(tmp_path, {**propose(table.at_tau(0.7), 2), "mine": mine})
+        )
         assert proposal.taus == (0.7, 0.8)
         assert proposal.tau is None
         with pytest.warns(
-            UserWarning, match=r"tau 0\.7, 0\.8: their coverage is computed at the threshold of 'p', tau 0\.5"
+            UserWarning,
+            match=r"tau 0\.7, 0\.8: their coverage is computed at the threshold of 'p', tau 0\.5",
         ):
             assert proposal.table(table) is table
 
@@ -284,17 +328,25 @@ class TestProposal:
         table.write(tmp_path / "p")
         read = HeadScores.read(tmp_path / "p")
         assert read.content_hash == table.content_hash == table.at_tau(0.7).content_hash
-        np.testing.assert_allclose(proposal.table(read).density, table.at_tau(0.7).density)  # without a warning
+        np.testing.assert_allclose(
+            proposal.table(read).density, table.at_tau(0.7).density
+        )  # without a warning
         again = make_table(np.full((3, 2), 0.4), histogram=table.histogram)
         with pytest.warns(
-            UserWarning, match=r"densest, .*: proposed from an earlier probe named 'p', not from the current one"
+            UserWarning,
+            match=r"densest, .*: proposed from an earlier probe named 'p', not from the current one",
         ):
             proposal.table(again)
         proposal.table(replace(again, name="other"))  # chosen by one probe, counted by another
 
     def test_equal_layouts(self) -> None:
         grid = Layout(("GL",), 8, "a")
-        layouts = {"a": grid, "b": Layout(("GL",), 4), "c": replace(grid, strategy="c"), "d": Layout(("LG",), 8)}
+        layouts = {
+            "a": grid,
+            "b": Layout(("GL",), 4),
+            "c": replace(grid, strategy="c"),
+            "d": Layout(("LG",), 8),
+        }
         assert distinct(layouts) == {"a": ("a", "c"), "b": ("b",), "d": ("d",)}
 
     def test_names(self, tmp_path: Path) -> None:
@@ -305,7 +357,9 @@ class TestProposal:
         assert list(Proposal.read_folder(tmp_path / "a").layouts) == ["mine-x", "mine-y"]
         files = [tmp_path / "a" / "x.yaml", tmp_path / "a" / "y.yaml", tmp_path / "b" / "x.yaml"]
         assert list(Proposal.read(files).layouts) == ["mine-a-x", "mine-a-y", "mine-b-x"]
-        with pytest.raises(UserError, match="two layouts are called 'mine-b-x': rename one of them"):
+        with pytest.raises(
+            UserError, match="two layouts are called 'mine-b-x': rename one of them"
+        ):
             Proposal.read([*files, tmp_path / "b" / "x.yaml"])
         with pytest.raises(UserError, match=r"no layouts in .*none\nrun propose first"):
             Proposal.read_folder(tmp_path / "none")
@@ -341,7 +395,9 @@ def test_files(table: HeadScores, tmp_path: Path) -> None:
     write_proposal(tmp_path / "p", answer)
     for name, layout in answer.layouts.items():
         assert Layout.read(tmp_path / "p" / f"{name}.yaml") == layout
-    written = pd.read_csv(tmp_path / "p" / "coverage.csv", keep_default_na=False).set_index("strategy")
+    written = pd.read_csv(tmp_path / "p" / "coverage.csv", keep_default_na=False).set_index(
+        "strategy"
+    )
     assert sorted(written.index) == sorted(NAMES)
     for name, layout in answer.layouts.items():
         assert written.loc[name, "num_global"] == 18
@@ -404,7 +460,8 @@ def test_scores_that_are_all_negative_are_no_densities(offset: float) -> None:
     """The message told of densities, and to choose another tau."""
     values = np.array([[1.0, 0.0], [0.2, 0.6], [0.1, 0.3], [0.7, 0.5]])
     with pytest.raises(
-        UserError, match=r"no score of table 'custom' is above 0.*\nto rank heads by lower scores, subtract"
+        UserError,
+        match=r"no score of table 'custom' is above 0.*\nto rank heads by lower scores, subtract",
     ):
         propose(HeadScores.from_array(values + offset), budget=3)
     table = HeadScores.from_array(values + offset - (values + offset).min())

@@ -43,12 +43,19 @@ class TestWeights:
         """Rows of the program are scaled, so that the tolerance of 1e-6 is relative."""
         table = make_table([[0.5, 0.4, 0.25, 0.2]])
         weights = np.array([[3.0, 2.0, 2.0, 1.0]])
-        assert solve(table, 4e-7, weights=1e-7 * weights).heads == solve(table, 4, weights=weights).heads == ("GLLG",)
+        assert (
+            solve(table, 4e-7, weights=1e-7 * weights).heads
+            == solve(table, 4, weights=weights).heads
+            == ("GLLG",)
+        )
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("0,0,1\n", "needs one row for every head of the density table 'p', 1 layers x 2 KV heads"),
+            (
+                "0,0,1\n",
+                "needs one row for every head of the density table 'p', 1 layers x 2 KV heads",
+            ),
             ("0,0,1\n1,0,1\n", "up to layer 1"),
             ("0,0,1\n0,0,1\n", "one head is listed twice, and a head of layer 0 is missing"),
             ("0,0,1\n0,1,0\n", "line 3: column 'weight' must be a number above 0; found '0'"),
@@ -74,7 +81,9 @@ class TestMemory:
         assert self.cost.local_head == 2 * 128 * 128 * 2 * 16
         assert self.cost.total(3, 10) == 3 * self.cost.global_head + 7 * self.cost.local_head
         shape = Shape(num_layers=2, num_heads=5, num_kv_heads=5, head_dim=128, num_parameters=0)
-        assert self.cost.total(3, 10) == pytest.approx(16 * kv_cache_bytes(shape, 131072, density=0.3, window=128))
+        assert self.cost.total(3, 10) == pytest.approx(
+            16 * kv_cache_bytes(shape, 131072, density=0.3, window=128)
+        )
 
     def test_the_largest_budget_fits_and_the_next_does_not(self) -> None:
         for number in (1, 7, 639, 640):
@@ -90,14 +99,18 @@ class TestMemory:
         assert cost.local_head == 2 * 132 * 128 * 2 * 16
         assert cost.global_head == self.cost.global_head
         assert replace(cost, context=130).local_head == replace(cost, context=130).global_head
-        table = replace(make_table([[0.5, 0.4]]), window=128, metadata={"sinks": 4, "head_dim": 128})
+        table = replace(
+            make_table([[0.5, 0.4]]), window=128, metadata={"sinks": 4, "head_dim": 128}
+        )
         requirements = Requirements(context=131072, batch=16, kv_dtype="bfloat16")
         assert requirements.cache_cost(table, None) == cost
         with pytest.raises(UserError, match="--sinks must be at least 0"):
             replace(cost, sinks=-1)
 
     def test_a_table_without_sizes_has_no_memory(self) -> None:
-        with pytest.raises(UserError, match="'p' does not record the model's head_dim, which the memory depends on"):
+        with pytest.raises(
+            UserError, match="'p' does not record the model's head_dim, which the memory depends on"
+        ):
             Requirements(context=9).cache_cost(make_table([[0.5]]), None)
 
     def test_a_context_within_the_window(self) -> None:
@@ -107,7 +120,8 @@ class TestMemory:
             short.largest_budget(10, 10)
 
     @pytest.mark.parametrize(
-        ("text", "number"), [("2GiB", 2**31), ("1.5 gb", 1500000000), ("2e9", 2 * 10**9), ("512", 512)]
+        ("text", "number"),
+        [("2GiB", 2**31), ("1.5 gb", 1500000000), ("2e9", 2 * 10**9), ("512", 512)],
     )
     def test_sizes(self, text: str, number: int) -> None:
         assert parse_bytes(text) == number
@@ -166,8 +180,12 @@ def test_the_knee_is_where_the_curve_lies_farthest_above_chance() -> None:
 
 
 def test_requirements_from_the_texts_of_options() -> None:
-    requirements = read_requirements(ProposeOptions(context="8k", constraint=["global-layers=0,2-3", "uniform"]))
-    assert requirements == Requirements(Constraints(uniform=True, global_layers=(0, 2, 3)), context=8192)
+    requirements = read_requirements(
+        ProposeOptions(context="8k", constraint=["global-layers=0,2-3", "uniform"])
+    )
+    assert requirements == Requirements(
+        Constraints(uniform=True, global_layers=(0, 2, 3)), context=8192
+    )
     assert read_requirements(ProposeOptions()) == Requirements()
 
 
@@ -175,13 +193,28 @@ class TestCommand:
     @pytest.fixture
     def workspace(self, tmp_path: Path) -> Path:
         density = np.random.default_rng(0).random((6, 3)).round(4)
-        replace(make_table(density), metadata={"head_dim": 32, "dtype": "bfloat16"}).write(tmp_path / "probes" / "p")
+        replace(make_table(density), metadata={"head_dim": 32, "dtype": "bfloat16"}).write(
+            tmp_path / "probes" / "p"
+        )
         return tmp_path
 
     def propose(self, workspace: Path, *options: str) -> None:
-        main(["propose", "--probe", "p", "--num-random", "0", "--workspace", str(workspace), *options])
+        main(
+            [
+                "propose",
+                "--probe",
+                "p",
+                "--num-random",
+                "0",
+                "--workspace",
+                str(workspace),
+                *options,
+            ]
+        )
 
-    def test_a_constrained_layout_joins_the_others(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_constrained_layout_joins_the_others(
+        self, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         self.propose(workspace, "--budget", "6", "--constraint", "max-per-layer=1", "--robust")
         printed = " ".join(capsys.readouterr().out.split())
         assert "no confidence interval available" in printed
@@ -204,7 +237,9 @@ class TestCommand:
         ]
         assert (folder / "budgets.png").is_file()
         self.propose(workspace, "--budget", "20%..50%")
-        assert {path.stem for path in (folder / "budgets").glob("*.yaml")} == {f"densest-{n}" for n in range(4, 10)}
+        assert {path.stem for path in (folder / "budgets").glob("*.yaml")} == {
+            f"densest-{n}" for n in range(4, 10)
+        }
         kept = (folder / "budgets" / "earlier").iterdir()  # with a constraint, thus of other inputs
         assert sorted(path.name.rpartition("-")[0] for path in kept) == [
             "constrained-2",
@@ -213,20 +248,35 @@ class TestCommand:
         ]
         assert not list(folder.glob("*.yaml"))
 
-    def test_memory_in_place_of_a_budget(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_memory_in_place_of_a_budget(
+        self, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         memory = ["--kv-bytes", "1MiB", "--context", "1000"]
         self.propose(workspace, *memory)
         assert Layout.read(workspace / "layouts" / "p" / "densest.yaml").num_global == 8
-        assert "1MiB has room for 8 global heads: 1010.00 KiB" in " ".join(capsys.readouterr().out.split())
+        assert "1MiB has room for 8 global heads: 1010.00 KiB" in " ".join(
+            capsys.readouterr().out.split()
+        )
         self.propose(workspace, "--budget", "8", "--context", "128k")
-        assert "128.01 MiB of keys and values at 131,072 tokens x 1" in " ".join(capsys.readouterr().out.split())
+        assert "128.01 MiB of keys and values at 131,072 tokens x 1" in " ".join(
+            capsys.readouterr().out.split()
+        )
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--budget=4", "--constraint=min-per-layer=1"], "the budget of 4 and --constraint min-per-layer=1"),
-            (["--constraint=min-per-layer=2", "--constraint=max-per-layer=1"], "min-per-layer=2 is more than"),
-            (["--constraint=global-layers=1", "--constraint=local-layers=0-2"], "layer 1 is in global-layers and in"),
+            (
+                ["--budget=4", "--constraint=min-per-layer=1"],
+                "the budget of 4 and --constraint min-per-layer=1",
+            ),
+            (
+                ["--constraint=min-per-layer=2", "--constraint=max-per-layer=1"],
+                "min-per-layer=2 is more than",
+            ),
+            (
+                ["--constraint=global-layers=1", "--constraint=local-layers=0-2"],
+                "layer 1 is in global-layers and in",
+            ),
             (["--constraint=global-layers=9"], "the model has no layer 9"),
             (["--constraint=local-layers=first"], "is not a list of layers"),
             (["--constraint=per-layer=1"], "'per-layer=1': expected min-per-layer=N"),
@@ -247,16 +297,28 @@ class TestCommand:
         self, options: list[str], message: str, workspace: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         before = sorted(workspace.rglob("*"))
-        assert message in fails(capsys, "propose", "--probe=p", f"--workspace={workspace}", *options)
+        assert message in fails(
+            capsys, "propose", "--probe=p", f"--workspace={workspace}", *options
+        )
         assert sorted(workspace.rglob("*")) == before
 
-    def test_weights_of_another_model(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_weights_of_another_model(
+        self, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (workspace / "w.csv").write_text("layer,kv_head,weight\n0,0,1\n")
-        options = ["--probe=p", f"--workspace={workspace}", f"--head-costs={workspace / 'w.csv'}", "--budget=1"]
-        assert "needs one row for every head of the density table 'p', 6 layers x 3 KV heads" in fails(
-            capsys, "propose", *options
+        options = [
+            "--probe=p",
+            f"--workspace={workspace}",
+            f"--head-costs={workspace / 'w.csv'}",
+            "--budget=1",
+        ]
+        assert (
+            "needs one row for every head of the density table 'p', 6 layers x 3 KV heads"
+            in fails(capsys, "propose", *options)
         )
         cells = (f"{layer},{head},1" for layer in range(6) for head in range(3))
         (workspace / "w.csv").write_text("layer,kv_head,weight\n" + "\n".join(cells))
         assert "needs --budget in the unit" in fails(capsys, "propose", *options[:3])
-        assert "at most 18, the weight of all heads" in fails(capsys, "propose", *options[:3], "--budget=19")
+        assert "at most 18, the weight of all heads" in fails(
+            capsys, "propose", *options[:3], "--budget=19"
+        )

@@ -31,9 +31,15 @@ SCORES = np.random.default_rng(0).random((6, 3)).round(4)
 
 
 def solutions(
-    table: HeadScores, number: int, apart: int, requirements: Requirements | None = None, budget: str | None = "6"
+    table: HeadScores,
+    number: int,
+    apart: int,
+    requirements: Requirements | None = None,
+    budget: str | None = "6",
 ) -> Solutions:
-    answer = propose_for(table, requirements, budget, num_random=0, solutions=SeveralSolutions(number, apart))
+    answer = propose_for(
+        table, requirements, budget, num_random=0, solutions=SeveralSolutions(number, apart)
+    )
     assert answer.solutions is not None
     return answer.solutions
 
@@ -114,7 +120,9 @@ class TestRequirements:
     def test_robust_solutions_are_compared_by_their_worst_domain(self) -> None:
         table = make_domain_table(("code", "docs"))
         several = solutions(table, 3, 2, Requirements(robust=True), "3")
-        worst = [min(domain_coverage(table, layout).values()) for layout in several.layouts.values()]
+        worst = [
+            min(domain_coverage(table, layout).values()) for layout in several.layouts.values()
+        ]
         assert several.rows["objective"].tolist() == pytest.approx(worst)
         assert sorted(worst, reverse=True) == pytest.approx(worst, abs=1e-5)
 
@@ -125,7 +133,9 @@ class TestRequirements:
         assert all(not layout.global_mask[1::2].any() for layout in several.layouts.values())
 
     def test_whole_layers(self) -> None:
-        several = solutions(make_table(SCORES), 3, 4, Requirements(Constraints(granularity="layer")))
+        several = solutions(
+            make_table(SCORES), 3, 4, Requirements(Constraints(granularity="layer"))
+        )
         assert all(layout.is_layerwise for layout in several.layouts.values())
         assert set(distances(several)) == {6}
 
@@ -135,7 +145,9 @@ class TestRequirements:
         costs.write_text(f"layer,kv_head,weight\n{''.join(rows)}")
         several = solutions(make_table(SCORES), 3, 3, Requirements(head_costs=costs), "7.5")
         weights = np.array([1, 2] * 3)[:, None]
-        assert all((layout.global_mask * weights).sum() <= 7.5 for layout in several.layouts.values())
+        assert all(
+            (layout.global_mask * weights).sum() <= 7.5 for layout in several.layouts.values()
+        )
         assert min(distances(several)) >= 3
 
     def test_every_solution_fits_in_the_memory_of_an_engine(self) -> None:
@@ -178,7 +190,17 @@ class TestCommand:
     @pytest.fixture
     def arguments(self, tmp_path: Path) -> list[str]:
         make_table(SCORES).write(tmp_path / "probes" / "p")
-        return ["propose", "--probe", "p", "--num-random", "0", "--workspace", str(tmp_path), "--budget", "6"]
+        return [
+            "propose",
+            "--probe",
+            "p",
+            "--num-random",
+            "0",
+            "--workspace",
+            str(tmp_path),
+            "--budget",
+            "6",
+        ]
 
     def test_files_table_and_document(
         self, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -201,7 +223,9 @@ class TestCommand:
         assert len(document["solutions"]) == 3
         assert "differs from the 3 best layouts in at least 12 heads" in document["sentences"][0]
 
-    def test_what_does_not_go_together(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_what_does_not_go_together(
+        self, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert "expected a number, such as 5" in fails(capsys, *arguments, "--solutions", "5:far=4")
         message = fails(capsys, *arguments[:-1], "4,6", "--solutions", "3")
         assert "--solutions needs a single budget" in message

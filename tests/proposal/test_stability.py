@@ -13,7 +13,13 @@ from helpers import Page, all_logits, fails, make_layouts, scatter_gates, tiny_m
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.histogram import MAX_DOCUMENTS, DocumentCounts, LogitHistogram, group_documents, threshold_logit
+from spkv_nas.artifacts.histogram import (
+    MAX_DOCUMENTS,
+    DocumentCounts,
+    LogitHistogram,
+    group_documents,
+    threshold_logit,
+)
 from spkv_nas.artifacts.result_tables import PROBE_PAIRS
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
@@ -31,7 +37,9 @@ from spkv_nas.report.page import write_report
 EDGES, FINE = np.linspace(-6, 6, 5), np.linspace(-6, 6, 121)
 
 
-def make_probe(seed: int = 0, num_documents: int = 40, shape: tuple[int, int] = (4, 2), name: str = "p") -> HeadScores:
+def make_probe(
+    seed: int = 0, num_documents: int = 40, shape: tuple[int, int] = (4, 2), name: str = "p"
+) -> HeadScores:
     """Make a probe's table of two domains, from normal logits whose mean varies by head and by document."""
     generator = np.random.default_rng(seed)
     mean = np.random.default_rng(99).normal(0, 2, (1, *shape, 1))
@@ -42,7 +50,12 @@ def make_probe(seed: int = 0, num_documents: int = 40, shape: tuple[int, int] = 
     logits = np.where(inside, logits + generator.normal(0, 1, (num_documents, *shape, 200)), np.nan)
     fine = _histogram(logits, FINE)
     counts = DocumentCounts(
-        (logits >= 0).sum(-1).astype(float), tokens, domain, ("code", "docs"), _histogram(logits, EDGES), EDGES
+        (logits >= 0).sum(-1).astype(float),
+        tokens,
+        domain,
+        ("code", "docs"),
+        _histogram(logits, EDGES),
+        EDGES,
     )
     rows = [
         {
@@ -56,7 +69,9 @@ def make_probe(seed: int = 0, num_documents: int = 40, shape: tuple[int, int] = 
         }
         for (number, layer, head), density in np.ndenumerate(counts.density())
     ]
-    histogram = LogitHistogram(FINE, np.stack([fine[domain == i].sum(0) for i in (0, 1)]), ("code", "docs"))
+    histogram = LogitHistogram(
+        FINE, np.stack([fine[domain == i].sum(0) for i in (0, 1)]), ("code", "docs")
+    )
     return HeadScores(name, pd.DataFrame(rows), window=8, histogram=histogram, documents=counts)
 
 
@@ -73,13 +88,17 @@ class TestDocumentCounts:
         scatter_gates(model)
         tokens = np.random.default_rng(0).integers(3, 97, size=(9, 32)).astype(np.int32)
         owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, 32)
-        blocks = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(12)))
+        blocks = TokenBlocks(
+            tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(12))
+        )
         table = probe(model, blocks, 0.5, batch_size=batch_size)
         table.write(tmp_path)
         logits = all_logits(model, blocks, 0.5).transpose(1, 2, 0, 3).reshape(4, 2, -1)
         for result in (table.documents, HeadScores.read(tmp_path).documents):
             assert result is not None
-            order = np.lexsort((np.arange(12) // 2, np.arange(12) % 2))  # groups go domain by domain
+            order = np.lexsort(
+                (np.arange(12) // 2, np.arange(12) % 2)
+            )  # groups go domain by domain
             assert result.tokens.tolist() == [24] * 12
             assert result.domain.tolist() == [0] * 6 + [1] * 6
             kept = (logits >= 0).reshape(4, 2, 12, 24).sum(-1).transpose(2, 0, 1)
@@ -87,10 +106,17 @@ class TestDocumentCounts:
             assert result.bins.sum(-1).tolist() == np.full((12, 4, 2), 24).tolist()
         for tau in (0.2, 0.7):
             assert table.documents is not None
-            exact = (logits >= threshold_logit(tau)).reshape(4, 2, 12, 24).sum(-1).transpose(2, 0, 1)[order]
+            exact = (
+                (logits >= threshold_logit(tau))
+                .reshape(4, 2, 12, 24)
+                .sum(-1)
+                .transpose(2, 0, 1)[order]
+            )
             other = table.at_tau(tau).documents
             assert other is not None
-            assert np.abs(other.kept - exact).mean() < 0.2  # of 24 tokens, split within a bin of 0.1
+            assert (
+                np.abs(other.kept - exact).mean() < 0.2
+            )  # of 24 tokens, split within a bin of 0.1
 
     @pytest.mark.parametrize("tau", [0.0, 0.001, 0.3, 0.5, 0.93, 0.9999, 1.0])
     def test_documents_add_up_to_the_table_at_every_threshold(self, tau: float) -> None:
@@ -129,18 +155,24 @@ class TestDocumentCounts:
         text = (tmp_path / "density.csv").read_text()
         (tmp_path / "density.csv").write_text(text.replace("0,0,0.", "0,0,0.0", 1))
         with (
-            pytest.warns(UserWarning, match=r"density\.csv: edited or damaged after it was written"),
+            pytest.warns(
+                UserWarning, match=r"density\.csv: edited or damaged after it was written"
+            ),
             pytest.raises(UserError, match=r"documents\.npz does not add up"),
         ):
             HeadScores.read(tmp_path)
         make_probe(shape=(3, 2)).write(tmp_path / "other")
         (tmp_path / "density.csv").write_text(text)
         (tmp_path / "other" / "documents.npz").rename(tmp_path / "documents.npz")
-        with pytest.raises(UserError, match=r"documents\.npz is damaged: it does not match probe\.yaml"):
+        with pytest.raises(
+            UserError, match=r"documents\.npz is damaged: it does not match probe\.yaml"
+        ):
             HeadScores.read(tmp_path)
         record = tmp_path / "probe.yaml"
         record.write_text(re.sub(r"\Asha256:\n(?: .*\n)*", "", record.read_text()))
-        with pytest.raises(UserError, match=r"documents\.npz does not belong to the table in its folder"):
+        with pytest.raises(
+            UserError, match=r"documents\.npz does not belong to the table in its folder"
+        ):
             HeadScores.read(tmp_path)
         (tmp_path / "documents.npz").write_text("junk")
         with pytest.raises(UserError, match=r"documents\.npz is damaged"):
@@ -209,7 +241,8 @@ class TestBootstrap:
         table = make_probe()
         assert table.documents is not None
         counts = replace(
-            table.documents, kept=np.broadcast_to(table.documents.kept[:, :1, :1], table.documents.kept.shape)
+            table.documents,
+            kept=np.broadcast_to(table.documents.kept[:, :1, :1], table.documents.kept.shape),
         )
         equal = replace(table, documents=counts)
         assert bootstrap(equal) is None
@@ -245,7 +278,9 @@ class TestAgreement:
         table = make_probe()
         opposite = replace(table, name="o", rows=table.rows.assign(score=1 - table.rows["score"]))
         rows = agreement({"p": table, "q": table, "o": opposite}, 4).set_index(["first", "second"])
-        assert rows.loc[("p", "q"), ["jaccard", "spearman", "transfer"]].tolist() == pytest.approx([1, 1, 1])
+        assert rows.loc[("p", "q"), ["jaccard", "spearman", "transfer"]].tolist() == pytest.approx(
+            [1, 1, 1]
+        )
         assert rows.loc[("p", "o"), ["jaccard", "spearman"]].tolist() == pytest.approx([0, -1])
         assert rows.loc[("p", "o"), "transfer"] < 1
         assert rows["chance"].tolist() == pytest.approx([1 / 3] * 3)
@@ -254,13 +289,19 @@ class TestAgreement:
         table = make_probe()
         even, odd = (half.rows for _, half in parse_probe("p", lambda _: table, "half"))
         kept = even["score"] * even["num_tokens"] + odd["score"] * odd["num_tokens"]
-        np.testing.assert_allclose(kept / (even["num_tokens"] + odd["num_tokens"]), table.rows["score"])
+        np.testing.assert_allclose(
+            kept / (even["num_tokens"] + odd["num_tokens"]), table.rows["score"]
+        )
         assert not np.isclose(even["score"], odd["score"], rtol=1e-3).all()
         assert even["num_tokens"].sum() != odd["num_tokens"].sum()
 
     def test_parts_and_thresholds_have_labels(self) -> None:
         table = make_probe()
-        labels = [label for by in (None, "domain", "half") for label, _ in parse_probe("p@0.7", lambda _: table, by)]
+        labels = [
+            label
+            for by in (None, "domain", "half")
+            for label, _ in parse_probe("p@0.7", lambda _: table, by)
+        ]
         assert labels == ["p@0.7", "p@0.7:code", "p@0.7:docs", "p@0.7:even", "p@0.7:odd"]
         assert next(parse_probe("p@0.7", lambda _: table))[1].tau == 0.7
         rows = pd.DataFrame({"first": ["p:code", "p:code"], "second": ["p:docs", "p:a"]})
@@ -293,19 +334,38 @@ class TestCommands:
         return tmp_path
 
     @pytest.mark.slow
-    def test_from_probe_to_report(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_from_probe_to_report(
+        self, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         options = ["--workspace", str(workspace)]
-        main(["propose", "--probe", "p", "--budget", "3", "--tau", "match-budget", "--constraint", "uniform", *options])
+        main(
+            [
+                "propose",
+                "--probe",
+                "p",
+                "--budget",
+                "3",
+                "--tau",
+                "match-budget",
+                "--constraint",
+                "uniform",
+                *options,
+            ]
+        )
         printed = " ".join(capsys.readouterr().out.split())
         assert "densest: coverage" in printed
         assert "constrained: coverage" in printed
         heads = pd.read_csv(workspace / "layouts" / "p" / "heads.csv")
         assert list(heads.columns) == ["layer", "kv_head", "density", "densest", "constrained"]
         rows = pd.read_csv(workspace / "layouts" / "p" / "coverage.csv")
-        assert ((rows["coverage_low"] <= rows["coverage"]) & (rows["coverage"] <= rows["coverage_high"])).all()
+        assert (
+            (rows["coverage_low"] <= rows["coverage"]) & (rows["coverage"] <= rows["coverage_high"])
+        ).all()
         main(["compare", "p", "q", "p@0.7", "--budget", "3", *options])
         assert "transfer" in capsys.readouterr().out
-        main(["compare", "p", "--split-by", "half", "--budget", "25%", "--name", "halves", *options])
+        main(
+            ["compare", "p", "--split-by", "half", "--budget", "25%", "--name", "halves", *options]
+        )
         main(["report", "--probe", "p", *options])
         folder = workspace / "reports" / "p"
         text = (folder / "index.html").read_text(encoding="utf-8")
@@ -321,8 +381,21 @@ class TestCommands:
         make_probe(2).write(workspace / "elsewhere")
         for given in ("elsewhere/density.csv", "elsewhere"):
             path = str(workspace / given)
-            main(["compare", "p", path, "--budget=3", "--name", "both", "--workspace", str(workspace)])
-            assert pd.read_csv(workspace / "reports/both/agreement.csv")["second"].tolist() == [path]
+            main(
+                [
+                    "compare",
+                    "p",
+                    path,
+                    "--budget=3",
+                    "--name",
+                    "both",
+                    "--workspace",
+                    str(workspace),
+                ]
+            )
+            assert pd.read_csv(workspace / "reports/both/agreement.csv")["second"].tolist() == [
+                path
+            ]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -331,7 +404,10 @@ class TestCommands:
             (["p", "p"], "'p' is given twice"),
             (["p", "none"], "no probe 'none'"),
             (["p", "mistyped/density"], "no probe 'mistyped/density'"),
-            (["p", "other"], "the probe 'other' is for 3 layers x 2 KV heads, 'p' has 4 layers x 2 KV heads"),
+            (
+                ["p", "other"],
+                "the probe 'other' is for 3 layers x 2 KV heads, 'p' has 4 layers x 2 KV heads",
+            ),
             (["p", "p@x"], "must be a number in [0, 1]"),
             (["p", "p@2"], "[0, 1]"),
             (["p", "q", "--split-by=layer"], "--split-by must be domain or half; found 'layer'"),
@@ -342,14 +418,22 @@ class TestCommands:
         ],
     )
     def test_bad_comparisons(
-        self, arguments: list[str], message: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        arguments: list[str],
+        message: str,
+        workspace: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         make_probe(shape=(3, 2), name="other").write(workspace / "probes" / "other")
         bare = make_probe(name="bare")
         replace(bare, rows=bare.rows[bare.rows["domain"] == "code"], documents=None).write(
             workspace / "probes" / "bare"
         )
-        options = [*arguments, *([] if "--budget=9" in arguments else ["--budget=3"]), f"--workspace={workspace}"]
+        options = [
+            *arguments,
+            *([] if "--budget=9" in arguments else ["--budget=3"]),
+            f"--workspace={workspace}",
+        ]
         assert message in fails(capsys, "compare", *options)
         assert not (workspace / "reports").exists()
 

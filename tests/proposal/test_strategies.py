@@ -56,7 +56,9 @@ def _install(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module.HALF = HalfLayers()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "another_package", module)
     point = EntryPoint("first-heads", "another_package:FIRST", "spkv_nas.strategies")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [point] if group == point.group else []
+    )
     STRATEGIES.__dict__.pop("entries", None)
     yield
     STRATEGIES.__dict__.pop("entries", None)
@@ -94,7 +96,19 @@ class TestInstalledStrategy:
     def test_is_proposed_and_trained_like_the_others(self, tmp_path: Path) -> None:
         recipe = write_project(tmp_path)
         make_table(np.array([[0.2, 0.1], [0.9, 0.8]])).write(tmp_path / "probes" / "p")
-        main(["propose", "--probe", "p", "--budget", "1", "--num-random", "0", "--workspace", str(tmp_path)])
+        main(
+            [
+                "propose",
+                "--probe",
+                "p",
+                "--budget",
+                "1",
+                "--num-random",
+                "0",
+                "--workspace",
+                str(tmp_path),
+            ]
+        )
         layout = Layout.read(tmp_path / "layouts" / "p" / "first-heads.yaml")
         assert layout.heads == ("GL", "LL")
         assert layout.strategy == "first-heads"
@@ -104,7 +118,9 @@ class TestInstalledStrategy:
 
     def test_a_search_starts_from_it(self, table: HeadScores) -> None:
         starts = starting_layouts(Space(table, (4, 4), 8), [4])
-        assert list(starts) == [one.name for one in STRATEGIES if not (one.is_control or one.is_random)]
+        assert list(starts) == [
+            one.name for one in STRATEGIES if not (one.is_control or one.is_random)
+        ]
         assert [*starts][-1] == "first-heads"
 
     def test_the_report_draws_only_patterns_of_whole_layers(self, table: HeadScores) -> None:
@@ -115,7 +131,9 @@ class TestInstalledStrategy:
         assert patterns[:2] == ["interleaved-first", "interleaved-last"]
         assert "first-heads" not in patterns
 
-    def test_a_mask_of_another_grid_is_refused(self, table: HeadScores, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_mask_of_another_grid_is_refused(
+        self, table: HeadScores, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         point = EntryPoint("half", "another_package:HALF", "spkv_nas.strategies")
         monkeypatch.setattr(registry, "entry_points", lambda group: [point])
         with pytest.raises(

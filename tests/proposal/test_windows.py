@@ -46,13 +46,19 @@ def least(problem: WindowProblem, limit: float, shares: np.ndarray) -> float | N
         kinds = np.array(choice).reshape(2, 2)
         counted = np.delete(kinds, list(problem.native_layers), 0)
         counts = (kinds == 3).sum(1)
-        fixed = {**dict.fromkeys(named.get("global_layers", ()), 2), **dict.fromkeys(named.get("local_layers", ()), 0)}
+        fixed = {
+            **dict.fromkeys(named.get("global_layers", ()), 2),
+            **dict.fromkeys(named.get("local_layers", ()), 0),
+        }
         most = named.get("max_per_layer", 2)
         is_allowed = (
             SIZES[counted].sum() <= limit
             and all(counts[i] == fixed[i] if i in fixed else counts[i] <= most for i in range(2))
             and (named.get("granularity") != "layer" or (kinds[:, 0] == kinds[:, 1]).all())
-            and (problem.max_windows is None or len({*counted[counted < 3].tolist()}) <= problem.max_windows)
+            and (
+                problem.max_windows is None
+                or len({*counted[counted < 3].tolist()}) <= problem.max_windows
+            )
         )
         if is_allowed:
             cost = value(problem, kinds, shares)
@@ -68,17 +74,28 @@ def value(problem: WindowProblem, kinds: np.ndarray, shares: np.ndarray) -> floa
 
 @pytest.mark.parametrize(
     ("constraints", "native"),
-    [({}, ()), ({"max_per_layer": 1}, ()), ({"local_layers": (0,)}, (0,)), ({"granularity": "layer"}, ())],
+    [
+        ({}, ()),
+        ({"max_per_layer": 1}, ()),
+        ({"local_layers": (0,)}, (0,)),
+        ({"granularity": "layer"}, ()),
+    ],
 )
-def test_equals_the_best_of_all_choices(constraints: dict[str, Any], native: tuple[int, ...]) -> None:
+def test_equals_the_best_of_all_choices(
+    constraints: dict[str, Any], native: tuple[int, ...]
+) -> None:
     """By mean and by the worst domain, with any number of windows and with few."""
     rng = np.random.default_rng(0)
-    for limit, max_windows, shares in product((5.0, 11.0, 19.0), (None, 1, 2), (np.full((1, 2), 0.5), np.eye(2))):
+    for limit, max_windows, shares in product(
+        (5.0, 11.0, 19.0), (None, 1, 2), (np.full((1, 2), 0.5), np.eye(2))
+    ):
         costs = WindowCosts((1, 2, 3), rng.normal(1.0, 1.0, (2, 2, 2, 3)), ("a", "b"))
         problem = WindowProblem(costs, SIZES, constraints, native, max_windows)
         kinds = problem.solve(limit, shares)
         assert SIZES[np.delete(kinds, list(native), 0)].sum() <= limit
-        assert value(problem, kinds, shares) == pytest.approx(least(problem, limit, shares), abs=1e-9)
+        assert value(problem, kinds, shares) == pytest.approx(
+            least(problem, limit, shares), abs=1e-9
+        )
 
 
 def table(**metadata: Any) -> HeadScores:
@@ -120,7 +137,11 @@ class TestProposal:
         limit = int(layout.provenance["memory"])  # type: ignore[call-overload]
         assert limit - COST.global_head < COST.layout_bytes(layout, range(12)) <= limit
         at_window = replace(COST, window=densest.window)
-        assert COST.layout_bytes(densest, range(12)) == at_window.total(densest.num_global, 48) <= limit
+        assert (
+            COST.layout_bytes(densest, range(12))
+            == at_window.total(densest.num_global, 48)
+            <= limit
+        )
         assert layout.sinks == 1
         assert len(layout.windows) > 1
 
@@ -151,7 +172,9 @@ class TestProposal:
         layout = propose_for(probed).layouts["window-per-head"]
         assert layout.provenance["memory"] == int(0.2 * COST.full(48))
 
-    def test_memory_of_every_layout_is_shown(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_memory_of_every_layout_is_shown(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """The table was one of densities, without memory."""
         written(tmp_path, positions=4096)
         main(["propose", "--probe", "p", "--memory", "20%", "--workspace", str(tmp_path)])
@@ -170,13 +193,26 @@ class TestProposal:
     ) -> None:
         """So is a context that the model does not have."""
         written(tmp_path, positions=512)
-        main(["propose", "--probe", "p", "--memory", "6GB", "--context", "32k", "--workspace", str(tmp_path)])
+        main(
+            [
+                "propose",
+                "--probe",
+                "p",
+                "--memory",
+                "6GB",
+                "--context",
+                "32k",
+                "--workspace",
+                str(tmp_path),
+            ]
+        )
         said = " ".join(capsys.readouterr().out.split())
         assert "at 32,768 tokens x 1, which fits in 6GB: no head has to be local" in said
         assert "32,768 tokens are 64 times the model's context of 512" in said
 
     @pytest.mark.parametrize(
-        ("asked", "layout"), [([], "window-per-head"), (["--budget", "7"], "densest"), (["--window", "64"], "densest")]
+        ("asked", "layout"),
+        [([], "window-per-head"), (["--budget", "7"], "densest"), (["--window", "64"], "densest")],
     )
     def test_the_next_command_judges_the_layout_that_was_asked_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str], layout: str
@@ -191,7 +227,9 @@ class TestProposal:
     def test_single_windows_to_compare_are_far_apart(self) -> None:
         """The second best by the costs is often the next window, which loses as much."""
         rivals = rival_layouts(table(memory=0.2, context=2048, budget=7), COST, COST.full(48) // 5)
-        first, second = (layout.window for name, layout in rivals.items() if name.startswith("one-window-"))
+        first, second = (
+            layout.window for name, layout in rivals.items() if name.startswith("one-window-")
+        )
         assert max(first, second) >= 2 * min(first, second)
 
     def test_only_a_layout_that_was_measured_is_recommended(
@@ -203,7 +241,10 @@ class TestProposal:
         assert len(rivals) == 4
         best = next(name for name in rivals if name.startswith("one-window-"))
         losses = {name: 0.3 + 0.1 * number for number, name in enumerate(rivals)} | {best: 0.2}
-        tried = [TriedLayout(name, layout, 0.1, losses[name], 0.01, 16) for name, layout in rivals.items()]
+        tried = [
+            TriedLayout(name, layout, 0.1, losses[name], 0.01, 16)
+            for name, layout in rivals.items()
+        ]
         tried.sort(key=lambda row: row.change)
         window = rivals[best].window
         facts = {
@@ -213,7 +254,9 @@ class TestProposal:
         }
         probed = at_window(table(memory=0.2, context=2048, **facts), window)
         assert probed.window_costs is not None
-        in_range = replace(probed.window_costs, values=probed.window_costs.values / 1e4)  # the order stays
+        in_range = replace(
+            probed.window_costs, values=probed.window_costs.values / 1e4
+        )  # the order stays
         replace(probed, window_costs=in_range, probe_hash=None).write(tmp_path / "probes" / "p")
 
         def output(*options: str) -> str:
@@ -221,7 +264,10 @@ class TestProposal:
             return " ".join(capsys.readouterr().out.split())
 
         for options in ((), ("--memory", "20%")):
-            assert f"recommended.yaml is {best}, which lost least of 4 layouts of this memory" in output(*options)
+            assert (
+                f"recommended.yaml is {best}, which lost least of 4 layouts of this memory"
+                in output(*options)
+            )
             rows = pd.read_csv(tmp_path / "layouts" / "p" / "coverage.csv")
             assert rows["strategy"].tolist()[:4] == [row.name for row in tried]
             assert rows["change"].tolist()[:4] == pytest.approx([row.change for row in tried])
@@ -229,7 +275,11 @@ class TestProposal:
             assert layout.content == rivals[best].content
             assert Layout.read(tmp_path / "layouts" / "p" / "recommended.yaml") == layout
             assert "recommended" not in Proposal.read_folder(tmp_path / "layouts" / "p").layouts
-        for options in (("--memory", "30%"), ("--budget", "20"), ("--constraint", "max-per-layer=1")):
+        for options in (
+            ("--memory", "30%"),
+            ("--budget", "20"),
+            ("--constraint", "max-per-layer=1"),
+        ):
             assert "no layout is recommended" in output(*options)
 
     @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.5])
@@ -241,7 +291,9 @@ class TestProposal:
         }
         for name, layout in rivals.items():
             assert COST.layout_bytes(layout, range(12)) <= limit, name
-            assert layout.provenance["cost"] == pytest.approx(predicted_loss(scores, layout), abs=1e-6)
+            assert layout.provenance["cost"] == pytest.approx(
+                predicted_loss(scores, layout), abs=1e-6
+            )
         assert predicted_loss(scores, rivals["window-per-head"]) == min(
             predicted_loss(scores, layout) for layout in rivals.values()
         )
@@ -264,14 +316,17 @@ class TestProposal:
         assert cost.layout_bytes(layout, range(12)) <= memory
 
     @pytest.mark.parametrize(
-        ("text", "message"), [("uniform", "uniform counts global heads"), ("max-windows=0", "at least 1")]
+        ("text", "message"),
+        [("uniform", "uniform counts global heads"), ("max-windows=0", "at least 1")],
     )
     def test_mistakes(self, text: str, message: str) -> None:
         with pytest.raises(UserError, match=message):
             window_per_head(table(), COST, COST.full(48) // 2, Constraints.parse([text]))
 
     def test_too_little_memory(self) -> None:
-        with pytest.raises(UserError, match="no choice of windows meets the constraints in this memory"):
+        with pytest.raises(
+            UserError, match="no choice of windows meets the constraints in this memory"
+        ):
             window_per_head(table(), COST, COST.full(48) // 100)
         with pytest.raises(UserError, match="has no costs of windows"):
             window_per_head(replace(table(), window_costs=None), COST, COST.full(48))

@@ -24,7 +24,9 @@ from spkv_nas.report.verdict import conclude
 
 NAME = "<img src=x onerror=alert(1)>"
 CHOSEN = Layout(("GL", "MN", "LL", "LM"), windows={"L": 8, "M": 16, "N": 64}, strategy=NAME)
-SMALLER = Layout(("LL", "LN", "LL", "LM"), windows={"L": 8, "M": 16, "N": 64}, strategy="window-per-head-10")
+SMALLER = Layout(
+    ("LL", "LN", "LL", "LM"), windows={"L": 8, "M": 16, "N": 64}, strategy="window-per-head-10"
+)
 NOUNS = {"nll": "documents"}
 
 
@@ -35,7 +37,11 @@ def result(path: str, margin: float, rows: dict[Layout, tuple[Any, ...]]) -> Res
         for layout, (answer, loss, low, high, number) in rows.items()
     ]
     layouts = {
-        layout.strategy: {"heads": layout.words, "window": layout.window, "kv_cache_percent": 10.0 + 5 * place}
+        layout.strategy: {
+            "heads": layout.words,
+            "window": layout.window,
+            "kv_cache_percent": 10.0 + 5 * place,
+        }
         for place, layout in enumerate(rows)
     }
     record = {
@@ -45,7 +51,9 @@ def result(path: str, margin: float, rows: dict[Layout, tuple[Any, ...]]) -> Res
         "risk": 0.05,
         "context": 512,
         "against": "<b>dense</b>",
-        "by_position": {NAME: [[0, 16, 320, 2.02, 2.0], [16, 32, 300, 2.1, 2.0], [32, 64, 280, 2.06, 2.0]]},
+        "by_position": {
+            NAME: [[0, 16, 320, 2.02, 2.0], [16, 32, 300, 2.1, 2.0], [32, 64, 280, 2.06, 2.0]]
+        },
     }
     return ResultFile(Path(path), pd.DataFrame(lines, columns=VERDICT.header), record)
 
@@ -54,7 +62,10 @@ def result(path: str, margin: float, rows: dict[Layout, tuple[Any, ...]]) -> Res
 def inputs() -> ReportInputs:
     now = {SMALLER: ("fails", 2.88, 1.2, np.nan, 41), CHOSEN: ("passes", 0.709, np.nan, 0.96, 197)}
     earlier = {SMALLER: ("passes", 1.65, np.nan, 2.63, 64)}
-    files = result("reports/p/verdict.csv", 1.0, now), result("reports/p/verdict-0a1b2c3d.csv", 3.0, earlier)
+    files = (
+        result("reports/p/verdict.csv", 1.0, now),
+        result("reports/p/verdict-0a1b2c3d.csv", 3.0, earlier),
+    )
     return ReportInputs(replace(make_domain_table(), window=4), {}, verdicts=files)
 
 
@@ -79,7 +90,9 @@ def test_every_measurement_is_a_point_with_its_own_numbers(inputs: ReportInputs)
     assert chart is not None
     points = [mark for mark in chart.marks if isinstance(mark, Points)]
     found = {
-        (mark.label, x, y, name) for mark in points for x, y, name in zip(mark.x, mark.y, mark.names, strict=False)
+        (mark.label, x, y, name)
+        for mark in points
+        for x, y, name in zip(mark.x, mark.y, mark.names, strict=False)
     }
     assert found == {
         ("fails", 10.0, 2.88, "window-per-head-10"),
@@ -107,7 +120,12 @@ def test_loss_by_position_is_of_the_chosen_layout(inputs: ReportInputs) -> None:
 
 
 def test_the_darker_a_head_the_more_it_sees() -> None:
-    assert window_shades(CHOSEN) == {"G": 0.0, "L": 1.0, "M": pytest.approx(2 / 3), "N": pytest.approx(1 / 3)}
+    assert window_shades(CHOSEN) == {
+        "G": 0.0,
+        "L": 1.0,
+        "M": pytest.approx(2 / 3),
+        "N": pytest.approx(1 / 3),
+    }
     cells = grid_chart(CHOSEN, small=False).heatmap
     assert cells is not None
     assert cells.letters == ("GMLL", "LNLM")

@@ -59,7 +59,13 @@ def folder(tmp_path: Path) -> Path:
         shutil.copy(file, tmp_path)
     write(RULER, tmp_path, RULER_ROWS, model="m/own", against={"model": "m/other"}, floor_window=32)
     write(TASKS, tmp_path, TASKS_ROWS, limit=200)
-    write(LONGPPL, tmp_path, LONGPPL_ROWS, evaluator={"model": "m/other"}, withheld={"docs": "20 key tokens"})
+    write(
+        LONGPPL,
+        tmp_path,
+        LONGPPL_ROWS,
+        evaluator={"model": "m/other"},
+        withheld={"docs": "20 key tokens"},
+    )
     return tmp_path
 
 
@@ -82,7 +88,9 @@ def test_numbers_equal_those_of_the_file_and_the_command(
     """Every number on the page is the file's, rounded, and the command's tables agree."""
     monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     sections = {section.name: section for section in read_benchmarks(folder)}
-    file = write_report(folder, ReportInputs(make_domain_table(), {}, benchmarks=tuple(sections.values())))
+    file = write_report(
+        folder, ReportInputs(make_domain_table(), {}, benchmarks=tuple(sections.values()))
+    )
     page = Page(file.read_text(encoding="utf-8"))
     results: Mapping[str, Any] = {
         "baselines": (baselines.show, lambda rows: NLLTable("mine", rows, folder, 300, 300.0)),
@@ -101,11 +109,16 @@ def test_numbers_equal_those_of_the_file_and_the_command(
         )
         assert set(on_page) <= set(shown), kind.name
         values = [
-            scale * abs(value) for value in tables[0].select_dtypes("number").stack().dropna() for scale in (1, 100)
+            scale * abs(value)
+            for value in tables[0].select_dtypes("number").stack().dropna()
+            for scale in (1, 100)
         ]
         for number in shown:
             value, digits = float(number.replace(",", "")), len(number.partition(".")[2])
-            assert min(abs(value - one) for one in values) <= 0.5000001 * 10**-digits, (kind.name, number)
+            assert min(abs(value - one) for one in values) <= 0.5000001 * 10**-digits, (
+                kind.name,
+                number,
+            )
         cell_texts = {text.replace("\N{NO-BREAK SPACE}", " ") for text in page.texts["td"]}
         assert {cell for row in rows_of(sections[kind.name]) for cell in row.cells} <= cell_texts
 
@@ -113,7 +126,11 @@ def test_numbers_equal_those_of_the_file_and_the_command(
 def test_sections_exist_for_existing_tables(folder: Path) -> None:
     (folder / "ruler.csv").unlink()
     (folder / "tasks.yaml").unlink()  # a table alone will do
-    assert [section.name for section in read_benchmarks(folder)] == ["baselines", "tasks", "longppl"]
+    assert [section.name for section in read_benchmarks(folder)] == [
+        "baselines",
+        "tasks",
+        "longppl",
+    ]
     assert read_benchmarks(folder / "elsewhere") == ()
 
 
@@ -124,12 +141,23 @@ def test_layouts_not_significantly_different_are_tagged(folder: Path) -> None:
     rows.loc[rows["tau"] == 0.3, "delta_nll_standard_error"] = 0.13  # of a change of 0.24
     BASELINES.write(folder, rows, origin)
     pruned, ruler, tasks, longppl = read_benchmarks(folder)
-    tagged = {row.head for group in pruned.folded for row in group if row.tag == "not significantly different"}
+    tagged = {
+        row.head
+        for group in pruned.folded
+        for row in group
+        if row.tag == "not significantly different"
+    }
     assert tagged == {"SP-KV, τ = 0.3"}
     assert ruler.about.startswith("m/own; baseline m/other. ")
-    assert [row.tag for rows in ruler.folded for row in rows] == ["not significantly different", "not above the floor"]
+    assert [row.tag for rows in ruler.folded for row in rows] == [
+        "not significantly different",
+        "not above the floor",
+    ]
     assert [row.tag for rows in tasks.groups for row in rows] == ["not significantly different", ""]
-    assert [row.tag for rows in longppl.groups for row in rows] == ["", ""]  # one is worse, the other is not known
+    assert [row.tag for rows in longppl.groups for row in rows] == [
+        "",
+        "",
+    ]  # one is worse, the other is not known
     assert longppl.findings == ("docs: 20 key tokens.",)
     assert "likelier, chosen by m/other" in longppl.about
 
@@ -144,7 +172,10 @@ def test_a_single_checkpoint_is_not_compared(tmp_path: Path) -> None:
 def test_an_unreadable_table_is_named(folder: Path) -> None:
     text = (folder / "ruler.csv").read_text()
     (folder / "ruler.csv").write_text(text.replace("0.98", "much"))
-    with pytest.raises(UserError, match=r"ruler\.csv, line 2: column 'score' must be a number in \[0, 1\]; found 'mu"):
+    with pytest.raises(
+        UserError,
+        match=r"ruler\.csv, line 2: column 'score' must be a number in \[0, 1\]; found 'mu",
+    ):
         read_benchmarks(folder)
 
 
@@ -153,16 +184,28 @@ class TestDamage:
     def test_a_comparison_without_a_row(self, strategy: str, tmp_path: Path) -> None:
         """Without the row of the control, the report ended with an IndexError."""
         file = make_results("comparison.csv")(tmp_path)
-        lines = [line for line in file.read_text().splitlines() if not line.startswith(f"{strategy},")]
+        lines = [
+            line for line in file.read_text().splitlines() if not line.startswith(f"{strategy},")
+        ]
         file.write_text("\n".join(lines))
         use_results(file)
 
     @pytest.mark.parametrize(
         ("name", "old", "new", "message"),
         [
-            ("verdict.yaml", '"probe p"', "3", r"key 'left_out\.selected_by\.0': should be a valid string; found 3"),
+            (
+                "verdict.yaml",
+                '"probe p"',
+                "3",
+                r"key 'left_out\.selected_by\.0': should be a valid string; found 3",
+            ),
             ("verdict.yaml", '"documents"', "null", r"key 'nouns\.nll': should be a valid string"),
-            ("comparison.yaml", "0.2", '"x"', r"key 'rank_correlation\.interval\.1': .*number; found 'x'"),
+            (
+                "comparison.yaml",
+                "0.2",
+                '"x"',
+                r"key 'rank_correlation\.interval\.1': .*number; found 'x'",
+            ),
             ("search.yaml", "120", "[1]", r"key 'steps\.full': should be a valid number"),
             ("search.csv", "GL LG GL LL", "GL L GL LL", r"column 'heads' must have one word"),
         ],
@@ -180,5 +223,7 @@ class TestDamage:
         """Its chart ended the report with a ValueError."""
         file = make_results("search.csv")(tmp_path)
         write_csv(file, make_search().assign(zero_shot_delta_percent=NAN))
-        with pytest.raises(UserError, match="'zero_shot_delta_percent' is empty: no layout has a score"):
+        with pytest.raises(
+            UserError, match="'zero_shot_delta_percent' is empty: no layout has a score"
+        ):
             use_results(file)

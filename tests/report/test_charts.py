@@ -31,7 +31,12 @@ from spkv_nas.report.chart import (
     round_axis,
     spread_axis,
 )
-from spkv_nas.report.density_charts import density_chart, domain_chart, position_chart, position_profile
+from spkv_nas.report.density_charts import (
+    density_chart,
+    domain_chart,
+    position_chart,
+    position_profile,
+)
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page_svg import draw_chart
 from spkv_nas.report.plot import cividis, draw, save_chart
@@ -60,7 +65,9 @@ def test_error_bars_reach_one_standard_error() -> None:
     assert math.isnan(full.error[0])
     (ax,) = draw(chart).axes
     (drawn,) = [
-        path for path in ax.collections if np.allclose(path.get_paths()[0].vertices, [[47.1, 0.19], [47.1, 0.21]])
+        path
+        for path in ax.collections
+        if np.allclose(path.get_paths()[0].vertices, [[47.1, 0.19], [47.1, 0.21]])
     ]
     assert drawn is not None
 
@@ -76,7 +83,9 @@ def names_of(chart: Chart) -> list[tuple[str, Bbox]]:
 def test_names_cover_no_mark_and_no_other_name() -> None:
     axis = Axis("x", 0.0, 400.0, ())
     points = Points(
-        tuple(100.0 + 3 * i for i in range(7)), tuple(100.0 + 2 * (i % 3) for i in range(7)), names=("strategy",) * 7
+        tuple(100.0 + 3 * i for i in range(7)),
+        tuple(100.0 + 2 * (i % 3) for i in range(7)),
+        names=("strategy",) * 7,
     )
     chart = Chart("a", "", axis, axis, (points,))
     boxes = [box for _, box in names_of(chart)]
@@ -107,11 +116,18 @@ def test_the_page_has_the_elements_of_the_picture() -> None:
     marks = [element.get("data-mark") for element in root.iter() if element.get("data-mark")]
     assert marks == ["0,0", "0,1", "0,2", "1,0", "2,0"]
     texts = [element.text for element in root.iter("text")]
-    assert {"densest", "last", "spread", "layout", "control", chart.x.title, chart.y.title} <= set(texts)
-    colours = {element.get(kind) for element in root.iter() for kind in ("fill", "stroke")} - {None, "none"}
+    assert {"densest", "last", "spread", "layout", "control", chart.x.title, chart.y.title} <= set(
+        texts
+    )
+    colours = {element.get(kind) for element in root.iter() for kind in ("fill", "stroke")} - {
+        None,
+        "none",
+    }
     assert colours == {f"var(--{name})" for name in ("accent", "ink", "muted", "line", "card")}
     assert not any(
-        {"style", "id"} & set(element.keys()) for element in root.iter() if element.tag not in ("title", "desc")
+        {"style", "id"} & set(element.keys())
+        for element in root.iter()
+        if element.tag not in ("title", "desc")
     )
 
 
@@ -127,7 +143,14 @@ def test_ticks_are_round() -> None:
     assert round_axis("", 0, 4, padded=True).low == pytest.approx(-0.3)
     assert shown(round_axis("", 2, 2)) == ["2", "2.2", "2.4", "2.6", "2.8", "3"]
     assert shown(decades_axis("", 3e18, 2e21, powers=True)) == ["10¹⁹", "10²⁰", "10²¹"]
-    assert shown(decades_axis("", 0.04, 3, multiples=(1, 2, 5))) == ["0.05", "0.1", "0.2", "0.5", "1", "2"]
+    assert shown(decades_axis("", 0.04, 3, multiples=(1, 2, 5))) == [
+        "0.05",
+        "0.1",
+        "0.2",
+        "0.5",
+        "1",
+        "2",
+    ]
     assert shown(log_axis("", 1.9, 3.3)) == ["2", "2.25", "2.5", "2.75", "3", "3.25"]
     assert shown(spread_axis("", 0.6, 28)) == ["1", "2", "5", "10", "20"]
     assert shown(spread_axis("", 0.6, 5.9)) == ["0", "2", "4", "6"]
@@ -137,7 +160,9 @@ def test_ticks_are_round() -> None:
 @pytest.mark.parametrize(
     "chart",
     [
-        coverage_budget_chart(make_domain_table(), {"one": Layout(("GL", "LG", "LL", "LL"), 8)}, {"one": 0.5}, None),
+        coverage_budget_chart(
+            make_domain_table(), {"one": Layout(("GL", "LG", "LL", "LL"), 8)}, {"one": 0.5}, None
+        ),
     ],
     ids=lambda chart: chart.name,
 )
@@ -145,7 +170,9 @@ def test_pictures_have_the_same_bytes_every_time(chart: Chart | Panels, tmp_path
     for run in ("one", "two"):
         save_chart(tmp_path / run, chart)
     for kind in ("png", "svg", "pdf"):
-        one, two = ((tmp_path / run / f"{chart.name}.{kind}").read_bytes() for run in ("one", "two"))
+        one, two = (
+            (tmp_path / run / f"{chart.name}.{kind}").read_bytes() for run in ("one", "two")
+        )
         assert one == two
 
 
@@ -165,7 +192,8 @@ def test_a_comparison_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_layout_named_like_a_missing_value(tmp_path: Path) -> None:
     """A layout named NA or null keeps its name."""
     write_comparison(
-        tmp_path / "comparison.csv", make_comparison(strategy=["full-attention", "NA", "null", "nan", "a"])
+        tmp_path / "comparison.csv",
+        make_comparison(strategy=["full-attention", "NA", "null", "nan", "a"]),
     )
     assert read_comparison(tmp_path / "comparison.csv")["strategy"].tolist() == [
         "full-attention",
@@ -181,7 +209,10 @@ def test_a_layout_named_like_a_missing_value(tmp_path: Path) -> None:
     [
         ("nll\n2.0\n", "column 'strategy' is missing"),
         ("strategy,nll\na,2.0\n,2.0\n", "line 3: the strategy has no name"),
-        ("strategy,nll\na,2.0\nb,much\n", "line 3: column 'nll' must be a number in [0, 1e+09]; found 'much'"),
+        (
+            "strategy,nll\na,2.0\nb,much\n",
+            "line 3: column 'nll' must be a number in [0, 1e+09]; found 'much'",
+        ),
     ],
     ids=["column", "name", "number"],
 )
@@ -203,7 +234,8 @@ def test_budget_curve_ends_at_everything() -> None:
 def test_profiles() -> None:
     table = make_domain_table(("code", "docs"), positions=make_positions())
     assert (
-        f"code {table.measure.exact(table.mean)}, docs {table.measure.exact(table.mean)}" in domain_chart(table).words
+        f"code {table.measure.exact(table.mean)}, docs {table.measure.exact(table.mean)}"
+        in domain_chart(table).words
     )
     positions = position_profile(table)
     assert positions is not None
@@ -220,11 +252,19 @@ def test_positions_of_unequal_parts_are_logarithmic(last: int) -> None:
     assert (chart.x.log, chart.x.high) == (last == 90, last)
     line = next(mark for mark in chart.marks if isinstance(mark, Line))
     assert all(chart.x.low <= x <= chart.x.high for x in line.x)
-    assert 'fill="var(--accent)" fill-opacity="0.18"' in draw_chart(chart).partition('class="tick"')[2]
+    assert (
+        'fill="var(--accent)" fill-opacity="0.18"' in draw_chart(chart).partition('class="tick"')[2]
+    )
 
 
 def test_an_error_bar_below_zero_ends_at_a_logarithmic_axis() -> None:
-    chart = Chart("a", "", round_axis("", 0, 2), log_axis("ΔNLL %", 0.02, 20.0), (Points((1.0,), (0.1,), (0.5,)),))
+    chart = Chart(
+        "a",
+        "",
+        round_axis("", 0, 2),
+        log_axis("ΔNLL %", 0.02, 20.0),
+        (Points((1.0,), (0.1,), (0.5,)),),
+    )
     root = ElementTree.fromstring(draw_chart(chart))
     height = float(root.attrib["viewBox"].split()[3])
     paths = [re.findall(r"-?[\d.]+ (-?[\d.]+)", path.attrib["d"]) for path in root.iter("path")]

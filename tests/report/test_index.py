@@ -22,10 +22,14 @@ HOSTILE = "<img src=x onerror=alert(1)>#?&%"  # may name a folder
 
 
 def write_probe(workspace: Path, name: str, *, model: str, layouts: bool) -> None:
-    rows = make_domain_table(density=np.random.default_rng(len(name)).uniform(size=(4, 2)).round(3)).rows
+    rows = make_domain_table(
+        density=np.random.default_rng(len(name)).uniform(size=(4, 2)).round(3)
+    ).rows
     HeadScores(name, rows, window=8, metadata={"model": model}).write(workspace / "probes" / name)
     if layouts:
-        Layout(("GL", "LG", "GL", "LL"), 8, "densest").write(workspace / "layouts" / name / "densest.yaml")
+        Layout(("GL", "LG", "GL", "LL"), 8, "densest").write(
+            workspace / "layouts" / name / "densest.yaml"
+        )
 
 
 @pytest.fixture
@@ -70,7 +74,11 @@ def test_names_are_escaped(workspace: Path) -> None:
     policy = next(one["content"] for one in page.all("meta") if one.get("http-equiv"))
     assert policy is not None
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
-    assert not any(key.startswith("on") or key == "style" for _, attributes in page.elements for key in attributes)
+    assert not any(
+        key.startswith("on") or key == "style"
+        for _, attributes in page.elements
+        for key in attributes
+    )
     assert len(re.findall("<style>", text)) == 1
 
 

@@ -22,23 +22,50 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     """Write a score of the layout, and a verdict of it, without retraining and retrained."""
     monkeypatch.chdir(tmp_path)
     rows = pd.DataFrame({name: [""] for name in SCORES.header})
-    numbers = {"num_global": 1, "density_percent": 25, "kv_cache_percent": 30, "coverage_percent": 50, "nll": 2.25}
+    numbers = {
+        "num_global": 1,
+        "density_percent": 25,
+        "kv_cache_percent": 30,
+        "coverage_percent": 50,
+        "nll": 2.25,
+    }
     numbers |= {"delta_nll_percent": 3.4, "delta_nll_standard_error": 0.5}
     rows = rows.assign(strategy="densest", hash=LAYOUT.hash, heads=LAYOUT.words, **numbers)
-    record = {"model": "dense", "data": [str(tmp_path / "text")], "num_documents": 44, "block_size": 512}
+    record = {
+        "model": "dense",
+        "data": [str(tmp_path / "text")],
+        "num_documents": 44,
+        "block_size": 512,
+    }
     SCORES.write(tmp_path / "reports/one", rows, record | {"num_selection": 3})
-    SCORES.write(tmp_path / "reports/wrong", rows, record | {"alarm": "The model knows nothing of this text."})
+    SCORES.write(
+        tmp_path / "reports/wrong",
+        rows,
+        record | {"alarm": "The model knows nothing of this text."},
+    )
     layout: dict[str, Any] = {"heads": LAYOUT.words, "window": 6, "sinks": 1}
     rows = pd.DataFrame({name: [0.5, 0.5] for name in VERDICT.header})
-    rows = rows.assign(candidate=["densest", "mine"], criterion="nll", unit="%", answer=["passes", "open"])
+    rows = rows.assign(
+        candidate=["densest", "mine"], criterion="nll", unit="%", answer=["passes", "open"]
+    )
     rows = rows.assign(margin=1, low=[-0.25, float("nan")], num_samples=83, more_samples=4)
-    record = {"candidates": {"densest": "dense", "mine": "trained"}, "against": "dense", "risk": 0.05, "data": None}
-    record |= {"layouts": {"densest": layout, "mine": layout | {"trained": True}}, "nouns": {"nll": "documents"}}
+    record = {
+        "candidates": {"densest": "dense", "mine": "trained"},
+        "against": "dense",
+        "risk": 0.05,
+        "data": None,
+    }
+    record |= {
+        "layouts": {"densest": layout, "mine": layout | {"trained": True}},
+        "nouns": {"nll": "documents"},
+    }
     VERDICT.write(tmp_path / "reports/one", rows, record)
     return Workspace(tmp_path)
 
 
-def test_results_of_the_layout_on_these_weights_are_said(workspace: Workspace, tmp_path: Path) -> None:
+def test_results_of_the_layout_on_these_weights_are_said(
+    workspace: Workspace, tmp_path: Path
+) -> None:
     assert layout_evidence(workspace, str(tmp_path / "dense"), LAYOUT) == [
         "nll: a loss of +0.500 % (interval \N{MINUS SIGN}0.250 to +0.500 %), on 83 documents, against `dense`; it "
         "passes 1 % (nll) at a risk of 5 %.",

@@ -26,20 +26,33 @@ from spkv_nas.report.verdict import conclude
 
 @pytest.mark.parametrize(
     ("signal", "unit", "largest"),
-    [("density", None, 1.0), ("duo", None, 1.0), ("attention-mass", None, 0.03), ("add-one-head", NATS, 0.0987)],
+    [
+        ("density", None, 1.0),
+        ("duo", None, 1.0),
+        ("attention-mass", None, 0.03),
+        ("add-one-head", NATS, 0.0987),
+    ],
 )
 def test_levels_are_rounded_like_values(signal: str, unit: str | None, largest: float) -> None:
     """Also values that end in a half, which Python rounds to even and JavaScript up."""
     generator = np.random.default_rng(0)
-    values = np.concatenate([generator.uniform(0 if unit is None else -largest, largest, 2000), [0.0, largest]])
+    values = np.concatenate(
+        [generator.uniform(0 if unit is None else -largest, largest, 2000), [0.0, largest]]
+    )
     halves = np.arange(33) / 32 * (1.0 if largest == 1.0 else 1 / 32)
     kind = DENSITY if signal == DENSITY else GAIN if unit == NATS else SHARE
     measure = Measure.of(
-        kind, signal, unit, np.concatenate([values, halves, generator.integers(0, 2000, 500) / 2000 * largest])
+        kind,
+        signal,
+        unit,
+        np.concatenate([values, halves, generator.integers(0, 2000, 500) / 2000 * largest]),
     )
     for value, level in zip(values, levels(values, measure), strict=True):
         shown = (level + 0.5) / (2 * 10**measure.decimals)
-        assert (measure.exact(shown), measure.scale.text(shown)) == (measure.exact(value), measure.scale.text(value))
+        assert (measure.exact(shown), measure.scale.text(shown)) == (
+            measure.exact(value),
+            measure.scale.text(value),
+        )
 
 
 def test_coverage_of_every_budget_is_that_of_its_layout() -> None:
@@ -56,14 +69,25 @@ def test_the_explorer_has_the_heads_of_propose() -> None:
     data = explorer_data(inputs, conclude(inputs))
     assert data is not None
     (signal,) = data["signals"]
-    assert (data["budget"], signal["taus"], signal["cache"]) == (2, ["0.5"], {"token": 64.0, "window": 8})
+    assert (data["budget"], signal["taus"], signal["cache"]) == (
+        2,
+        ["0.5"],
+        {"token": 64.0, "window": 8},
+    )
     tables = json.loads(gzip.decompress(base64.b64decode(signal["tables"])))
     values = levels(table.values, table.measure)
-    assert tables["levels"] == [[[level] for level in values]] * 3  # all text, and two equal domains
+    assert (
+        tables["levels"] == [[[level] for level in values]] * 3
+    )  # all text, and two equal domains
     assert tables["order"] == [np.argsort(-table.values.ravel(), kind="stable").tolist()]
     layouts = [propose(table, budget, num_random=0)["densest"] for budget in range(1, 9)]
-    assert np.cumsum(tables["coverage"][0]).tolist() == [round(1e4 * coverage(table, layout)) for layout in layouts]
-    masks = [np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8))[:8] for _, text in data["layouts"]]
+    assert np.cumsum(tables["coverage"][0]).tolist() == [
+        round(1e4 * coverage(table, layout)) for layout in layouts
+    ]
+    masks = [
+        np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8))[:8]
+        for _, text in data["layouts"]
+    ]
     assert [mask.tolist() for mask in masks] == [
         layout.global_mask.ravel().tolist() for layout in inputs.layouts.values()
     ]
@@ -83,12 +107,18 @@ def test_evidence_is_by_steps_of_retraining() -> None:
         ("retrained for 30 steps", 3),
         ("not retrained, on the text that the search selected on", 4),
     ]
-    assert [result.name for result in evidence[0].results] == ["density-0-1", "densest", "random-0-1"]
+    assert [result.name for result in evidence[0].results] == [
+        "density-0-1",
+        "densest",
+        "random-0-1",
+    ]
 
 
 def test_a_file_of_the_map_has_the_sink_tokens_of_its_probe() -> None:
     """The page hashes window, rows and sinks, and joins the parts around the rows to the file of ``propose``."""
-    table = make_domain_table(("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16", "sinks": 4})
+    table = make_domain_table(
+        ("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16", "sinks": 4}
+    )
     inputs = ReportInputs(table, make_layouts("densest", "last"))
     data = explorer_data(inputs, conclude(inputs))
     assert data is not None
@@ -110,7 +140,9 @@ def test_files_of_retrained_layouts_have_window_and_sinks_of_the_search(
     """Take the probe's only where the record of a search has no window; new layouts have them anyway."""
     inputs = make_evidence()
     table = replace(inputs.table, metadata={**inputs.table.metadata, "sinks": 4})
-    inputs = replace(inputs, table=table, probes=(table,), search_record={**inputs.search_record, **record})
+    inputs = replace(
+        inputs, table=table, probes=(table,), search_record={**inputs.search_record, **record}
+    )
     data = explorer_data(inputs, conclude(inputs))
     assert data is not None
     before = {file[0]: file[3] for file in data["files"] if file}
@@ -119,4 +151,6 @@ def test_files_of_retrained_layouts_have_window_and_sinks_of_the_search(
     for name in retrained:
         lines = before[name].splitlines()
         assert [line.split()[1] for line in lines if line.startswith("window:")] == [str(window)]
-        assert [line.split()[1] for line in lines if line.startswith("sinks:")] == ([str(sinks)] if sinks else [])
+        assert [line.split()[1] for line in lines if line.startswith("sinks:")] == (
+            [str(sinks)] if sinks else []
+        )

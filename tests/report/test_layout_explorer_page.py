@@ -57,18 +57,25 @@ def test_download_is_the_file_that_propose_writes(
     page = open_page(f"#signal={probe}&budget={budget}" + (f"&tau={tau}" if tau else ""))
     with page.expect_download() as download:
         page.click("#explorer-download")
-    assert Path(download.value.path()).read_bytes() == (tmp_path / "layouts" / probe / "densest.yaml").read_bytes()
+    assert (
+        Path(download.value.path()).read_bytes()
+        == (tmp_path / "layouts" / probe / "densest.yaml").read_bytes()
+    )
     assert download.value.suggested_filename == f"densest-{budget}.yaml"
 
 
 def test_download_has_the_sink_tokens_of_the_probe(open_file: Any, tmp_path: Path) -> None:
     """Files of stored layouts and of other budgets, with the hash that the page computes."""
-    table = make_domain_table(("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16", "sinks": 4})
+    table = make_domain_table(
+        ("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16", "sinks": 4}
+    )
     table.write(tmp_path / "probes" / table.name)
     chosen = ["-w", str(tmp_path), "--probe", table.name]
     main(["propose", *chosen, "--budget", "2"])
     main(["report", *chosen])
-    texts = open_file(tmp_path / "reports" / table.name / "index.html", "#budget=2").evaluate(ALL_FILES)
+    texts = open_file(tmp_path / "reports" / table.name / "index.html", "#budget=2").evaluate(
+        ALL_FILES
+    )
     for budget, text in enumerate(texts, 1):
         main(["propose", *chosen, "--budget", str(budget)])
         file = tmp_path / "layouts" / table.name / "densest.yaml"
@@ -82,9 +89,27 @@ def test_page_file_and_command_have_one_coverage(
 ) -> None:
     for part in ("probes", "layouts"):
         shutil.copytree(workspace / part, tmp_path / part)
-    main(["propose", "-w", str(tmp_path), "--probe", "stdlib-21x3", "--budget", "20", "--tau", "0.4", "--json", "-q"])
-    printed = {row["strategy"]: row["coverage"] for row in json.loads(capsys.readouterr().out)["layouts"]}
-    table = pd.read_csv(tmp_path / "layouts/stdlib-21x3/coverage.csv").set_index("strategy")["coverage"]
+    main(
+        [
+            "propose",
+            "-w",
+            str(tmp_path),
+            "--probe",
+            "stdlib-21x3",
+            "--budget",
+            "20",
+            "--tau",
+            "0.4",
+            "--json",
+            "-q",
+        ]
+    )
+    printed = {
+        row["strategy"]: row["coverage"] for row in json.loads(capsys.readouterr().out)["layouts"]
+    }
+    table = pd.read_csv(tmp_path / "layouts/stdlib-21x3/coverage.csv").set_index("strategy")[
+        "coverage"
+    ]
     shown = open_page("#budget=20&tau=0.4").inner_text("#explorer-coverage")
     assert (shown, printed["densest"]) == (f"{100 * table['densest']:.2f} %", table["densest"])
 
@@ -96,16 +121,24 @@ def test_files_of_every_budget_equal_those_of_propose(open_page: Any, workspace:
     for tau in (0.05, 0.5, 0.65, 0.95):
         texts = open_page(f"#budget=1&tau={tau:g}").evaluate(ALL_FILES)
         at = table.at_tau(tau)
-        assert texts == [propose(at, budget, num_random=0)["densest"].text for budget in range(1, 64)]
+        assert texts == [
+            propose(at, budget, num_random=0)["densest"].text for budget in range(1, 64)
+        ]
 
 
 @pytest.mark.parametrize("tau", slow_after(2, [0.05, 0.7, 0.5, 0.95]))
-def test_the_map_shows_the_table_at_every_threshold(open_page: Any, workspace: Path, tau: float) -> None:
+def test_the_map_shows_the_table_at_every_threshold(
+    open_page: Any, workspace: Path, tau: float
+) -> None:
     """Over all text and by domain, exact in the data and rounded in the cells."""
     table = HeadScores.read(workspace / "probes/stdlib-21x3").at_tau(tau)
     page = open_page(f"#budget=18&tau={tau:g}")
-    labels = page.eval_on_selector_all(MAP + " .cell", "cells => cells.map(cell => cell.getAttribute('aria-label'))")
-    texts = page.eval_on_selector_all(MAP + " .values text", "texts => texts.map(text => text.textContent)")
+    labels = page.eval_on_selector_all(
+        MAP + " .cell", "cells => cells.map(cell => cell.getAttribute('aria-label'))"
+    )
+    texts = page.eval_on_selector_all(
+        MAP + " .values text", "texts => texts.map(text => text.textContent)"
+    )
     heads = [(layer, head) for head in range(3) for layer in range(21)]
     assert texts == [table.measure.scale.text(table.values[at]) for at in heads]
     chosen = propose(table, 18, num_random=0)["densest"].global_mask
@@ -114,7 +147,10 @@ def test_the_map_shows_the_table_at_every_threshold(open_page: Any, workspace: P
             [
                 f"Layer {at[0]}, KV head {at[1]}: density {table.measure.exact(table.values[at])}, "
                 f"{'global' if chosen[at] else 'local'}",
-                *(f"{domain}: {table.measure.exact(table.domain_density(domain)[at])}" for domain in table.domains),
+                *(
+                    f"{domain}: {table.measure.exact(table.domain_density(domain)[at])}"
+                    for domain in table.domains
+                ),
             ]
         )
         for at in heads
@@ -140,7 +176,9 @@ def test_hashes_and_their_quotes_are_those_of_python(open_page: Any) -> None:
         "0e123456",
         "e1234567",
     ]
-    assert page.evaluate("digits => digits.map(yamlText)", digits) == [_plain(text) for text in digits]
+    assert page.evaluate("digits => digits.map(yamlText)", digits) == [
+        _plain(text) for text in digits
+    ]
 
 
 def _plain(text: str) -> str:
@@ -168,7 +206,9 @@ def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
     assert num_outlined(page) == 63
     page.locator("#explorer-limit").fill("100")
     page.locator("#explorer-context").fill("65536")
-    assert page.inner_text("#explorer-heads") == "12 of 63 KV heads"  # 8 MiB each, and local ones 4 KiB
+    assert (
+        page.inner_text("#explorer-heads") == "12 of 63 KV heads"
+    )  # 8 MiB each, and local ones 4 KiB
     page.locator("#explorer-limit").fill("0.0001")
     assert page.inner_text("#explorer-heads") == "1 of 63 KV heads"
 
@@ -187,7 +227,10 @@ def test_a_link_shows_the_same(open_page: Any) -> None:
     command = parsed(again.inner_text("#explorer-command"))
     assert (command.probe, command.budget) == ("it's duo", "25")
     assert num_outlined(again) == 25
-    assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#explorer-heads") == "18 of 63 KV heads"
+    assert (
+        open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#explorer-heads")
+        == "18 of 63 KV heads"
+    )
 
 
 def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
@@ -208,10 +251,16 @@ def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
         select.press("Home")
         for _ in range(select.locator("option").all_inner_texts().index(name)):
             select.press("ArrowDown")
-    assert page.inner_text("#explorer-difference") == "both 5 \u00b7 only here 13 \u00b7 only in sparsest 13"
+    assert (
+        page.inner_text("#explorer-difference")
+        == "both 5 \u00b7 only here 13 \u00b7 only in sparsest 13"
+    )
     assert num_outlined(page) == 18
     assert page.get_attribute(MAP + " .other", "d").count("M") == 13
-    assert [page.inner_text(f"#explorer-pair figure:nth-child({at}) h3") for at in (1, 2)] == ["duo", "sparsest"]
+    assert [page.inner_text(f"#explorer-pair figure:nth-child({at}) h3") for at in (1, 2)] == [
+        "duo",
+        "sparsest",
+    ]
     assert page.inner_text("#explorer-coverage") == "30.44 %"
     with page.expect_download() as download:
         page.click("#explorer-download")
@@ -225,11 +274,15 @@ def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
     assert again.is_visible("#explorer-download")
 
 
-def test_two_probes_are_compared_at_the_same_number_of_heads(open_page: Any, workspace: Path) -> None:
+def test_two_probes_are_compared_at_the_same_number_of_heads(
+    open_page: Any, workspace: Path
+) -> None:
     page = open_page("#budget=10")
     page.select_option("#explorer-compared", label=f"as many heads selected by {OTHER}")
     masks = [
-        propose(HeadScores.read(workspace / "probes" / name), 10, num_random=0)["densest"].global_mask
+        propose(HeadScores.read(workspace / "probes" / name), 10, num_random=0)[
+            "densest"
+        ].global_mask
         for name in ("stdlib-21x3", OTHER)
     ]
     both = int((masks[0] & masks[1]).sum())
@@ -243,19 +296,28 @@ def test_measured_layouts_are_sorted_and_filtered(open_page: Any, workspace: Pat
     """They match the search's table; clicking a name shows its layout on the map."""
     page = open_page()
     search = pd.read_csv(workspace / "reports/stdlib-21x3/search.csv")
-    unseen = search.dropna(subset="full_delta_percent").drop_duplicates("heads").sort_values("full_delta_percent")
+    unseen = (
+        search.dropna(subset="full_delta_percent")
+        .drop_duplicates("heads")
+        .sort_values("full_delta_percent")
+    )
     rows = "#measured-all tbody tr"
     shown = [row.split("\t") for row in page.locator(rows).all_inner_texts()]
     names = page.locator(rows + " button").all_inner_texts()
     assert names[: len(unseen)] == unseen["name"].tolist()
-    assert [row[1].split()[0] for row in shown[: len(unseen)]] == [f"{d:+.3f}" for d in unseen["full_delta_percent"]]
+    assert [row[1].split()[0] for row in shown[: len(unseen)]] == [
+        f"{d:+.3f}" for d in unseen["full_delta_percent"]
+    ]
     table = HeadScores.read(workspace / "probes/stdlib-21x3")  # measured after the search
     covered = [
-        100 * coverage(table, Layout(tuple(heads.split()), window=table.window)) for heads in unseen["heads"].head(5)
+        100 * coverage(table, Layout(tuple(heads.split()), window=table.window))
+        for heads in unseen["heads"].head(5)
     ]
     assert [float(row[5]) for row in shown[:5]] == pytest.approx(covered, abs=0.07)
     page.fill("#measured-filter", "surrogate 46")
-    assert [row.split("\t")[0] for row in page.locator(rows).all_inner_texts()] == ["surrogate-0-46"]
+    assert [row.split("\t")[0] for row in page.locator(rows).all_inner_texts()] == [
+        "surrogate-0-46"
+    ]
     assert page.inner_text("#measured-count").startswith("1 of ")
     page.fill("#measured-filter", "surrogate")
     page.locator("#measured-all th button", has_text="Layout").press("Enter")
@@ -269,8 +331,13 @@ def test_measured_layouts_are_sorted_and_filtered(open_page: Any, workspace: Pat
 
 def test_points_of_charts_show_their_layout(open_page: Any) -> None:
     page = open_page()
-    for chart, name in (("search-retrained-coverage", "surrogate-0-46"), ("coverage-nll", "interleaved-last")):
-        page.locator(f"svg[data-chart={chart}] [role=button][aria-label^='{name}']").click(force=True)
+    for chart, name in (
+        ("search-retrained-coverage", "surrogate-0-46"),
+        ("coverage-nll", "interleaved-last"),
+    ):
+        page.locator(f"svg[data-chart={chart}] [role=button][aria-label^='{name}']").click(
+            force=True
+        )
         assert page.locator("#explorer-selected option:checked").inner_text() == name
     first = page.locator("svg[data-chart=coverage-budget] [role=button][tabindex='0']")
     first.focus()
@@ -306,9 +373,16 @@ def test_the_page_begins_with_the_layout_of_its_headline(open_page: Any, workspa
     """Map, file and numbers are those of the layout in the headline."""
     page = open_page()
     search = pd.read_csv(workspace / "reports/stdlib-21x3/search.csv").set_index("name")
-    heads = search.loc["duo", "heads"].iloc[0] if search.index.duplicated().any() else search.loc["duo", "heads"]
+    heads = (
+        search.loc["duo", "heads"].iloc[0]
+        if search.index.duplicated().any()
+        else search.loc["duo", "heads"]
+    )
     link = page.locator("p.lead a")
-    assert (link.inner_text(), page.inner_text("#explorer-selected option:checked")) == ("duo", "duo")
+    assert (link.inner_text(), page.inner_text("#explorer-selected option:checked")) == (
+        "duo",
+        "duo",
+    )
     with page.expect_download() as download:
         page.click("#explorer-download")
     layout = Layout.read(Path(download.value.path()))
@@ -334,11 +408,11 @@ def test_changes_of_nll_are_visible_on_a_phone(open_page: Any) -> None:
         if not table.is_visible() or "NLL" not in table.locator("thead").inner_text():
             continue
         heads = table.locator("thead th").all_inner_texts()
-        column = next(at for at, name in enumerate(heads) if name.replace("\u00a0", " ").startswith("Δ NLL"))
+        column = next(
+            at for at, name in enumerate(heads) if name.replace("\u00a0", " ").startswith("Δ NLL")
+        )
         for cell in table.locator(f"tbody tr td:nth-child({column + 1})").all():
-            inside = (
-                "cell => cell.getBoundingClientRect().right <= cell.closest('.scroll').getBoundingClientRect().right"
-            )
+            inside = "cell => cell.getBoundingClientRect().right <= cell.closest('.scroll').getBoundingClientRect().right"
             assert cell.evaluate(inside), heads
             checked += 1
     assert checked > 30

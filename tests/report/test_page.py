@@ -50,7 +50,11 @@ def say(
     **record: Any,
 ) -> str:
     inputs = ReportInputs(
-        make_domain_table(), layouts or {}, comparison=comparison, record=record, pair_error=pair_error
+        make_domain_table(),
+        layouts or {},
+        comparison=comparison,
+        record=record,
+        pair_error=pair_error,
     )
     verdict = conclude(inputs)
     return " ".join(["".join(verdict.lead), *verdict.sentences, *findings(inputs.record)])
@@ -65,14 +69,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_hostile(folder: Path) -> Path:
     """Write a report in which every name that a user chooses is hostile."""
     names = ("<script>alert(1)<script>", QUOTED, "=cmd()$a_b$ 漢字")
-    table = make_domain_table((HOSTILE, QUOTED), positions=make_positions(), metadata={HOSTILE: {QUOTED: [HOSTILE, 1]}})
+    table = make_domain_table(
+        (HOSTILE, QUOTED), positions=make_positions(), metadata={HOSTILE: {QUOTED: [HOSTILE, 1]}}
+    )
     write_report(
         folder,
         ReportInputs(
             replace(table, name=HOSTILE),
             make_layouts(*names),
             comparison=make_comparison(
-                strategy=["full-attention", "sp-kv", *names], note=["", "", HOSTILE, QUOTED, "+1\x07"]
+                strategy=["full-attention", "sp-kv", *names],
+                note=["", "", HOSTILE, QUOTED, "+1\x07"],
             ),
             record={"rank_correlation": {"rho": -1.0, "layouts": 3}, QUOTED: HOSTILE},
             search=make_search(name=[HOSTILE, QUOTED, "b", "c", "d"]),
@@ -102,7 +109,9 @@ def test_page_loads_nothing_and_has_no_inline_handlers(page: Page) -> None:
     assert not page.all("img", "link", "iframe", "object", "foreignobject")
     assert {use["href"] for use in page.all("use")} == {"#density-cells"}  # of the page itself
     for _, attributes in page.elements:
-        assert not [name for name in attributes if name.startswith("on") or name in ("src", "style")]
+        assert not [
+            name for name in attributes if name.startswith("on") or name in ("src", "style")
+        ]
     for link in page.all("a"):
         if link.get("id") == "explorer-download":  # the script gives it an address
             continue
@@ -133,7 +142,10 @@ def test_data_cannot_end_its_element(page: Page) -> None:
 
 def test_every_chart_shows_its_data(page: Page) -> None:
     drawn = [svg["data-chart"] for svg in page.all("svg") if "data-chart" in svg]
-    maps = {"density", *(name for name in map(str, drawn) if name.startswith("layout-"))}  # of the explorer's data
+    maps = {
+        "density",
+        *(name for name in map(str, drawn) if name.startswith("layout-")),
+    }  # of the explorer's data
     assert sorted({str(name) for name in drawn} - maps) == sorted(data(page))
     chart: Any = None
     places = dict.fromkeys(drawn, 0)
@@ -178,7 +190,11 @@ def test_a_search_is_shown_best_first(page: Page) -> None:
     (retrained,) = search_charts(search, None)
     assert isinstance(retrained, Panels)
     shown = [mark for mark in retrained.charts[0].marks if isinstance(mark, Points)]
-    assert [(mark.label, len(mark.x)) for mark in shown] == [("baseline", 1), ("density", 1), ("random", 1)]
+    assert [(mark.label, len(mark.x)) for mark in shown] == [
+        ("baseline", 1),
+        ("density", 1),
+        ("random", 1),
+    ]
     assert len(search_charts(make_search(cost=[4.0, 4.0, 5.0, 3.0, 6.0]), "cost")) == 2
     assert search_findings(inputs)[0].startswith("Rank correlation of ")
     assert search_findings(replace(inputs, search_record={"num_documents": 7})) == []
@@ -226,17 +242,34 @@ def test_global_heads_are_marked_by_shape(page: Page) -> None:
 @pytest.mark.slow
 def test_figures_are_well_formed_and_the_same_every_time(tmp_path: Path) -> None:
     folder = write_hostile(tmp_path / "hostile")
-    names = {"density", "layouts", "cache-nll", "coverage-nll", "coverage-budget", "domains", "positions", "histogram"}
+    names = {
+        "density",
+        "layouts",
+        "cache-nll",
+        "coverage-nll",
+        "coverage-budget",
+        "domains",
+        "positions",
+        "histogram",
+    }
     files = {f"{name}.{suffix}" for name in names for suffix in ("png", "svg", "pdf")}
     assert {path.name for path in folder.iterdir()} == {"index.html"} | files
     for path in folder.glob("*.svg"):
         root = ElementTree.parse(path).getroot()
         assert not [element for element in root.iter() if element.tag.endswith(("script", "date"))]
-        links = [value for element in root.iter() for key, value in element.attrib.items() if key.endswith("href")]
+        links = [
+            value
+            for element in root.iter()
+            for key, value in element.attrib.items()
+            if key.endswith("href")
+        ]
         assert all(link.startswith(("#", "data:image/png")) for link in links)
     table = make_domain_table()
     for run in ("one", "two"):
-        write_report(tmp_path / run, ReportInputs(table, make_layouts("densest"), comparison=make_comparison()))
+        write_report(
+            tmp_path / run,
+            ReportInputs(table, make_layouts("densest"), comparison=make_comparison()),
+        )
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
 
@@ -245,14 +278,18 @@ def test_report_without_training_or_layouts(tmp_path: Path) -> None:
     closed = make_domain_table(density=np.zeros((4, 2)))
     text = write_report(tmp_path, ReportInputs(closed, {})).read_text(encoding="utf-8")
     Page(text)
-    assert "The mean density of 8 KV heads is 0.0, in % of tokens kept." in text.replace("\u00a0", " ")
+    assert "The mean density of 8 KV heads is 0.0, in % of tokens kept." in text.replace(
+        "\u00a0", " "
+    )
     assert "Caution." in text
     assert not (tmp_path / "coverage-nll.svg").exists()
 
 
 def test_result_comes_first() -> None:
     text = say(
-        make_comparison(), pair_error=lambda *_: 0.01, rank_correlation={"rho": -1.0, "p_value": 0.0, "layouts": 3}
+        make_comparison(),
+        pair_error=lambda *_: 0.01,
+        rank_correlation={"rho": -1.0, "p_value": 0.0, "layouts": 3},
     )
     assert text.startswith(
         "densest: 2 of 8 KV heads global, 75.0 % less KV cache at 131,072 tokens; NLL +0.200 ± 0.010 % against the "
@@ -264,9 +301,16 @@ def test_result_comes_first() -> None:
 
 def test_rank_correlations_come_with_their_intervals() -> None:
     coverage = {"rho": -0.9, "layouts": 9, "interval": [-1.0, -0.11]}
-    text = say(make_comparison(), rank_correlation=coverage, zero_shot_rank_correlation={"rho": 1.0, "interval": None})
+    text = say(
+        make_comparison(),
+        rank_correlation=coverage,
+        zero_shot_rank_correlation={"rho": 1.0, "interval": None},
+    )
     minus = "\N{MINUS SIGN}"
-    assert f"over 9 layouts is {minus}0.90 (95 % interval {minus}1.00 to {minus}0.11), that of the NLL increase" in text
+    assert (
+        f"over 9 layouts is {minus}0.90 (95 % interval {minus}1.00 to {minus}0.11), that of the NLL increase"
+        in text
+    )
     assert f"before any training +1.00; {minus}1 and +1 would be perfect rankings." in text
     few = {"rho": 1.0, "p_value": 0.0167, "layouts": 5, "interval": [1.0, 1.0]}
     assert "over 5 layouts is +1.00 (p = 0.017)" in say(make_comparison(), rank_correlation=few)
@@ -277,16 +321,35 @@ def test_rank_correlations_come_with_their_intervals() -> None:
     [
         (
             {"signal": "add-one-head", "kind": "gain", "unit": NATS},
-            ("0.02400", "add-one-head gain", "Add-one-head gain, nats per token / 1,000", "Add-one-head gain coverage"),
+            (
+                "0.02400",
+                "add-one-head gain",
+                "Add-one-head gain, nats per token / 1,000",
+                "Add-one-head gain coverage",
+            ),
         ),
-        ({"signal": "duo", "kind": "share"}, ("0.02400", "duo score", "Duo score, %", "duo score coverage of densest")),
+        (
+            {"signal": "duo", "kind": "share"},
+            ("0.02400", "duo score", "Duo score, %", "duo score coverage of densest"),
+        ),
     ],
     ids=["add-one-head", "duo"],
 )
-def test_another_signal_has_its_terms(tmp_path: Path, metadata: dict[str, str], words: tuple[str, ...]) -> None:
+def test_another_signal_has_its_terms(
+    tmp_path: Path, metadata: dict[str, str], words: tuple[str, ...]
+) -> None:
     table = make_domain_table(("a", "b"), 0.04 * DENSITY, metadata=metadata)
-    page = Page(write_report(tmp_path, ReportInputs(table, make_layouts("densest"))).read_text(encoding="utf-8"))
-    visible = [text.replace("\u00a0", " ") for tag, texts in page.texts.items() if tag != "style" for text in texts]
+    page = Page(
+        write_report(tmp_path, ReportInputs(table, make_layouts("densest"))).read_text(
+            encoding="utf-8"
+        )
+    )
+    visible = [
+        text.replace("\u00a0", " ")
+        for tag, texts in page.texts.items()
+        if tag != "style"
+        for text in texts
+    ]
     visible += [attributes.get("aria-label") or "" for _, attributes in page.elements]
     assert [word for word in words if not any(word in text for text in visible)] == []
     own_names = r"density\.csv|data-chart=density|density: $|mean_density"  # of files, a chart, and a key of the record
@@ -296,24 +359,42 @@ def test_another_signal_has_its_terms(tmp_path: Path, metadata: dict[str, str], 
 @pytest.mark.parametrize(
     ("correlation", "reliability", "sentence"),
     [
-        (0.2, 1.0, "Costs of windows are no guide for this model on this text: their rank correlation with the losses"),
-        (0.9, 1.0, "Costs of windows: their rank correlation with the losses of 3 random layouts is 0.90"),
-        (0.2, 0.1, "Costs of windows could not be checked: the losses of 3 random layouts of 25 % of the KV cache"),
+        (
+            0.2,
+            1.0,
+            "Costs of windows are no guide for this model on this text: their rank correlation with the losses",
+        ),
+        (
+            0.9,
+            1.0,
+            "Costs of windows: their rank correlation with the losses of 3 random layouts is 0.90",
+        ),
+        (
+            0.2,
+            0.1,
+            "Costs of windows could not be checked: the losses of 3 random layouts of 25 % of the KV cache",
+        ),
     ],
     ids=["failed", "passed", "undecided"],
 )
 def test_the_check_of_window_costs_has_a_section(
     tmp_path: Path, correlation: float, reliability: float, sentence: str
 ) -> None:
-    check = PredictionCheck(0.25, 8, (0.1, 0.2, 0.3), (0.2, 0.4, 0.6), correlation, 2.0, reliability)
+    check = PredictionCheck(
+        0.25, 8, (0.1, 0.2, 0.3), (0.2, 0.4, 0.6), correlation, 2.0, reliability
+    )
     table = make_domain_table(metadata={CHECK: check.as_mapping()})
     page = Page(write_report(tmp_path, ReportInputs(table, {})).read_text(encoding="utf-8"))
     assert "Predicted and measured losses" in page.texts["h2"]
-    assert [text for text in page.texts["p"] if text.replace("\u00a0", " ").startswith(sentence)] != []
+    assert [
+        text for text in page.texts["p"] if text.replace("\u00a0", " ").startswith(sentence)
+    ] != []
 
 
 def test_no_check_of_window_costs_has_no_section(tmp_path: Path) -> None:
-    page = Page(write_report(tmp_path, ReportInputs(make_domain_table(), {})).read_text(encoding="utf-8"))
+    page = Page(
+        write_report(tmp_path, ReportInputs(make_domain_table(), {})).read_text(encoding="utf-8")
+    )
     assert "Predicted and measured losses" not in page.texts["h2"]
 
 
@@ -321,30 +402,45 @@ def test_a_close_result_is_called_close() -> None:
     """No winner is named within two standard errors."""
     text = say(make_comparison(), pair_error=lambda *_: 0.06)
     assert "No single best of 3 layouts with as many global heads: it is measured lowest" in text
-    assert "by more than two standard errors of the difference, in percentage points: last +0.100 ± 0.060. None" in text
+    assert (
+        "by more than two standard errors of the difference, in percentage points: last +0.100 ± 0.060. None"
+        in text
+    )
 
 
 def test_few_documents_need_a_wider_margin() -> None:
     """With an effective number of 4 documents, 95 % takes 3.2 standard errors (t with 3 degrees of freedom)."""
     comparison = make_comparison()  # last is .1 points behind densest
     assert "No single best" not in say(comparison, pair_error=lambda *_: 0.035)
-    text = say(comparison, pair_error=lambda *_: 0.035, heldout={"documents": 8, "effective_documents": 4.0})
+    text = say(
+        comparison,
+        pair_error=lambda *_: 0.035,
+        heldout={"documents": 8, "effective_documents": 4.0},
+    )
     assert "No single best of 3 layouts" in text
-    assert "by more than 3.2 standard errors (few documents) of the difference, in percentage points: last" in text
+    assert (
+        "by more than 3.2 standard errors (few documents) of the difference, in percentage points: last"
+        in text
+    )
 
 
 def test_too_few_documents_rank_nothing() -> None:
     """A page called the lowest of 5 layouts that were retrained and measured on 2 documents the best."""
     layouts = make_layouts("densest", "last")
     text = say(make_comparison(), layouts, pair_error=lambda *_: 0.001, heldout={"documents": 7})
-    assert "its loss has not been measured on enough documents. The comparison measured on 7 documents, too few" in text
+    assert (
+        "its loss has not been measured on enough documents. The comparison measured on 7 documents, too few"
+        in text
+    )
     assert not re.search("lowest|best", text)
 
 
 def test_errors_of_both_bound_the_error_of_their_difference() -> None:
     """Where only the error of each layout is known, a layout is behind by more than twice the sum, or not clearly."""
     assert "It has the lowest NLL of 3 layouts" in say(make_comparison())  # .1 apart, .01 each
-    assert "last +0.100 ± —, spread" in say(make_comparison(delta_nll_standard_error=[np.nan, 0.01, 0.2, 0.2, 0.2]))
+    assert "last +0.100 ± —, spread" in say(
+        make_comparison(delta_nll_standard_error=[np.nan, 0.01, 0.2, 0.2, 0.2])
+    )
 
 
 def test_layouts_of_another_budget_do_not_compete() -> None:
@@ -359,19 +455,28 @@ def test_a_single_document_has_no_standard_error(tmp_path: Path) -> None:
     assert "No single best of 3 layouts" in say(comparison)
     write_comparison(tmp_path / "comparison.csv", comparison)
     assert read_comparison(tmp_path / "comparison.csv")["delta_nll_standard_error"].isna().all()
-    page = write_report(tmp_path, ReportInputs(make_domain_table(), make_layouts("densest"), comparison=comparison))
+    page = write_report(
+        tmp_path, ReportInputs(make_domain_table(), make_layouts("densest"), comparison=comparison)
+    )
     assert "+0.200 ± —" in page.read_text(encoding="utf-8").replace("\u00a0", " ")
     assert not re.search(r"\bnan\b", page.read_text(encoding="utf-8"))
 
 
 def test_missing_values_make_no_claims(tmp_path: Path) -> None:
     comparison = make_comparison()[["strategy", "nll"]]
-    assert say(comparison).startswith("densest: NLL 2.0040 nats per token, retrained. No single best of 3 layouts")
+    assert say(comparison).startswith(
+        "densest: NLL 2.0040 nats per token, retrained. No single best of 3 layouts"
+    )
     unfinished = comparison.assign(nll=[2.0, *[np.nan] * 4])
     layouts = make_layouts("densest", "last")
     text = say(unfinished, layouts)
-    assert "its loss has not been measured. It was proposed by density: its global heads have 47.1 % of the sum" in text
-    text = write_report(tmp_path, ReportInputs(make_domain_table(), layouts, comparison=unfinished)).read_text("utf-8")
+    assert (
+        "its loss has not been measured. It was proposed by density: its global heads have 47.1 % of the sum"
+        in text
+    )
+    text = write_report(
+        tmp_path, ReportInputs(make_domain_table(), layouts, comparison=unfinished)
+    ).read_text("utf-8")
     assert "—" in text
     assert not re.search(r"\bnan\b", text)
 
@@ -381,7 +486,10 @@ def test_missing_values_make_no_claims(tmp_path: Path) -> None:
     [
         (pd.DataFrame({"nll": [1.0]}), "column 'strategy' is missing"),
         (make_comparison(strategy=["a", None, "b", "c", "d"]), "line 3: the strategy has no name"),
-        (make_comparison(nll=[1.0, 2.0, "much", 1.0, 1.0]), "line 4: nll is 'much'; expected a number"),
+        (
+            make_comparison(nll=[1.0, 2.0, "much", 1.0, 1.0]),
+            "line 4: nll is 'much'; expected a number",
+        ),
     ],
     ids=["no-strategy", "no-name", "no-number"],
 )
@@ -392,7 +500,10 @@ def test_unreadable_comparison_is_named(comparison: pd.DataFrame, message: str) 
 
 def test_layout_of_another_shape_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1 layers x 2 KV heads"):
-        write_report(tmp_path / "out", ReportInputs(make_domain_table(), {"small": Layout(("GL",), 8, "small")}))
+        write_report(
+            tmp_path / "out",
+            ReportInputs(make_domain_table(), {"small": Layout(("GL",), 8, "small")}),
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -400,15 +511,23 @@ def test_a_layout_of_several_windows(tmp_path: Path) -> None:
     """It is compared at equal memory, and stays out of the explorer, whose layouts have two letters."""
     several = Layout(("GM", "LM", "LM", "LM"), windows={"L": 8, "M": 128}, strategy="several")
     layouts = {**make_layouts("densest", "last"), "several": several}
-    scores = pd.DataFrame({"strategy": [*layouts], "heads": [each.words for each in layouts.values()], "nll": 2.0})
+    scores = pd.DataFrame(
+        {"strategy": [*layouts], "heads": [each.words for each in layouts.values()], "nll": 2.0}
+    )
     scores = scores.assign(delta_nll_percent=[0.9, 2.0, 0.2], delta_nll_standard_error=0.1)
-    file = ResultFile(tmp_path / "zero-shot.csv", scores, {"num_documents": 60, "windows": {"densest": 8, "last": 8}})
+    file = ResultFile(
+        tmp_path / "zero-shot.csv",
+        scores,
+        {"num_documents": 60, "windows": {"densest": 8, "last": 8}},
+    )
     inputs = ReportInputs(make_domain_table(metadata={"positions": 512}), layouts, scores=(file,))
     # The verdict
     verdict = conclude(inputs)
     lead = "several: 1 of 8 KV heads global, windows L 8, M 128, 74.4 % less KV cache at 512 tokens; NLL +0.200"
     assert "".join(verdict.lead).startswith(lead)
-    assert verdict.sentences[0].startswith("It has the lowest NLL of 3 layouts with as much memory: the others")
+    assert verdict.sentences[0].startswith(
+        "It has the lowest NLL of 3 layouts with as much memory: the others"
+    )
     # The page
     html = write_report(tmp_path, inputs).read_text("utf-8")
     assert "1 of 8 heads global, windows L 8, M 128, 25.6 % of the KV cache at 512 tokens" in html

@@ -70,7 +70,9 @@ def test_the_point_under_the_pointer_is_named_and_shown(cloud: Any) -> None:
     assert shown(cloud) == ("random-0-0", 3)
 
 
-def test_a_name_of_two_layouts_leads_to_none(open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_two_layouts_leads_to_none(
+    open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     twice = make_search(name=["densest", "one", "one", "two", "three"])
     search: pd.DataFrame = twice.assign(heads=HEADS, hash=list("abcde"), cost=np.arange(5.0))
@@ -93,21 +95,29 @@ def test_heads_that_are_local_by_design_are_not_chosen(open_file: Any, tmp_path:
     assert page.inner_text("#explorer-heads") == "4 of 4 KV heads that can be global"
     full = 64 * (4 * 1024 + 4 * 16) / 1024
     assert page.inner_text("#explorer-memory") == f"{full:.2f} KiB of {full:.2f} KiB"
-    labels = page.eval_on_selector_all(f"{MAP} [data-mark]", "cells => cells.map(cell => cell.ariaLabel)")
+    labels = page.eval_on_selector_all(
+        f"{MAP} [data-mark]", "cells => cells.map(cell => cell.ariaLabel)"
+    )
     assert sum("local by design" in label for label in labels) == 4
 
 
-def test_no_nearest_layouts_before_training(open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_nearest_layouts_before_training(
+    open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The script works without the table of measured layouts."""
     monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     page = open_file(write_report(tmp_path, ReportInputs(make_domain_table(), {})), "#budget=3")
     assert page.inner_text("#explorer-heads") == "3 of 8 KV heads"
     assert page.locator("#explorer-measured").count() == 0
     assert num_outlined(page) == 3
-    assert not page.is_visible("#explorer-memory-row")  # the probe does not record the heads' dimension
+    assert not page.is_visible(
+        "#explorer-memory-row"
+    )  # the probe does not record the heads' dimension
 
 
-def test_hostile_names_do_not_run(open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_names_do_not_run(
+    open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names of domains, layouts, notes and a probe would each open a dialog, which fails the page."""
     monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     forms = (
@@ -126,7 +136,9 @@ def test_hostile_names_do_not_run(open_file: Any, tmp_path: Path, monkeypatch: p
     fit = [name for name in payloads if "/" not in name and name.isprintable()]  # to name files
     layouts = {name: Layout(("GL", "LG", "LL", "LL"), 8, name) for name in fit[:20]}
     strategies = ["full-attention", "sp-kv", *fit[:3]]
-    table = replace(make_domain_table(tuple(payloads[:40])), name=payloads[1], metadata={"model": payloads[0]})
+    table = replace(
+        make_domain_table(tuple(payloads[:40])), name=payloads[1], metadata={"model": payloads[0]}
+    )
     record = {payload: payload for payload in payloads}
     file = write_report(
         tmp_path,

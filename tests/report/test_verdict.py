@@ -71,9 +71,17 @@ class Case:
 
     def standing(self, index: int) -> str:
         (best, lowest, _), (name, delta, _) = self.ranked[0], self.ranked[index]
-        error = self.pair_error(best, name) if self.description == "retrained for 40 steps" else math.nan
+        error = (
+            self.pair_error(best, name)
+            if self.description == "retrained for 40 steps"
+            else math.nan
+        )
         if math.isnan(error):  # at most the sum of both
-            return "behind" if delta - lowest > 2 * (self.ranked[0][2] + self.ranked[index][2]) else "unknown"
+            return (
+                "behind"
+                if delta - lowest > 2 * (self.ranked[0][2] + self.ranked[index][2])
+                else "unknown"
+            )
         return "tied" if delta - lowest <= 2 * error else "behind"
 
 
@@ -93,7 +101,11 @@ def random_case(seed: int) -> Case:
     has_dense, scale = bool(rng.random() < 0.5), float(rng.choice([0.002, 0.05]))
     names = [*([DENSE] if has_dense else []), FULL_ATTENTION, *compared]
     nll = np.array(
-        [*([2.0] if has_dense else []), 2.0 + 0.02 * rng.normal(), *2.01 + scale * rng.random(len(compared))]
+        [
+            *([2.0] if has_dense else []),
+            2.0 + 0.02 * rng.normal(),
+            *2.01 + scale * rng.random(len(compared)),
+        ]
     )
     base, control = nll[0], nll[names.index(FULL_ATTENTION)]
     comparison = pd.DataFrame(
@@ -104,8 +116,12 @@ def random_case(seed: int) -> Case:
             "delta_nll_standard_error": rng.uniform(0.001, 0.3, len(names)).round(4),
             "delta_control_percent": 100 * (nll / control - 1),
             "delta_control_standard_error": 0.1,
-            "coverage_percent": [100 * coverage(table, layouts[name]) if name in layouts else 100.0 for name in names],
-            "density_percent": [100 * masks[name].mean() if name in layouts else 100.0 for name in names],
+            "coverage_percent": [
+                100 * coverage(table, layouts[name]) if name in layouts else 100.0 for name in names
+            ],
+            "density_percent": [
+                100 * masks[name].mean() if name in layouts else 100.0 for name in names
+            ],
             "num_global": [masks[name].sum() if name in layouts else math.nan for name in names],
             "num_seeds": 1,
             "steps": [0.0 if name == DENSE else 40.0 for name in names],
@@ -113,7 +129,9 @@ def random_case(seed: int) -> Case:
     )
     kinds = rng.random((len(compared),) * 2)
     errors = {
-        frozenset((one, other)): math.nan if kinds[i, k] < 0.2 else float(rng.choice([0.001, 0.05, 1.0]))
+        frozenset((one, other)): math.nan
+        if kinds[i, k] < 0.2
+        else float(rng.choice([0.001, 0.05, 1.0]))
         for (i, one), (k, other) in combinations(enumerate(compared), 2)
     }
     if (kind := rng.random()) < 0.4:  # all are known to differ, or nothing is known
@@ -121,7 +139,9 @@ def random_case(seed: int) -> Case:
     search = random_search(rng, masks) if rng.random() < 0.5 else None
     # The oracle: full retraining of several layouts in the search, or else the comparison
     mode = pd.Series([masks[name].sum() for name in compared]).mode().max()
-    rows = comparison[comparison["strategy"].isin([name for name in compared if masks[name].sum() == mode])]
+    rows = comparison[
+        comparison["strategy"].isin([name for name in compared if masks[name].sum() == mode])
+    ]
     columns, description, baseline = (
         ("delta_nll_percent", "delta_nll_standard_error"),
         "retrained for 40 steps",
@@ -132,16 +152,26 @@ def random_case(seed: int) -> Case:
         columns, baseline, mode = ("full_delta_percent", "full_standard_error"), FULL_ATTENTION, 3
         description = "retrained for 120 steps, on held-out documents not used for selection"
     elif len(rows) < 2:
-        return random_case(seed + 1000)  # the longest retraining of several layouts may be the short one
+        return random_case(
+            seed + 1000
+        )  # the longest retraining of several layouts may be the short one
     ordered = rows.sort_values(columns[0], kind="stable")
-    ranked = [(str(row["strategy"]), float(row[columns[0]]), float(row[columns[1]])) for _, row in ordered.iterrows()]
-    return Case(table, layouts, comparison, search, errors, ranked, int(mode), description, baseline, masks)
+    ranked = [
+        (str(row["strategy"]), float(row[columns[0]]), float(row[columns[1]]))
+        for _, row in ordered.iterrows()
+    ]
+    return Case(
+        table, layouts, comparison, search, errors, ranked, int(mode), description, baseline, masks
+    )
 
 
 def random_search(rng: np.random.Generator, masks: dict[str, np.ndarray]) -> pd.DataFrame:
     """Draw layouts of one budget, of which some were retrained."""
     chosen = [name for name in masks if masks[name].sum() == 3]
-    heads = [" ".join("".join("G" if one else "L" for one in row) for row in masks[name]) for name in chosen]
+    heads = [
+        " ".join("".join("G" if one else "L" for one in row) for row in masks[name])
+        for name in chosen
+    ]
     has_error = rng.random(5) < 0.6
     full = np.where(has_error, rng.uniform(0.1, 2, 5), math.nan)
     return make_search(
@@ -168,19 +198,30 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], s
             pair_error=case.pair_error,
         )
         layout = conclude(inputs).layout
-        file = write_report(tmp_path, inputs, steps=[Step("Go on:", f"spkv-nas go-on {layout and layout.name}")])
-        return file.read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ").replace("\N{MINUS SIGN}", "-")
+        file = write_report(
+            tmp_path, inputs, steps=[Step("Go on:", f"spkv-nas go-on {layout and layout.name}")]
+        )
+        return (
+            file.read_text(encoding="utf-8")
+            .replace("\N{NO-BREAK SPACE}", " ")
+            .replace("\N{MINUS SIGN}", "-")
+        )
 
     return written
 
 
 def texts(html: str, pattern: str) -> list[str]:
     """Return the texts of the elements that match a pattern, without their tags."""
-    return [unescape(re.sub("<[^>]*>", "", result)).strip() for result in re.findall(pattern, html, re.DOTALL)]
+    return [
+        unescape(re.sub("<[^>]*>", "", result)).strip()
+        for result in re.findall(pattern, html, re.DOTALL)
+    ]
 
 
 @pytest.mark.parametrize("seed", slow_after(4, range(50)))
-def test_every_claim_of_the_page_follows_from_its_tables(write: Callable[[Case], str], seed: int) -> None:
+def test_every_claim_of_the_page_follows_from_its_tables(
+    write: Callable[[Case], str], seed: int
+) -> None:
     case = random_case(seed)
     html = write(case)
     body = html[: html.index('<script type="application/json"')]
@@ -190,7 +231,9 @@ def test_every_claim_of_the_page_follows_from_its_tables(write: Callable[[Case],
     check_tags(case, body)
     claims = re.findall("lowest NLL|measured lowest", re.sub("<[^>]*>", "", body))
     is_clear = all(case.standing(index) == "behind" for index in range(1, len(case.ranked)))
-    assert claims == (["lowest NLL"] * 2 if is_clear else ["measured lowest"])  # a sentence, and a tag if it is clear
+    assert claims == (
+        ["lowest NLL"] * 2 if is_clear else ["measured lowest"]
+    )  # a sentence, and a tag if it is clear
 
 
 def check_lead(case: Case, lead: str) -> None:
@@ -207,7 +250,12 @@ def check_lead(case: Case, lead: str) -> None:
 
 def check_competition(case: Case, paragraphs: list[str]) -> None:
     """Check the number of layouts, and that all that are not clearly behind are named with their differences."""
-    sentences = [match for text in paragraphs for pattern in COMPETITION if (match := re.fullmatch(pattern, text))]
+    sentences = [
+        match
+        for text in paragraphs
+        for pattern in COMPETITION
+        if (match := re.fullmatch(pattern, text))
+    ]
     close = [index for index in range(1, len(case.ranked)) if case.standing(index) != "behind"]
     (sentence,) = sentences
     assert int(sentence[1]) == len(case.ranked)
@@ -220,7 +268,9 @@ def check_competition(case: Case, paragraphs: list[str]) -> None:
     for item, index in zip(items[: len(items) - bool(more)], close, strict=False):
         (best, lowest, _), (name, delta, _) = case.ranked[0], case.ranked[index]
         error = case.pair_error(best, name) if case.standing(index) == "tied" else math.nan
-        assert item == f"{name} {delta - lowest:+.3f} ± {'—' if math.isnan(error) else f'{error:.3f}'}"
+        assert (
+            item == f"{name} {delta - lowest:+.3f} ± {'—' if math.isnan(error) else f'{error:.3f}'}"
+        )
 
 
 def check_layout(case: Case, html: str) -> None:
@@ -237,16 +287,27 @@ def check_layout(case: Case, html: str) -> None:
     assert float(covered) == pytest.approx(100 * coverage(case.table, layout), abs=0.005)
     assert (f"strategy: {name}\n" in after, "window: 8" in before) == (True, True)
     tiles = list(
-        zip(texts(html, r"<li><strong>(.*?)</strong>"), texts(html, r"</strong><span>(.*?)</span>"), strict=True)
+        zip(
+            texts(html, r"<li><strong>(.*?)</strong>"),
+            texts(html, r"</strong><span>(.*?)</span>"),
+            strict=True,
+        )
     )
-    assert tiles[2] == (f"{100 * coverage(case.table, layout):.1f} %", f"density coverage of {name}")
+    assert tiles[2] == (
+        f"{100 * coverage(case.table, layout):.1f} %",
+        f"density coverage of {name}",
+    )
     assert texts(html, r'<code id="next-1">(.*?)</code>') == [f"spkv-nas go-on {name}"]
 
 
 def check_tags(case: Case, body: str) -> None:
     """Check that the deciding table tags the best if it is clear, else all that are not clearly behind."""
     rows = re.findall(r'<th scope="row">([^<]*)<span class="tag">(.*?)</span>', body)
-    close = {case.names[index] for index in range(1, len(case.ranked)) if case.standing(index) != "behind"}
+    close = {
+        case.names[index]
+        for index in range(1, len(case.ranked))
+        if case.standing(index) != "behind"
+    }
     best = (case.names[0], "not clearly behind" if close else "lowest NLL")
     assert sorted(rows) == sorted([best, *((name, "not clearly behind") for name in close)])
 
@@ -262,17 +323,32 @@ def test_before_training_the_page_is_of_the_widest_layout() -> None:
     assert "".join(verdict.lead) == (
         "densest: 2 of 8 KV heads global, 75.0 % less KV cache at 131,072 tokens; its loss has not been measured."
     )
-    assert verdict.sentences[0].startswith("It was proposed by density: its global heads have 47.1 % of the sum")
+    assert verdict.sentences[0].startswith(
+        "It was proposed by density: its global heads have 47.1 % of the sum"
+    )
 
 
 def scored(heads: dict[str, str], change: dict[str, float], **record: Any) -> ResultFile:
     """Make a table of ``score`` in which layouts of window 8 have an error of .1."""
     rows = [
-        (name, "h", text.count("G"), 25.0, 26.2, 50.0, 2.0, change[name], 0.1, " ".join(text.split("/")))
+        (
+            name,
+            "h",
+            text.count("G"),
+            25.0,
+            26.2,
+            50.0,
+            2.0,
+            change[name],
+            0.1,
+            " ".join(text.split("/")),
+        )
         for name, text in heads.items()
     ]
     content = {"num_documents": 60, "windows": dict.fromkeys(heads, 8)} | record
-    return ResultFile(Path("reports/any/zero-shot.csv"), pd.DataFrame(rows, columns=SCORES.header), content)
+    return ResultFile(
+        Path("reports/any/zero-shot.csv"), pd.DataFrame(rows, columns=SCORES.header), content
+    )
 
 
 def judged(answer: str, name: str, layout: Layout, **recorded: Any) -> ResultFile:
@@ -280,7 +356,12 @@ def judged(answer: str, name: str, layout: Layout, **recorded: Any) -> ResultFil
     row = (name, "nll", answer, 1.0, "%", 0.7, 0.2, 0.95, 80, None, 0.01, 1.0)
     layouts = {name: {"heads": " ".join(layout.heads), "window": layout.window, **recorded}}
     rows = pd.DataFrame([row], columns=VERDICT_TABLE.header)
-    record = {"answers": {name: answer}, "layouts": layouts, "nouns": {"nll": "documents"}, "risk": 0.05}
+    record = {
+        "answers": {name: answer},
+        "layouts": layouts,
+        "nouns": {"nll": "documents"},
+        "risk": 0.05,
+    }
     return ResultFile(Path("reports/model/verdict.csv"), rows, record)
 
 
@@ -310,13 +391,17 @@ def test_a_page_answers_what_is_saved_and_what_is_lost() -> None:
     ):
         assert "".join(conclude(replace(inputs, verdicts=(other,))).lead) == f"{lead}."
     # The layout that passes comes before the one of the lowest NLL
-    assert conclude(replace(inputs, verdicts=(judged("passes", "x", layouts["last"]),))).lead[1] == "last"
+    assert (
+        conclude(replace(inputs, verdicts=(judged("passes", "x", layouts["last"]),))).lead[1]
+        == "last"
+    )
     assert "".join(conclude(replace(passed, scores=())).lead) == answer
     # One that does not pass leaves the lead to the scores
     failed = conclude(replace(inputs, verdicts=(judged("fails", "x", layouts["densest"]),)))
     assert "".join(failed.lead) == f"{lead}."
-    assert "By a verdict, nll +0.700 % (interval +0.200 to +0.950 %), on 80 documents; fails 1 % (nll)" in "".join(
-        failed.sentences
+    assert (
+        "By a verdict, nll +0.700 % (interval +0.200 to +0.950 %), on 80 documents; fails 1 % (nll)"
+        in "".join(failed.sentences)
     )
 
 
@@ -325,11 +410,15 @@ def test_an_answer_that_stands_comes_before_earlier_ones() -> None:
     layouts = make_layouts("densest", "last")
     now = judged("passes", "densest", layouts["densest"])
     smaller = Layout(("GL", "LL", "LL", "LL"), 8, "small")
-    earlier = replace(judged("passes", "small", smaller), path=Path("reports/model/verdict-0a1b2c3d.csv"))
+    earlier = replace(
+        judged("passes", "small", smaller), path=Path("reports/model/verdict-0a1b2c3d.csv")
+    )
     for verdicts in ((now, earlier), (earlier, now)):
         inputs = ReportInputs(make_domain_table(), layouts, verdicts=verdicts)
         assert conclude(inputs).lead[1] == "densest"
-    assert conclude(ReportInputs(make_domain_table(), layouts, verdicts=(earlier,))).lead[1] == "small"
+    assert (
+        conclude(ReportInputs(make_domain_table(), layouts, verdicts=(earlier,))).lead[1] == "small"
+    )
 
 
 def test_scores_on_documents_that_selected_come_last_and_say_so() -> None:
@@ -341,7 +430,10 @@ def test_scores_on_documents_that_selected_come_last_and_say_so() -> None:
     inputs = ReportInputs(make_domain_table(), layouts, scores=(biased, fair))
     assert "NLL +0.740 ± 0.100 %" in "".join(conclude(inputs).lead)
     alone = "".join(conclude(replace(inputs, scores=(biased,))).lead)
-    assert re.search(r"\+0\.500 .*partly on documents that layouts were selected on, which may favour them", alone)
+    assert re.search(
+        r"\+0\.500 .*partly on documents that layouts were selected on, which may favour them",
+        alone,
+    )
 
 
 def test_measured_layouts_stay_when_their_names_stand_for_others() -> None:
@@ -357,19 +449,33 @@ def test_measured_layouts_stay_when_their_names_stand_for_others() -> None:
     assert conclude(inputs).lead[1] == "densest-2"
 
 
-def test_the_dense_model_is_a_row_and_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dense_model_is_a_row_and_the_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Changes count from it, not from the control, which retraining may harm."""
     monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     comparison = pd.concat(
         [
-            pd.DataFrame({"strategy": [DENSE], "nll": [1.98], "density_percent": 100.0, "coverage_percent": 100.0}),
+            pd.DataFrame(
+                {
+                    "strategy": [DENSE],
+                    "nll": [1.98],
+                    "density_percent": 100.0,
+                    "coverage_percent": 100.0,
+                }
+            ),
             make_comparison(delta_nll_percent=[1.0, 1.06, 1.2, 1.3, 1.5]),
         ]
     )
-    file = write_report(tmp_path, ReportInputs(make_domain_table(), make_layouts("densest"), comparison=comparison))
+    file = write_report(
+        tmp_path, ReportInputs(make_domain_table(), make_layouts("densest"), comparison=comparison)
+    )
     html = file.read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
     page = Page(html)
-    assert "NLL +1.200 ± 0.010 % against the dense model as it is" in texts(html, '<p class="lead">(.*?)</p>')[0]
+    assert (
+        "NLL +1.200 ± 0.010 % against the dense model as it is"
+        in texts(html, '<p class="lead">(.*?)</p>')[0]
+    )
     heads = texts(html, r"<thead><tr>(<th scope=\"col\">Strategy.*?)</tr>")[0]
     assert heads.startswith("StrategyΔ NLL, %Δ NLL against control, %")
     rows = [text for text in page.texts["th"] if text.startswith(("dense,", "full-attention"))]
@@ -384,8 +490,12 @@ def test_nll_is_drawn_against_bytes_of_the_cache() -> None:
     inputs = ReportInputs(table, make_layouts("densest", "last"), comparison=make_comparison())
     chart = cache_nll_chart(inputs, conclude(inputs))
     assert chart is not None
-    points = next(mark for mark in chart.marks if isinstance(mark, Points) and mark.label == "layout")
-    mib = 2 * 16 * 2 * (2 * 131072 + 6 * 8) / 2**20  # two of eight heads hold all tokens, the others their window
+    points = next(
+        mark for mark in chart.marks if isinstance(mark, Points) and mark.label == "layout"
+    )
+    mib = (
+        2 * 16 * 2 * (2 * 131072 + 6 * 8) / 2**20
+    )  # two of eight heads hold all tokens, the others their window
     assert points.x == pytest.approx([mib] * 3, rel=1e-4)
     assert points.y == (0.2, 0.3, 0.5)
 
@@ -396,7 +506,9 @@ def test_no_table_is_shown_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     case = make_evidence()
     file = write_report(
         tmp_path,
-        ReportInputs(case.table, dict(case.layouts), comparison=case.comparison, search=case.search),
+        ReportInputs(
+            case.table, dict(case.layouts), comparison=case.comparison, search=case.search
+        ),
     )
     page = Page(file.read_text(encoding="utf-8"))
     assert [table.get("id") for table in page.all("table")].count("measured-all") == 1
@@ -409,11 +521,27 @@ def test_terms_are_explained_in_place(tmp_path: Path, monkeypatch: pytest.Monkey
     case = make_evidence()
     file = write_report(
         tmp_path,
-        ReportInputs(case.table, dict(case.layouts), comparison=case.comparison, search=case.search),
+        ReportInputs(
+            case.table, dict(case.layouts), comparison=case.comparison, search=case.search
+        ),
     )
     page = Page(file.read_text(encoding="utf-8"))
-    meanings = {definition["id"] for definition in page.all("dd") if str(definition.get("id")).startswith("word-")}
+    meanings = {
+        definition["id"]
+        for definition in page.all("dd")
+        if str(definition.get("id")).startswith("word-")
+    }
     terms = {str(link["href"])[1:] for link in page.all("a") if link.get("class") == "term"}
-    words = ("measure", "coverage", "tau", "budget", "window", "delta", "control", "dense", "layout")
+    words = (
+        "measure",
+        "coverage",
+        "tau",
+        "budget",
+        "window",
+        "delta",
+        "control",
+        "dense",
+        "layout",
+    )
     assert terms == {f"word-{word}" for word in words}
     assert terms <= meanings

@@ -74,7 +74,9 @@ def test_the_sentences(section: Section) -> None:
         "mine is open: ruler after 16 questions; about 120 more would tell.",
         "<other> fails: its loss is above 1 % (nll).",
     )
-    assert section.findings[2].startswith("Risk of a wrong pass, and of a wrong failure, 5 % each for all 2 candidates")
+    assert section.findings[2].startswith(
+        "Risk of a wrong pass, and of a wrong failure, 5 % each for all 2 candidates"
+    )
     assert "selected by probe mine: 7 documents of this text excluded" in section.findings[2]
     assert section.findings[2].endswith(
         "the documents used to select <other> are not known, so they may be in this text."
@@ -84,7 +86,8 @@ def test_the_sentences(section: Section) -> None:
 def test_a_text_without_more_samples_is_said() -> None:
     sentences = verdict_section("verdict", rows(), RECORD | {"num_samples": {"ruler": 16}}).findings
     assert (
-        sentences[0] == "mine is open: ruler after 16 questions, all that this text gives; about 120 more would tell."
+        sentences[0]
+        == "mine is open: ruler after 16 questions, all that this text gives; about 120 more would tell."
     )
 
 
@@ -93,9 +96,14 @@ def test_layouts_are_named_by_their_size() -> None:
     several = {"heads": "GLM LLL L=8 M=64", "window": 8, "kv_cache_percent": 26.94}
     layouts = {"mine": several, "<other>": {"heads": "GL LL", "window": 8}}
     section = verdict_section("verdict", rows(), RECORD | {"layouts": layouts, "context": 2048})
-    assert section.findings[0].startswith("mine (1 of 6 heads, 26.9 % KV cache, windows L 8, M 64) is open:")
+    assert section.findings[0].startswith(
+        "mine (1 of 6 heads, 26.9 % KV cache, windows L 8, M 64) is open:"
+    )
     assert section.findings[1].startswith("<other> (1 of 4 heads) fails:")
-    assert [text for _, text in section.charts[0].y.ticks] == ["mine (1 of 6 heads) ", "<other> (1 of 4 heads) "]
+    assert [text for _, text in section.charts[0].y.ticks] == [
+        "mine (1 of 6 heads) ",
+        "<other> (1 of 4 heads) ",
+    ]
     assert section.about.endswith("The KV cache is a share of full attention's at 2,048 tokens.")
 
 
@@ -105,7 +113,9 @@ def test_a_verdict_without_samples() -> None:
     assert not empty.charts
 
 
-def test_the_page_escapes_names(section: Section, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_escapes_names(
+    section: Section, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     file = write_report(tmp_path, ReportInputs(make_domain_table(), {}, benchmarks=(section,)))
     text = file.read_text(encoding="utf-8")

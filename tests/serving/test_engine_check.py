@@ -29,15 +29,21 @@ from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.serving import engine_check
 from spkv_nas.serving.engine_check import EngineCheck, compare_with_engine, native_layout
 
-BY_LAYER = replace(WINDOWS, heads=("GL", "MM", "NG", "GM"))  # local heads of a layer have one window
+BY_LAYER = replace(
+    WINDOWS, heads=("GL", "MM", "NG", "GM")
+)  # local heads of a layer have one window
 WRONG = ("GL", "LL", "LL", "GG")  # another third layer than HEADS
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite")
 MLX = os.environ.get("SPKV_MLX_PYTHON")
-needs_mlx = pytest.mark.skipif(MLX is None, reason="SPKV_MLX_PYTHON names no Python with mlx-lm (docs/guides/vllm.md)")
+needs_mlx = pytest.mark.skipif(
+    MLX is None, reason="SPKV_MLX_PYTHON names no Python with mlx-lm (docs/guides/vllm.md)"
+)
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+def dense(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase
+) -> Path:
     """A dense checkpoint."""
     folder = tmp_path_factory.mktemp("check") / "dense"
     save(sharp_model(), tiny_tokenizer, folder)
@@ -78,7 +84,9 @@ def in_process(verified_in_process: None, monkeypatch: pytest.MonkeyPatch) -> li
         exec(compile(text, "program", "exec"), {})
 
     monkeypatch.setattr(engine_check, "_STEPS", 20)  # more than twice the window
-    monkeypatch.setattr(engine_check, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError))
+    monkeypatch.setattr(
+        engine_check, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError)
+    )
     return pythons
 
 
@@ -106,7 +114,12 @@ def test_the_model_passes_in_transformers(
     assert (check.passed, check.num_equal, check.num_new) == (True, 20, 20)
     assert check.difference < 1e-4 < 0.1 < check.dense_difference
     assert not any(replace(check, **one).passed for one in ({"num_equal": 19}, {"difference": 1.0}))
-    assert (check.num_prompt, check.reach, check.cache, check.findings) == (136, f"window {WINDOW}", [], [])
+    assert (check.num_prompt, check.reach, check.cache, check.findings) == (
+        136,
+        f"window {WINDOW}",
+        [],
+        [],
+    )
     assert compare_with_engine(per_head, "transformers", num_prompt=30).num_prompt == 30
 
 
@@ -115,7 +128,9 @@ def test_a_wrong_layer_of_the_folder_is_named(per_head: Path, tmp_path: Path) ->
     wrong = edit(per_head, WRONG, tmp_path / "wrong")
     check = compare_with_engine(wrong, "transformers", layout=HEADS)
     assert not check.passed
-    assert check.findings == ["layer 2: the engine runs LL instead of LG, as the folder's config says"]
+    assert check.findings == [
+        "layer 2: the engine runs LL instead of LG, as the folder's config says"
+    ]
 
 
 @pytest.mark.usefixtures("in_process")
@@ -124,7 +139,11 @@ def test_a_wrong_layer_of_the_folder_is_named(per_head: Path, tmp_path: Path) ->
     [
         (HEADS, ("GL", "LL", "GG", "GG"), "layer 2: the engine runs GG instead of LG"),
         (HEADS, ("GG",) * 4, "the engine runs the dense checkpoint in every layer"),
-        (HEADS, ("LL", "LL", "LG", "LL"), "no change of the windows of one layer explains the difference"),
+        (
+            HEADS,
+            ("LL", "LL", "LG", "LL"),
+            "no change of the windows of one layer explains the difference",
+        ),
         (BY_LAYER, ("GL", "MM", "NG", "GN"), "layer 3: the engine runs GN instead of GM"),
     ],
 )
@@ -164,10 +183,14 @@ def test_sink_tokens_that_the_engine_does_not_run_are_named(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_native_form_without_the_sink_tokens_of_a_layout_fails(dense: Path, tmp_path: Path) -> None:
+def test_a_native_form_without_the_sink_tokens_of_a_layout_fails(
+    dense: Path, tmp_path: Path
+) -> None:
     """Its sliding layers counted as local by design, which get no sink tokens, so that it passed."""
     export(LAYERS, dense, tmp_path / "native")
-    check = compare_with_engine(tmp_path / "native", "transformers", layout=replace(LAYERS, sinks=1))
+    check = compare_with_engine(
+        tmp_path / "native", "transformers", layout=replace(LAYERS, sinks=1)
+    )
     assert not check.passed
     assert check.sink_difference == pytest.approx(check.difference, rel=1e-3)
     assert check.findings == ["the engine runs local heads without the sink tokens"]
@@ -178,7 +201,9 @@ class TestNativeWindowOfAllLayers:
     """Global heads of Mistral see its sliding window."""
 
     def test_a_right_export_passes(self, mistral: Path) -> None:
-        assert compare_with_engine(exported(replace(LAYERS, sinks=1), mistral), "transformers").passed
+        assert compare_with_engine(
+            exported(replace(LAYERS, sinks=1), mistral), "transformers"
+        ).passed
 
     @pytest.mark.parametrize(
         ("answered", "finding"),
@@ -188,7 +213,12 @@ class TestNativeWindowOfAllLayers:
         ],
     )
     def test_a_wrong_layer_is_named(
-        self, answered: tuple[str, ...], finding: str, mistral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        answered: tuple[str, ...],
+        finding: str,
+        mistral: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         right = exported(replace(LAYERS, sinks=1), mistral)
         wrong, ask = edit(right, answered, tmp_path / "wrong"), engine_check._ask
@@ -198,14 +228,19 @@ class TestNativeWindowOfAllLayers:
         assert check.findings == [finding]
 
     def test_the_prompt_is_longer_than_the_native_window(
-        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+        self,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         save(sharp_model("mistral", sliding_window=200), tiny_tokenizer, tmp_path / "dense")
         export(LAYERS, tmp_path / "dense", tmp_path / "right", to="spkv")
         save(sharp_model("mistral", sliding_window=None), tiny_tokenizer, tmp_path / "unlimited")
         export(LAYERS, tmp_path / "unlimited", tmp_path / "wrong", to="spkv")
         ask = engine_check._ask
-        monkeypatch.setattr(engine_check, "_ask", lambda _, *arguments: ask(tmp_path / "wrong", *arguments))
+        monkeypatch.setattr(
+            engine_check, "_ask", lambda _, *arguments: ask(tmp_path / "wrong", *arguments)
+        )
         check = compare_with_engine(tmp_path / "right", "transformers")
         assert check.num_prompt == 328
         assert not check.passed
@@ -230,18 +265,26 @@ def test_a_native_form_is_checked_in_plain_transformers(dense: Path, tmp_path: P
 
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(("layer", "finding"), [(0, "LL instead of GG"), (2, "GG instead of LL")])
-def test_a_wrong_layer_of_a_native_form_is_named(layer: int, finding: str, dense: Path, tmp_path: Path) -> None:
+def test_a_wrong_layer_of_a_native_form_is_named(
+    layer: int, finding: str, dense: Path, tmp_path: Path
+) -> None:
     """A layer that slides in the config does not count as local by design, which no layout widens."""
     wrong = swap(dense, layer, tmp_path)
     check = compare_with_engine(wrong, "transformers", layout=LAYERS)
     assert not check.passed
-    assert check.findings == [f"layer {layer}: the engine runs {finding}, as the folder's config says"]
+    assert check.findings == [
+        f"layer {layer}: the engine runs {finding}, as the folder's config says"
+    ]
 
 
 def test_the_reason_of_an_engine_is_one_line() -> None:
-    error = "ValidationError: 1 error\n  Value error, vLLM serves no x\nserve it [type=value_error, y]"
+    error = (
+        "ValidationError: 1 error\n  Value error, vLLM serves no x\nserve it [type=value_error, y]"
+    )
     assert engine_check._reason(error, False, "python") == "vLLM serves no x serve it"
-    assert engine_check._reason("Model type spkv not supported", False, "python").endswith("environment of python")
+    assert engine_check._reason("Model type spkv not supported", False, "python").endswith(
+        "environment of python"
+    )
 
 
 def test_the_layout_of_a_native_form_is_read(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -251,7 +294,9 @@ def test_the_layout_of_a_native_form_is_read(tiny_tokenizer: PreTrainedTokenizer
     assert native_layout(tiny_model("llama").config) is None
 
 
-def test_a_prompt_that_fits_into_the_window_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_prompt_that_fits_into_the_window_is_refused(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     model = tiny_model("llama", vocab_size=300)
     apply_layout(model, Layout(HEADS.heads, 120))
     save(model, tiny_tokenizer, tmp_path / "hybrid")
@@ -270,7 +315,9 @@ def test_a_dense_folder_is_refused(dense: Path) -> None:
         compare_with_engine(dense, "transformers")
 
 
-@pytest.mark.parametrize(("engine", "package"), [("vllm", "vllm"), ("mlx", "mlx_lm"), ("llamacpp", "llama_cpp")])
+@pytest.mark.parametrize(
+    ("engine", "package"), [("vllm", "vllm"), ("mlx", "mlx_lm"), ("llamacpp", "llama_cpp")]
+)
 def test_a_missing_engine_is_named(engine: str, package: str, per_head: Path) -> None:
     with pytest.raises(UserError, match=f"{package} is not installed here"):
         compare_with_engine(per_head, engine)
@@ -307,7 +354,9 @@ class TestVllm:
         line = next(line for line in check.cache if "requests of" in line)
         numbers = (float(number.replace(",", "")) for number in re.findall(r"[\d.,]*\d", line))
         blocks, block_kib, _, requests, context, in_flight = numbers
-        cache = ServedCache(layout.grid, 32, "float32", 1, int(context), 128, int(in_flight), layout.sinks)
+        cache = ServedCache(
+            layout.grid, 32, "float32", 1, int(context), 128, int(in_flight), layout.sinks
+        )
         plan = VLLM.plan_layout(cache, layout.head_windows)
         fitting = plan.concurrency(int(blocks * block_kib * 1024))
         return plan.page_bytes == block_kib * 1024 and fitting == pytest.approx(requests, rel=1e-2)
@@ -322,7 +371,9 @@ class TestVllm:
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)
         assert any("window of" in line for line in check.cache)
-        assert family == "gemma3_text" or self.has_planned_capacity(check, layout)  # which has native windows as well
+        assert family == "gemma3_text" or self.has_planned_capacity(
+            check, layout
+        )  # which has native windows as well
 
     @pytest.mark.parametrize(("sinks", "last", "most"), [(0, "640", "1,024"), (1, "768", "1,152")])
     def test_a_long_request_holds_less_than_full_attention(
@@ -332,10 +383,14 @@ class TestVllm:
         export(replace(HEADS, sinks=sinks), dense, tmp_path / "out")
         check = self.run(tmp_path / "out", num_prompt=448)
         assert check.passed, str(check)
-        held = f"this request held {last} KiB at its end, {most} KiB at most; full attention 1,024 KiB"
+        held = (
+            f"this request held {last} KiB at its end, {most} KiB at most; full attention 1,024 KiB"
+        )
         assert check.cache[-1] == held
 
-    def test_learned_sinks_are_exact(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_learned_sinks_are_exact(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         model = sharp_model()
         apply_layout(model, HEADS)
         add_learned_sinks(model, [torch.randn(4) + 2 for _ in range(4)])
@@ -345,7 +400,9 @@ class TestVllm:
     def test_a_wrong_layer_is_named(self, per_head: Path, tmp_path: Path) -> None:
         check = self.run(edit(per_head, WRONG, tmp_path / "wrong"), layout=HEADS)
         assert not check.passed
-        assert check.findings == ["layer 2: the engine runs LL instead of LG, as the folder's config says"]
+        assert check.findings == [
+            "layer 2: the engine runs LL instead of LG, as the folder's config says"
+        ]
 
     @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "olmo2"])
     @pytest.mark.parametrize("layout", [HEADS, LAYERS, WINDOWS], ids=["heads", "layers", "windows"])
@@ -375,26 +432,43 @@ class TestMlx:
         return compare_with_engine(folder, "mlx", python=MLX, **options)
 
     @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "olmo2", "smollm3"])
-    def test_families_are_exact(self, family: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_families_are_exact(
+        self, family: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Of the forms, mlx-lm has a cache of the window for OLMo 3 alone; a SmolLM3 masks the keys that it holds."""
-        save_with_tokenizer(sharp_model(family, tie_word_embeddings=False), tiny_tokenizer, tmp_path / "dense")
+        save_with_tokenizer(
+            sharp_model(family, tie_word_embeddings=False), tiny_tokenizer, tmp_path / "dense"
+        )
         export(LAYERS, tmp_path / "dense", tmp_path / "out", engine="mlx")
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)
         tokens = check.num_prompt + check.num_new
-        kept = [f"KVCache: 2 layers hold {tokens} keys", f"RotatingKVCache: 2 layers hold {WINDOW} keys"]
-        assert check.cache[:-1] == (kept if family == "olmo2" else [f"KVCache: 4 layers hold {tokens} keys"])
+        kept = [
+            f"KVCache: 2 layers hold {tokens} keys",
+            f"RotatingKVCache: 2 layers hold {WINDOW} keys",
+        ]
+        assert check.cache[:-1] == (
+            kept if family == "olmo2" else [f"KVCache: 4 layers hold {tokens} keys"]
+        )
 
-    def test_bfloat16_weights_run_in_float32(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_bfloat16_weights_run_in_float32(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         save(sharp_model().bfloat16(), tiny_tokenizer, tmp_path / "dense")
         export(LAYERS, tmp_path / "dense", tmp_path / "out", engine="mlx")
         assert self.run(tmp_path / "out").passed
 
-    @pytest.mark.parametrize(("layer", "finding"), [(0, "LL instead of GG"), (2, "GG instead of LL")])
-    def test_a_wrong_layer_is_named(self, layer: int, finding: str, dense: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("layer", "finding"), [(0, "LL instead of GG"), (2, "GG instead of LL")]
+    )
+    def test_a_wrong_layer_is_named(
+        self, layer: int, finding: str, dense: Path, tmp_path: Path
+    ) -> None:
         check = self.run(swap(dense, layer, tmp_path, engine="mlx"), layout=LAYERS)
         assert not check.passed
-        assert check.findings == [f"layer {layer}: the engine runs {finding}, as the folder's config says"]
+        assert check.findings == [
+            f"layer {layer}: the engine runs {finding}, as the folder's config says"
+        ]
 
     def test_a_layout_per_head_is_refused(self, per_head: Path) -> None:
         with pytest.raises(UserError, match="Model type spkv not supported"):

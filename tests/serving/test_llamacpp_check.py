@@ -18,7 +18,10 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
 from spkv_nas.serving.engine_check import EngineCheck, compare_with_engine
 
-LLAMACPP, LLAMACPP_SOURCE = os.environ.get("SPKV_LLAMACPP_PYTHON"), os.environ.get("SPKV_LLAMACPP_SOURCE")
+LLAMACPP, LLAMACPP_SOURCE = (
+    os.environ.get("SPKV_LLAMACPP_PYTHON"),
+    os.environ.get("SPKV_LLAMACPP_SOURCE"),
+)
 needs_llamacpp = pytest.mark.skipif(
     LLAMACPP is None or LLAMACPP_SOURCE is None,
     reason="SPKV_LLAMACPP_PYTHON and SPKV_LLAMACPP_SOURCE name no llama-cpp-python and source (docs/support-matrix.md)",
@@ -34,7 +37,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_the_folder_has_one_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"it has none\): write it with convert_hf_to_gguf\.py"):
+    with pytest.raises(
+        FileNotFoundError, match=r"it has none\): write it with convert_hf_to_gguf\.py"
+    ):
         run_llamacpp._file(tmp_path)
     (tmp_path / "one.gguf").touch()
     assert run_llamacpp._file(tmp_path) == tmp_path / "one.gguf"
@@ -56,7 +61,8 @@ class TestLlamaCpp:
         return compare_with_engine(folder, "llamacpp", python=LLAMACPP, **options)
 
     @pytest.mark.parametrize(
-        ("family", "target"), [("llama", "granite_swa"), ("mistral", "granite_swa"), ("olmo2", "auto")]
+        ("family", "target"),
+        [("llama", "granite_swa"), ("mistral", "granite_swa"), ("olmo2", "auto")],
     )
     def test_families_are_exact(
         self, family: str, target: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
@@ -67,19 +73,27 @@ class TestLlamaCpp:
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)
 
-    def test_a_wrong_layer_is_named(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_wrong_layer_is_named(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         save(sharp_model("olmo2"), tiny_tokenizer, tmp_path / "dense")
         wrong = swap(tmp_path / "dense", 2, tmp_path)
         self.convert(wrong)
         check = self.run(wrong, layout=LAYERS)
         assert not check.passed
-        assert check.findings == ["layer 2: the engine runs GG instead of LL, as the folder's config says"]
+        assert check.findings == [
+            "layer 2: the engine runs GG instead of LL, as the folder's config says"
+        ]
 
-    def test_what_cannot_be_compared_is_refused(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_what_cannot_be_compared_is_refused(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Without a GGUF file, and with one of 16 bits."""
         save(sharp_model("olmo2"), tiny_tokenizer, tmp_path / "dense")
         export(LAYERS, tmp_path / "dense", tmp_path / "out")
-        with pytest.raises(UserError, match=r"must have one \(it has none\): write it with convert_hf_to_gguf\.py"):
+        with pytest.raises(
+            UserError, match=r"must have one \(it has none\): write it with convert_hf_to_gguf\.py"
+        ):
             self.run(tmp_path / "out")
         self.convert(tmp_path / "out", "bf16")
         with pytest.raises(UserError, match="is not in float32"):

@@ -44,7 +44,10 @@ MISTAKES: list[tuple[str, str]] = [
     ("train {}/no-text.yaml", "text source not found"),
     ("train {}/no-start.yaml", "cannot load model no/such/start: the folder does not exist"),
     ("train {}/no-layout.yaml", "layout not found"),
-    ("train {}/recipe.yaml --dtype float16", "--dtype float16: training knows float32 and bfloat16"),
+    (
+        "train {}/recipe.yaml --dtype float16",
+        "--dtype float16: training knows float32 and bfloat16",
+    ),
     ("train {}/recipe.yaml --device tpu", "--device 'tpu' is unknown"),
     ("train {}/typo.yaml --dry-run", "unknown key 'bramch'"),
     ("probe {}/typo.yaml", "unknown key 'bramch'"),
@@ -68,7 +71,10 @@ MISTAKES: list[tuple[str, str]] = [
     ("evaluate ruler --lengths 512 --haystack {}/none", "text source not found"),
     ("evaluate ruler", "Missing option '--lengths'"),
     ("evaluate --alpha 1", "No such option: --alpha"),
-    ("probe --model embedded:dense --data stdlib --block-size many", "context 'many'"),  # its former name
+    (
+        "probe --model embedded:dense --data stdlib --block-size many",
+        "context 'many'",
+    ),  # its former name
     ("evaluate longppl --evaluator {}/none", "the folder does not exist"),
     ("evaluate tasks paper --include {}/none", "folder of tasks not found"),
     ("evaluate --dtype float8", "--dtype 'float8' is unknown"),
@@ -102,13 +108,22 @@ MISTAKES: list[tuple[str, str]] = [
     ("reproduce ablate {}/ablations.yaml", "row 'a': unknown key 'bramch'"),
     ("auto {}/model {}/text.txt --out {}/layouts", "exists and is not an empty folder"),
     ("auto {}/model {}/text.txt --out {}/text.txt/new", "new cannot be written, because of"),
-    ("auto {}/model {}/text.txt --out {}/new --memory 20% --budget 4", "give --memory or --budget, not both"),
+    (
+        "auto {}/model {}/text.txt --out {}/new --memory 20% --budget 4",
+        "give --memory or --budget, not both",
+    ),
     ("auto {}/model {}/text.txt --out {}/new --retrain soon", "neither a duration"),
-    ("auto {}/model {}/text.txt --out {}/new --memory 40%..20%", "from the smaller share to the larger one"),
+    (
+        "auto {}/model {}/text.txt --out {}/new --memory 40%..20%",
+        "from the smaller share to the larger one",
+    ),
     ("init {}/empty {}/text.txt --out {}/new.yaml", "the folder has no config.json"),
     ("init {}/model {}/none.txt --out {}/new.yaml", "text source not found"),
     ("init {}/model {}/text.txt --out {}/recipe.yaml", "already exists"),
-    ("init {}/model {}/text.txt --out {}/new.yaml --steps 5 --minutes 5", "--steps or --minutes, not both"),
+    (
+        "init {}/model {}/text.txt --out {}/new.yaml --steps 5 --minutes 5",
+        "--steps or --minutes, not both",
+    ),
     ("plan", "give either a recipe, or --model"),
     ("plan {}/recipe.yaml --steps 3", "the recipe sets the text, block size and steps"),
     ("plan --model {}/model --hardware tpu", "unknown hardware 'tpu'"),
@@ -124,7 +139,10 @@ MISTAKES: list[tuple[str, str]] = [
     ("probe --memory 120%", "between 0 and 100 %"),
     ("probe --model embedded:dense --data stdlib --context many", "context 'many'"),
     ("probe --memory 20% --budget 4", "give --memory or --budget, not both"),
-    ("probe --memory 20% --signal add-one-head --granularity layer", "--memory counts single heads"),
+    (
+        "probe --memory 20% --signal add-one-head --granularity layer",
+        "--memory counts single heads",
+    ),
     ("probe --memory 20% --signal density", "has the window of its gates"),
     ("demo --device tpu", "--device 'tpu' is unknown"),
     ("export {}/none.yaml --model {}/model --out {}/new", "layout not found"),
@@ -187,7 +205,9 @@ def _options(command: str) -> type:
 def test_every_mistake_is_reported_before_torch_is_loaded(workspace: Path) -> None:
     others = [
         (line, code, output, has_torch)
-        for (line, message), (code, output, has_torch) in zip(MISTAKES, run_one_by_one(workspace), strict=True)
+        for (line, message), (code, output, has_torch) in zip(
+            MISTAKES, run_one_by_one(workspace), strict=True
+        )
         if code != 2 or message not in output or has_torch
     ]
     assert others == []

@@ -37,12 +37,31 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         "options",
         [
-            ProbeOptions(model=HOSTILE, data=["-x", HOSTILE], context="64", name="mine", budget="25%", tau=0.1 + 0.2),
+            ProbeOptions(
+                model=HOSTILE,
+                data=["-x", HOSTILE],
+                context="64",
+                name="mine",
+                budget="25%",
+                tau=0.1 + 0.2,
+            ),
             ProbeOptions(recipe=Path("-recipe.yaml"), signal="head-gates", workspace=Path(HOSTILE)),
-            ProposeOptions(budget="3", probe="mine", tau="match-budget", constraint=["uniform", "min-per-layer=1"]),
-            InitOptions(model="organisation/model@main", data=["text", "stdlib"], out=Path("mine.yaml"), steps=3),
+            ProposeOptions(
+                budget="3",
+                probe="mine",
+                tau="match-budget",
+                constraint=["uniform", "min-per-layer=1"],
+            ),
+            InitOptions(
+                model="organisation/model@main",
+                data=["text", "stdlib"],
+                out=Path("mine.yaml"),
+                steps=3,
+            ),
             InitOptions(model="-model", data=["-text"], force=True),
-            TrainHybridOptions(layouts=[Path("a.yaml"), Path("b c.yaml")], recipe=Path("r.yaml"), seeds=2),
+            TrainHybridOptions(
+                layouts=[Path("a.yaml"), Path("b c.yaml")], recipe=Path("r.yaml"), seeds=2
+            ),
             SearchOptions(retrain=0, budget="6..40", trials=3),
             AttentionOptions(level="level-8", context="8k", layout=[Path("a.yaml")]),
             PlanOptions(recipe=Path("recipe.yaml"), hardware="h100"),
@@ -56,9 +75,13 @@ class TestCommandLine:
     def test_the_command_line_reads_them_back(self, options: object) -> None:
         assert parsed(command_line(options)) == options
 
-    def test_paths_below_this_folder_are_short(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_paths_below_this_folder_are_short(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(tmp_path)
-        options = ProbeOptions(model=str(tmp_path / "mine"), data=["/elsewhere/text"], workspace=tmp_path / "w")
+        options = ProbeOptions(
+            model=str(tmp_path / "mine"), data=["/elsewhere/text"], workspace=tmp_path / "w"
+        )
         line = "spkv-nas probe --model mine --data /elsewhere/text --workspace w"
         assert command_line(options) == line
 
@@ -80,7 +103,9 @@ def test_commands_are_written_in_one_module() -> None:
         for tree in [ast.parse(text)]
         for docstrings in [_docstrings(tree)]
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
         if command.search(node.value)
     ]
     assert not written, written
@@ -97,7 +122,10 @@ def _docstrings(tree: ast.Module) -> set[int]:
     ("command", "expected"),
     [
         ("spkv-nas report --probe a --workspace /w", "spkv-nas report --probe a"),
-        ("spkv-nas train-hybrid '/w/my layouts/a.yaml' --workspace /w", "spkv-nas train-hybrid 'my layouts/a.yaml'"),
+        (
+            "spkv-nas train-hybrid '/w/my layouts/a.yaml' --workspace /w",
+            "spkv-nas train-hybrid 'my layouts/a.yaml'",
+        ),
         ("spkv-nas report --workspace /other", "spkv-nas report --workspace /other"),
         ("spkv-nas report --probe . --workspace w", "spkv-nas report --probe . --workspace w"),
     ],

@@ -74,8 +74,16 @@ def folder(tmp_path: Path, measured: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def run(reporter: Reporter = SILENT, **options: Any) -> BudgetResult:
-    chosen = {"budgets": ["1..8"], "probe": "mine", "model": "dense", "data": ["text"], "margin": "nll=10%"}
-    return critical_budget.run(CriticalBudgetOptions(**{"context": str(TOKENS)} | chosen | options), reporter).value
+    chosen = {
+        "budgets": ["1..8"],
+        "probe": "mine",
+        "model": "dense",
+        "data": ["text"],
+        "margin": "nll=10%",
+    }
+    return critical_budget.run(
+        CriticalBudgetOptions(**{"context": str(TOKENS)} | chosen | options), reporter
+    ).value
 
 
 class TestAnswer:
@@ -97,7 +105,9 @@ class TestAnswer:
         table = HeadScores.read(folder / "probes" / "mine")
         for learned_for, warnings in ((2, ["'mine' was learned for 2 global heads"]), (5, [])):
             name = f"for-{learned_for}"
-            replace(table, name="mine", metadata={**table.metadata, "budget": learned_for}).write(Path("probes") / name)
+            replace(table, name="mine", metadata={**table.metadata, "budget": learned_for}).write(
+                Path("probes") / name
+            )
             cautions: list[str] = []
             run(Recorder(cautioned=cautions.append), probe=name)
             assert [line.partition(",")[0] for line in cautions] == warnings
@@ -180,16 +190,26 @@ class TestResuming:
         number = len(calls)
         again = run(workspace=folder, name="killed")
         assert len(calls) == number
-        tables = [(each.folder / "critical-budget.csv").read_bytes() for each in (whole, resumed, again)]
+        tables = [
+            (each.folder / "critical-budget.csv").read_bytes() for each in (whole, resumed, again)
+        ]
         assert tables[0] == tables[1] == tables[2]
 
 
 class TestChoice:
     def test_documents_of_the_probe_do_not_judge(self, folder: Path) -> None:
         table = probe(
-            ProbeOptions(model="dense", data=["text"], context=str(TOKENS), signal="attention-mass", name="chosen")
+            ProbeOptions(
+                model="dense",
+                data=["text"],
+                context=str(TOKENS),
+                signal="attention-mass",
+                name="chosen",
+            )
         )
-        with pytest.raises(UserError, match=r"all 200 documents .* select a layout \(probe chosen\)"):
+        with pytest.raises(
+            UserError, match=r"all 200 documents .* select a layout \(probe chosen\)"
+        ):
             run(probe=table.name)
 
     def test_a_table_without_a_record_is_named(self, folder: Path) -> None:
@@ -199,10 +219,14 @@ class TestChoice:
 class TestCommand:
     TEXT = ("--against", "dense", "--data", "text", "--context", str(TOKENS), "--margin", "nll=10%")
 
-    def test_sentences_exit_codes_and_document(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_sentences_exit_codes_and_document(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         main(["critical-budget", "1..8", "--probe", "mine", *self.TEXT])
         shown = " ".join(capsys.readouterr().out.split())
-        assert "6 of 8 KV heads pass: the loss is below 10 % (nll); 4 are too few; 5 is open" in shown
+        assert (
+            "6 of 8 KV heads pass: the loss is below 10 % (nll); 4 are too few; 5 is open" in shown
+        )
         assert "for all 8 budgets together, of which" in shown
         with pytest.raises(SystemExit) as failed:
             main(["critical-budget", "1..3", "--probe", "mine", *self.TEXT, "--json"])
@@ -219,7 +243,9 @@ class TestCommand:
         head = 2 * 8 * 4 * 64  # bytes of keys and values, head dimension 8, float32
         assert keys.full == NUM_HEADS * head
         assert keys.used == 6 * head + 2 * head * 4 // 64
-        assert keys.sentence.startswith("24.50 KiB of keys and values at 64 tokens x 1, head dimension 8, float32")
+        assert keys.sentence.startswith(
+            "24.50 KiB of keys and values at 64 tokens x 1, head dimension 8, float32"
+        )
         served = run(context="64", engine="vllm").memory
         assert served is not None
         assert "in vLLM 0.32 at 64 tokens x 1" in served.sentence
@@ -238,7 +264,9 @@ class TestCommand:
             ("1..8 --engine vllm:pages=16", "engine vllm has no setting 'pages'"),
         ],
     )
-    def test_mistakes(self, folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    def test_mistakes(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+    ) -> None:
         text = ["--against", "dense", "--data", "text", "--context", str(TOKENS)]
         Layout(("GG",) * 4, window=4).write("dense.yaml")
         assert message in fails(capsys, "critical-budget", *arguments.split(), *text)
@@ -270,11 +298,15 @@ class TestAuto:
     ) -> None:
         main([*self.COMMAND, "--memory", "20%..80%"])
         lines = capsys.readouterr().out.splitlines()
-        rows, record = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail("no table")
+        rows, record = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail(
+            "no table"
+        )
         assert set(rows.loc[rows["memory"] == record["critical_budget"], "result"]) == {"passes"}
         layout = Layout.read("layouts/dense-window-costs/critical-budget.yaml")
         assert Layout.read("hybrid/layout.yaml") == layout
-        assert lines[-5].startswith(f"dense: {layout.num_global} of 8 KV heads global, {layout.reach}")
+        assert lines[-5].startswith(
+            f"dense: {layout.num_global} of 8 KV heads global, {layout.reach}"
+        )
         assert lines[-3].endswith("; passes 30 % (nll) at a risk of 5 %")
         assert Path(lines[-2].rpartition("report: ")[2]).is_file()
         # Documents that chose the layout did not judge it
@@ -290,7 +322,9 @@ class TestAuto:
         finalists = [row for row in tried if row.blocks == tried[0].blocks]
         assert layout.content in {row.layout.content for row in finalists}
         probed = HeadScores.read("probes/dense-window-costs").selected_on
-        chosen_on = read_selection(layout.provenance["selection"], [Path("layouts/dense-window-costs")])
+        chosen_on = read_selection(
+            layout.provenance["selection"], [Path("layouts/dense-window-costs")]
+        )
         assert probed is not None
         assert chosen_on is not None
         assert probed < chosen_on
@@ -300,39 +334,73 @@ class TestAuto:
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         text = ["--data", "text", "--context", "96", "--max-tokens", "1920"]
-        main(["probe", "--model", "dense", *text, "--signal", "head-gates", "--budget", "4", "--steps", "2"])
+        main(
+            [
+                "probe",
+                "--model",
+                "dense",
+                *text,
+                "--signal",
+                "head-gates",
+                "--budget",
+                "4",
+                "--steps",
+                "2",
+            ]
+        )
         main([*self.COMMAND, "--memory", "50%"])
-        assert "layouts by the head gates of probe 'dense-head-gates' are compared" in capsys.readouterr().err
-        _, record = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail("no table")
+        assert (
+            "layouts by the head gates of probe 'dense-head-gates' are compared"
+            in capsys.readouterr().err
+        )
+        _, record = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail(
+            "no table"
+        )
         assert any(row["name"].startswith("head-gates-") for row in record["contests"]["50"])
         # No document that ranked the gates compares layouts, or decides
         layout = Layout.read("layouts/dense-window-costs/critical-budget.yaml")
-        chosen_on = read_selection(layout.provenance["selection"], [Path("layouts/dense-window-costs")])
+        chosen_on = read_selection(
+            layout.provenance["selection"], [Path("layouts/dense-window-costs")]
+        )
         ranked_on = HeadScores.read("probes/dense-head-gates").selected_on
         assert ranked_on
         assert chosen_on is not None
         assert ranked_on < chosen_on
 
-    def test_memory_in_bytes_is_that_of_a_batch(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        whole = 4 * NUM_HEADS * 2 * 8 * 4 * 96  # bytes of 4 sequences of 96 tokens, head dimension 8, float32
+    def test_memory_in_bytes_is_that_of_a_batch(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        whole = (
+            4 * NUM_HEADS * 2 * 8 * 4 * 96
+        )  # bytes of 4 sequences of 96 tokens, head dimension 8, float32
         main([*self.COMMAND, "--batch", "4", "--memory", f"{whole * 6 // 10}"])
-        rows, _ = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail("no table")
+        rows, _ = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail(
+            "no table"
+        )
         assert rows["memory"].unique().tolist() == [59.99]
         assert 0.5 * whole < rows["kv_bytes"].max() <= 0.6 * whole
         assert "96 tokens x 4" in " ".join(capsys.readouterr().out.split())
         # Refused before anything is measured
-        told = fails(capsys, *self.COMMAND, "--batch", "4", "--memory", str(whole), "--workspace", "other")
+        told = fails(
+            capsys, *self.COMMAND, "--batch", "4", "--memory", str(whole), "--workspace", "other"
+        )
         assert "holds the whole KV cache of full attention, 192.00 KiB" in told
         assert not Path("other/probes").exists()
 
     @pytest.mark.slow
-    def test_an_interrupted_run_resumes_to_the_same_files(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_interrupted_run_resumes_to_the_same_files(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         main([*self.COMMAND])
         whole = contents()
         for name in ("hybrid", "probes/dense-window-costs", "layouts", "reports", "runs"):
             shutil.rmtree(name)
 
-        for name in ("probing.measure.measure_signal", "evaluation.verdict.trial.Trial.rows", "stages.export.export"):
+        for name in (
+            "probing.measure.measure_signal",
+            "evaluation.verdict.trial.Trial.rows",
+            "stages.export.export",
+        ):
             with monkeypatch.context() as patch:
                 patch.setattr(f"spkv_nas.{name}", interrupt)
                 with pytest.raises(SystemExit):
@@ -343,12 +411,16 @@ class TestAuto:
         assert contents() == whole
 
     @pytest.mark.slow
-    def test_two_runs_in_one_workspace_are_kept_apart(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_two_runs_in_one_workspace_are_kept_apart(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """After a run of another margin, one sentence of the page had numbers of three candidates of two runs."""
         few = ("--context", "96", "--memory", "40%,60%,80%")
         printed = {}
         for margin in ("30", "60"):
-            main([*self.COMMAND[:3], "--out", f"hybrid-{margin}", *few, "--margin", f"nll={margin}%"])
+            main(
+                [*self.COMMAND[:3], "--out", f"hybrid-{margin}", *few, "--margin", f"nll={margin}%"]
+            )
             printed[margin] = capsys.readouterr().out
         # The same run again replaces itself: it leaves out the documents that the first left out, and no others
         main([*self.COMMAND[:3], "--out", "again", *few, "--margin", "nll=60%"])
@@ -360,13 +432,22 @@ class TestAuto:
         assert kept_layout.stem == kept.stem
         # Every sentence on the chosen layout is one row of its own table
         page = Page((reports / "index.html").read_text(encoding="utf-8"))
-        shown = " ".join(text for texts in page.texts.values() for text in texts).replace("\N{NO-BREAK SPACE}", " ")
-        files = {"30": (kept, kept_layout), "60": (reports / "critical-budget.csv", layouts / "critical-budget.yaml")}
+        shown = " ".join(text for texts in page.texts.values() for text in texts).replace(
+            "\N{NO-BREAK SPACE}", " "
+        )
+        files = {
+            "30": (kept, kept_layout),
+            "60": (reports / "critical-budget.csv", layouts / "critical-budget.yaml"),
+        }
         chosen = {}
         left_out: list[Any] = []
         for margin, (file, layout_file) in files.items():
-            rows, record = replace(CRITICAL_BUDGET, name=file.stem).read(reports) or pytest.fail("no table")
-            (chosen[margin],) = measurements(rows[rows["memory"] == record["critical_budget"]], record)
+            rows, record = replace(CRITICAL_BUDGET, name=file.stem).read(reports) or pytest.fail(
+                "no table"
+            )
+            (chosen[margin],) = measurements(
+                rows[rows["memory"] == record["critical_budget"]], record
+            )
             sentence = f"nll {chosen[margin].finding}; {chosen[margin].conclusion}"
             assert sentence in printed[margin]
             assert f"passes {margin} % (nll)" in chosen[margin].conclusion
@@ -374,7 +455,11 @@ class TestAuto:
             assert layout == Layout.read(f"hybrid-{margin}/layout.yaml")
             assert layout.provenance["critical_budget"] == record["inputs"]
             left_out.append(record["left_out"])
-            assert layout.strategy == chosen[margin].candidate == f"window-per-head-{record['critical_budget']:g}"
+            assert (
+                layout.strategy
+                == chosen[margin].candidate
+                == f"window-per-head-{record['critical_budget']:g}"
+            )
             card = Path(f"hybrid-{margin}/README.md").read_text()
             assert f"a loss of {with_minus(chosen[margin].finding)}" in card
             assert chosen[margin].conclusion in card
@@ -386,14 +471,18 @@ class TestAuto:
         every = [
             each
             for file, _ in files.values()
-            for each in measurements(*(replace(CRITICAL_BUDGET, name=file.stem).read(reports) or pytest.fail("none")))
+            for each in measurements(
+                *(replace(CRITICAL_BUDGET, name=file.stem).read(reports) or pytest.fail("none"))
+            )
         ]
         pairs = {(with_minus(loss_text(each.loss)), str(each.num_samples)) for each in every}
         found = re.findall(r"nll ([+\N{MINUS SIGN}][\d.]+) %[^;]*?, on (\d+) documents", shown)
         assert found
         assert set(found) <= pairs
 
-    def test_a_number_of_heads_and_its_finished_folder(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_number_of_heads_and_its_finished_folder(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """A finished folder is kept if it is of the same command, and not if it is damaged."""
         command = [*self.COMMAND, "--budget", "6"]
         main(command)
@@ -450,7 +539,10 @@ class TestAuto:
 
         monkeypatch.setattr("spkv_nas.stages.probe.probe", appended)
         message = fails(capsys, *self.COMMAND)
-        assert "the text text/7.txt was changed while it was measured run the same command again" in message
+        assert (
+            "the text text/7.txt was changed while it was measured run the same command again"
+            in message
+        )
 
     def test_a_second_run_on_the_model_waits(
         self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -473,7 +565,17 @@ class TestAuto:
 
     def test_no_further_memory_is_tried_after_the_time(self, folder: Path) -> None:
         with pytest.raises(SystemExit) as failed:
-            main([*self.COMMAND, "--memory", "10%,20%,80%", "--margin", "nll=1%", "--minutes", "0.0001"])
+            main(
+                [
+                    *self.COMMAND,
+                    "--memory",
+                    "10%,20%,80%",
+                    "--margin",
+                    "nll=1%",
+                    "--minutes",
+                    "0.0001",
+                ]
+            )
         assert failed.value.code in (1, 3)
         table = CRITICAL_BUDGET.read(Path("reports/dense-window-costs"))
         assert table is not None
@@ -484,7 +586,9 @@ class TestAuto:
         self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The margin is below what the layout loses without training, and above what it loses after a few steps."""
-        monkeypatch.setattr("spkv_nas.evaluation.alarms.Circumstances.symptom", None)  # the model is random
+        monkeypatch.setattr(
+            "spkv_nas.evaluation.alarms.Circumstances.symptom", None
+        )  # the model is random
         command = [*self.COMMAND, "--memory", "50%", "--margin", "nll=18%", "--retrain", "40"]
         with monkeypatch.context() as patch:
             patch.setattr("spkv_nas.training.retraining.selection.write_selection", interrupt)
@@ -527,5 +631,10 @@ def interrupt(*_: Any, **__: Any) -> Any:
 def contents() -> dict[str, bytes]:
     """Return the files that ``auto`` wrote, but for records, which hold times."""
     folders = map(Path, ("hybrid", "layouts", "reports"))
-    files = (file for folder in folders for file in folder.rglob("*") if file.suffix in (".yaml", ".csv", ".json"))
+    files = (
+        file
+        for folder in folders
+        for file in folder.rglob("*")
+        if file.suffix in (".yaml", ".csv", ".json")
+    )
     return {str(file): file.read_bytes() for file in files if file.name != "probe.yaml"}

@@ -43,16 +43,23 @@ def test_several_processes_measure_what_one_does(ground: Path) -> None:
     assert done.stdout.count("full-attention") == 1
     assert done.stderr.count("loading ") == 1
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # random models neither copy nor are sums of their heads
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # random models neither copy nor are sums of their heads
         expected = measure_all(ground, one)
     actual = pickle.loads((several / "found.pickle").read_bytes())
     assert actual.keys() == expected.keys()
     for name, values in expected.items():
         if isinstance(values, pd.DataFrame):
-            pd.testing.assert_frame_equal(actual[name], values, check_exact=False, rtol=1e-6, atol=1e-9, obj=name)
+            pd.testing.assert_frame_equal(
+                actual[name], values, check_exact=False, rtol=1e-6, atol=1e-9, obj=name
+            )
         else:
             assert np.allclose(actual[name], values, rtol=1e-6, atol=1e-9), name
-    results = [{file.relative_to(folder) for file in folder.glob("[pr]*s/*/*.*")} for folder in (one, several)]
+    results = [
+        {file.relative_to(folder) for file in folder.glob("[pr]*s/*/*.*")}
+        for folder in (one, several)
+    ]
     assert results[0] == results[1]
 
 
@@ -76,8 +83,13 @@ def test_every_block_belongs_to_one_process(
             torch.device("cpu"),
             lambda done, total: updates.append((done, total)),
         )
-        numbers = [number for start, tokens in passes for number in range(start, start + len(tokens))]
-        assert all(np.array_equal(tokens, blocks.tokens[start : start + len(tokens)]) for start, tokens in passes)
+        numbers = [
+            number for start, tokens in passes for number in range(start, start + len(tokens))
+        ]
+        assert all(
+            np.array_equal(tokens, blocks.tokens[start : start + len(tokens)])
+            for start, tokens in passes
+        )
         assert all(len(tokens) <= batch_size for _, tokens in passes)
         assert len(numbers) == num_own_blocks(blocks.num_blocks, batch_size)
         assert not passes or updates[-1] == (len(numbers), len(numbers))

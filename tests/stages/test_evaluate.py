@@ -48,12 +48,24 @@ def write_run(final: Path, variant: str) -> None:
 
 def checkpoints(workspace: Path) -> tuple[Path, Path]:
     """Return the hybrid's folder and the dense model's."""
-    (hybrid,), (dense,) = ([*(workspace / "runs/mine").glob(where)] for where in ("branches/*/final", "dense-*/final"))
+    (hybrid,), (dense,) = (
+        [*(workspace / "runs/mine").glob(where)] for where in ("branches/*/final", "dense-*/final")
+    )
     return hybrid, dense
 
 
 def evaluate(workspace: Path, text: Path, model: Path, *extra: object) -> None:
-    options = ["--model", model, "--data", text, "--context", BLOCK, "--workspace", workspace, *extra]
+    options = [
+        "--model",
+        model,
+        "--data",
+        text,
+        "--context",
+        BLOCK,
+        "--workspace",
+        workspace,
+        *extra,
+    ]
     main(["evaluate", *map(str, options)])
 
 
@@ -63,20 +75,28 @@ class TestPair:
     ) -> None:
         hybrid, dense = checkpoints(workspace)
         evaluate(workspace, text, hybrid, "--against", dense)
-        blocks = build_blocks(documents([str(text)], Path()), load(dense)[1], BLOCK, documents=SEPARATE)
+        blocks = build_blocks(
+            documents([str(text)], Path()), load(dense)[1], BLOCK, documents=SEPARATE
+        )
         nll, baseline = (document_nll(load(folder)[0], blocks) for folder in (hybrid, dense))
         expected = paired_difference(nll, baseline)
         assert expected.standard_error > 0
-        rows = pd.read_csv(workspace / "reports/mine/evaluation.csv", dtype={"text": str}).set_index("variant")
+        rows = pd.read_csv(
+            workspace / "reports/mine/evaluation.csv", dtype={"text": str}
+        ).set_index("variant")
         assert rows.index.fillna("").tolist() == ["", "densest"]
         densest = rows.loc["densest"]
         assert densest["nll"] == pytest.approx(nll.mean, rel=1e-5)
         assert densest["delta_nll_percent"] == pytest.approx(expected.percent, rel=1e-4)
-        assert densest["delta_nll_standard_error"] == pytest.approx(expected.standard_error, rel=1e-4)
+        assert densest["delta_nll_standard_error"] == pytest.approx(
+            expected.standard_error, rel=1e-4
+        )
         assert (densest["checkpoint"], densest["against"]) == (str(hybrid), str(dense))
         tokens = nll.num_tokens
         assert densest["num_documents"] == (tokens > 0).sum() > 1
-        assert densest["effective_documents"] == pytest.approx(tokens.sum() ** 2 / (tokens**2).sum(), rel=1e-5)
+        assert densest["effective_documents"] == pytest.approx(
+            tokens.sum() ** 2 / (tokens**2).sum(), rel=1e-5
+        )
         printed = " ".join(capsys.readouterr().out.split())
         assert f"difference {expected.percent:+.3f} ± {expected.standard_error:.3f} %" in printed
         assert "paired by" in printed
@@ -90,7 +110,11 @@ class TestPair:
         assert len(document["against"]["checkpoints"]) == 2
 
     def test_one_row_per_checkpoint(
-        self, workspace: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+        self,
+        workspace: Path,
+        text: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         """A third checkpoint is added, a repeated one replaces its row, and another text starts a new table."""
         hybrid, dense = checkpoints(workspace)
@@ -102,7 +126,9 @@ class TestPair:
             (hybrid, dense),
         ):
             evaluate(workspace, text, model, "--against", baseline, "--name", "mine")
-        rows = pd.read_csv(workspace / "reports/mine/evaluation.csv", dtype={"text": str}).set_index("checkpoint")
+        rows = pd.read_csv(
+            workspace / "reports/mine/evaluation.csv", dtype={"text": str}
+        ).set_index("checkpoint")
         against = {str(dense): "", str(workspace / "gated"): str(dense), str(hybrid): str(dense)}
         assert rows["against"].fillna("").to_dict() == against
         capsys.readouterr()
@@ -135,7 +161,9 @@ class TestName:
         assert "densest (densest-0123456789abcdef)" in page.texts["th"]
 
     @pytest.mark.slow
-    @pytest.mark.filterwarnings("ignore:sequences of")  # the questions are longer than the model's context
+    @pytest.mark.filterwarnings(
+        "ignore:sequences of"
+    )  # the questions are longer than the model's context
     def test_every_evaluation_takes_the_recipe_name(self, workspace: Path, text: Path) -> None:
         """--name takes precedence, and a checkpoint without a run has its folder's name."""
         hybrid, dense = checkpoints(workspace)

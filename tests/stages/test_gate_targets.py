@@ -7,7 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import MessageLog, Page, fails, gated, make_table, scatter_gates, tiny_model, write_project
+from helpers import (
+    MessageLog,
+    Page,
+    fails,
+    gated,
+    make_table,
+    scatter_gates,
+    tiny_model,
+    write_project,
+)
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas import GateConfig, attach_gates, probe
@@ -22,7 +31,9 @@ MISSED = "the gates' price was to keep 28.6% of the keys, and they keep"
 
 
 class TestSentence:
-    @pytest.mark.parametrize(("reached", "says"), [(0.19, True), (0.21, False), (0.4, False), (0.43, True)])
+    @pytest.mark.parametrize(
+        ("reached", "says"), [(0.19, True), (0.21, False), (0.4, False), (0.43, True)]
+    )
     def test_outside_seven_tenths_to_fourteen(self, reached: float, says: bool) -> None:
         facts = {"target_density": 0.3, "reached_density": reached}
         table = replace(make_table(np.full((2, 2), 0.5)), metadata=facts)
@@ -33,7 +44,9 @@ class TestSentence:
         """Trained weights adapt to closed gates; frozen ones only need more steps."""
         table = make_table(np.full((2, 2), 0.5))
         facts = {"target_density": 0.3, "reached_density": 0.04}
-        assert "a smaller branch.learning_rate with" in str(replace(table, metadata=facts).missed_price)
+        assert "a smaller branch.learning_rate with" in str(
+            replace(table, metadata=facts).missed_price
+        )
         frozen = replace(table, metadata={**facts, "training": "frozen-model"})
         assert "What helps: more --steps." in str(frozen.missed_price)
         above = replace(table, metadata={**facts, "reached_density": 0.6})
@@ -46,7 +59,9 @@ class TestSentence:
 
 class TestRecord:
     @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-    def test_reached_density_is_at_the_threshold_of_the_gates(self, family: str, blocks: TokenBlocks) -> None:
+    def test_reached_density_is_at_the_threshold_of_the_gates(
+        self, family: str, blocks: TokenBlocks
+    ) -> None:
         """It is the mean over gated heads, whatever threshold was requested."""
         model = tiny_model(family, vocab_size=300)
         attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4, target_density=0.286))
@@ -56,7 +71,9 @@ class TestRecord:
         assert table.metadata["reached_density"] == pytest.approx(with_gates.mean(), abs=1e-4)
         other = probe(model, blocks, 0.9)
         assert other.mean < table.mean
-        assert other.metadata["reached_density"] == pytest.approx(table.metadata["reached_density"], abs=0.02)
+        assert other.metadata["reached_density"] == pytest.approx(
+            table.metadata["reached_density"], abs=0.02
+        )
 
     def test_gates_without_a_target_reach_none(self, blocks: TokenBlocks) -> None:
         assert "reached_density" not in probe(gated(), blocks).metadata
@@ -64,17 +81,32 @@ class TestRecord:
 
 class TestCommands:
     @pytest.fixture
-    def subject(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, text: Path) -> list[str]:
+    def subject(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, text: Path
+    ) -> list[str]:
         """Reference with a target density of 28.6 % that keeps every key."""
         model = tiny_model(vocab_size=300)
         attach_gates(model, GateConfig(window=8, hidden_size=16, target_density=0.286, bias=4.0))
         save(model, tiny_tokenizer, tmp_path / "mine")
-        options = ["--model", tmp_path / "mine", "--data", text, "--context", 32, "--workspace", tmp_path / "w"]
+        options = [
+            "--model",
+            tmp_path / "mine",
+            "--data",
+            text,
+            "--context",
+            32,
+            "--workspace",
+            tmp_path / "w",
+        ]
         return [*map(str, options)]
 
     @pytest.mark.slow
     def test_every_command_warns(
-        self, subject: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self,
+        subject: list[str],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """``probe``, ``propose``, ``train-hybrid`` and ``report`` warn of a missed target density."""
         workspace = ["--probe", "mine", "--workspace", str(tmp_path / "w")]
@@ -88,7 +120,9 @@ class TestCommands:
             main(command)
             assert " ".join(capsys.readouterr().err.split()).count(MISSED) == 1, command[0]
         page = Page((tmp_path / "w/reports/mine/index.html").read_text())
-        assert any(MISSED in paragraph.replace("\N{NO-BREAK SPACE}", " ") for paragraph in page.texts["p"])
+        assert any(
+            MISSED in paragraph.replace("\N{NO-BREAK SPACE}", " ") for paragraph in page.texts["p"]
+        )
         main(["evaluate", *subject, "--tau", "0.9"])  # of another threshold the price says nothing
         assert MISSED not in capsys.readouterr().err
 
@@ -101,5 +135,7 @@ class TestCommands:
         messages = MessageLog()
         options = TrainHybridOptions(probe="mine", workspace=tmp_path / "w", recipe=recipe)
         with pytest.raises(UserError, match="before any training"):
-            train_stage.run(options, replace(messages.reporter, cautioned=messages.announced.append))
+            train_stage.run(
+                options, replace(messages.reporter, cautioned=messages.announced.append)
+            )
         assert sum(MISSED in line for line in messages.announced) == 1

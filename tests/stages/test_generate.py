@@ -25,7 +25,9 @@ PROMPT = "the quick brown fox jumps over the lazy dog and the quick fox"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, request: pytest.FixtureRequest) -> Path:
+def folder(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, request: pytest.FixtureRequest
+) -> Path:
     """Checkpoint of the kind that the test's parameter names; windows of 6."""
     model = tiny_model(vocab_size=300, eos_token_id=None)
     if request.param == "gates":
@@ -36,14 +38,18 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, request: pyt
     save(model, tiny_tokenizer, tmp_path / request.param)
     if request.param == "exported":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verify_export, "check", lambda *_: 0.0)  # model/export/test_families.py is about it
+            patch.setattr(
+                verify_export, "check", lambda *_: 0.0
+            )  # model/export/test_families.py is about it
             export(Layout(("GG", "LL", "LL", "GG"), 6), tmp_path / "exported", tmp_path / "out")
         return tmp_path / "out"
     return tmp_path / request.param
 
 
 def every_kind(test: object) -> object:
-    return pytest.mark.parametrize("folder", ["gates", "hybrid", "dense", "exported"], indirect=True)(test)
+    return pytest.mark.parametrize(
+        "folder", ["gates", "hybrid", "dense", "exported"], indirect=True
+    )(test)
 
 
 def greedy(model: PreTrainedModel, ids: torch.Tensor, number: int) -> torch.Tensor:
@@ -78,7 +84,9 @@ def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ("density" in figures) == (kind in ("gates", "hybrid"))
     if kind == "hybrid":
         assert "density 50.0 %" in figures
-    full = 4 * 2 * (ids.shape[1] + 24) * 2 * 8 * 4 / 1e6  # layers, heads, tokens, k and v, head size, bytes
+    full = (
+        4 * 2 * (ids.shape[1] + 24) * 2 * 8 * 4 / 1e6
+    )  # layers, heads, tokens, k and v, head size, bytes
     assert f"full attention {full:.2f} MB" in figures
     if kind == "dense":
         assert f"cache {full:.2f} MB" in figures
@@ -87,26 +95,45 @@ def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("folder", ["gates"], indirect=True)
 class TestPrompt:
     def test_from_a_file_or_standard_input(
-        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self,
+        folder: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         expected, _ = run(capsys, PROMPT, "--model", folder, "-n", 8)
         (tmp_path / "prompt.txt").write_text(PROMPT)
-        assert run(capsys, "--file", tmp_path / "prompt.txt", "--model", folder, "-n", 8)[0] == expected
+        assert (
+            run(capsys, "--file", tmp_path / "prompt.txt", "--model", folder, "-n", 8)[0]
+            == expected
+        )
         monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
         assert run(capsys, "-f", "-", "--model", folder, "-n", 8)[0] == expected
 
-    def test_a_higher_threshold_keeps_less(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        shown = [run(capsys, PROMPT * 2, "--model", folder, "-n", 8, "--tau", tau)[1] for tau in (0.0, 0.5, 0.9)]
+    def test_a_higher_threshold_keeps_less(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shown = [
+            run(capsys, PROMPT * 2, "--model", folder, "-n", 8, "--tau", tau)[1]
+            for tau in (0.0, 0.5, 0.9)
+        ]
         densities = [float(re.search(r"density ([0-9.]+) %", text)[1]) for text in shown]
         assert densities[0] == 100.0 > densities[1] > densities[2]
 
-    def test_samples_repeat_with_their_seed(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_samples_repeat_with_their_seed(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         options = (PROMPT, "--model", folder, "-n", 20, "--temperature", 1.5, "--seed")
         texts = [run(capsys, *options, seed)[0] for seed in (1, 1, 2)]
         assert texts[0] == texts[1] != texts[2]
 
-    def test_a_prompt_within_the_window(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "density unknown (no key left the window) at tau 0.4" in run(capsys, "a", "--model", folder, "-n", 2)[1]
+    def test_a_prompt_within_the_window(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert (
+            "density unknown (no key left the window) at tau 0.4"
+            in run(capsys, "a", "--model", folder, "-n", 2)[1]
+        )
 
 
 @pytest.mark.parametrize("folder", ["dense"], indirect=True)

@@ -40,9 +40,16 @@ from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.verdict import DecisionOptions
 from spkv_nas.training.first_recipe import Draft
 
-FUNCTIONS = [*commands().values(), *LAYOUT_COMMANDS, *REPRODUCE.commands, *(entry.run for entry in EVALUATIONS)]
+FUNCTIONS = [
+    *commands().values(),
+    *LAYOUT_COMMANDS,
+    *REPRODUCE.commands,
+    *(entry.run for entry in EVALUATIONS),
+]
 MODULES = [options]
-MODULES += [sys.modules[next(iter(get_type_hints(function).values())).__module__] for function in FUNCTIONS]
+MODULES += [
+    sys.modules[next(iter(get_type_hints(function).values())).__module__] for function in FUNCTIONS
+]
 CLASSES = [
     one
     for module in MODULES
@@ -51,7 +58,10 @@ CLASSES = [
 ]
 PRINT_BY_THEMSELVES = ("generate", "schema")
 ALIASES = {
-    name: hint for module in (flags, *MODULES) for name, hint in vars(module).items() if hasattr(hint, "__metadata__")
+    name: hint
+    for module in (flags, *MODULES)
+    for name, hint in vars(module).items()
+    if hasattr(hint, "__metadata__")
 }
 
 
@@ -75,7 +85,9 @@ def test_a_name_means_one_thing() -> None:
     allowed |= {"sinks": 3}  # a number; a number or auto; several
     allowed |= {"engine": 3}  # whose memory is counted; that an export is for; that is run
     allowed |= {"layout": 3}  # by place; several by name; the one that an engine must run
-    allowed |= {"granularity": 2}  # a constraint on layouts, in a panel of the help; an option of signals
+    allowed |= {
+        "granularity": 2
+    }  # a constraint on layouts, in a panel of the help; an option of signals
     allowed |= {"recipe": 2, "file": 2, "data": 2, "out": 2}  # by place or by name; a folder
     allowed |= {"memory": 2}  # one limit; a range of shares
     allowed |= {"retrain": 2}  # how many layouts; for how long
@@ -85,12 +97,20 @@ def test_a_name_means_one_thing() -> None:
     for one in CLASSES:
         for name, hint in get_type_hints(one, include_extras=True).items():
             flags_of.setdefault(name, set()).add(id(hint.__metadata__[0]))
-    assert {name: len(result) for name, result in flags_of.items() if len(result) > allowed.get(name, 1)} == {}
+    assert {
+        name: len(result) for name, result in flags_of.items() if len(result) > allowed.get(name, 1)
+    } == {}
 
 
 def test_command_line_and_stages_have_equal_options() -> None:
     option_classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
-    mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
+    mixins = {
+        options.InWorkspace,
+        options.OnDevice,
+        options.InDtype,
+        options.InPrecision,
+        options.Trains,
+    }
     mixins |= {
         options.SubjectOptions,
         options.DocumentOptions,
@@ -98,7 +118,12 @@ def test_command_line_and_stages_have_equal_options() -> None:
         options.EngineOptions,
         DecisionOptions,
     }
-    mixins |= {options.Measures, options.ChoosesProbe, options.RetrainsLayouts, options.CheckpointOptions}
+    mixins |= {
+        options.Measures,
+        options.ChoosesProbe,
+        options.RetrainsLayouts,
+        options.CheckpointOptions,
+    }
     nested = {ShowLayoutsOptions, DiffOptions, ConvertOptions}
     assert option_classes | nested == set(CLASSES) - mixins
 
@@ -119,11 +144,15 @@ class TestExpansion:
         add_command(line, ask)
         return line
 
-    def test_defaults_are_those_of_the_dataclass(self, line: typer.Typer, seen: list[ProposeOptions]) -> None:
+    def test_defaults_are_those_of_the_dataclass(
+        self, line: typer.Typer, seen: list[ProposeOptions]
+    ) -> None:
         assert CliRunner().invoke(line, []).exit_code == 0
         assert seen == [ProposeOptions()]
 
-    def test_values_arrive_as_their_types(self, line: typer.Typer, seen: list[ProposeOptions]) -> None:
+    def test_values_arrive_as_their_types(
+        self, line: typer.Typer, seen: list[ProposeOptions]
+    ) -> None:
         arguments = ["-b", "25%", "--constraint", "uniform", "--head-costs", "w.csv", "-w", "there"]
         assert CliRunner().invoke(line, arguments).exit_code == 0
         paths = {"head_costs": Path("w.csv"), "workspace": Path("there")}
@@ -140,7 +169,9 @@ class TestExpansion:
         result = CliRunner().invoke(line, ["--window", str(size)])
         assert result.exit_code == code
         assert len(seen) == (code == 0)
-        assert (f"{size} is not between 1 and {MAX_WINDOW:,}" in result.stderr.replace("\n", " ")) == (code == 2)
+        assert (
+            f"{size} is not between 1 and {MAX_WINDOW:,}" in result.stderr.replace("\n", " ")
+        ) == (code == 2)
 
     def test_help_shows_only_bounds_that_users_meet(self, line: typer.Typer) -> None:
         text = CliRunner().invoke(line, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
@@ -159,7 +190,12 @@ def test_help_lists_the_commands_in_the_order_of_the_workflow() -> None:
     line = typer.main.get_command(app)
     names = line.list_commands(Context(line))
     assert names[:4] == ["auto", "init", "probe", "propose"]
-    assert names.index("propose") < names.index("train-hybrid") < names.index("evaluate") < names.index("report")
+    assert (
+        names.index("propose")
+        < names.index("train-hybrid")
+        < names.index("evaluate")
+        < names.index("report")
+    )
     assert set(names) == {*line.commands, *ADDED_COMMANDS.names, *COMMAND_GROUPS.names}
     assert names[-3:] == ["compare", "search", "reproduce"]
 
@@ -173,7 +209,12 @@ def test_every_command_accepts_and_describes_its_options() -> None:
         options_class = next(iter(get_type_hints(function).values()))
         hints = get_type_hints(options_class, include_extras=True)
         parameters = {one.name: one for one in parent.get_command(Context(parent), name).params}
-        common = {"quiet", "verbose", "debug", *({"json"} if name not in PRINT_BY_THEMSELVES else set())}
+        common = {
+            "quiet",
+            "verbose",
+            "debug",
+            *({"json"} if name not in PRINT_BY_THEMSELVES else set()),
+        }
         assert set(parameters) - {"help"} == set(hints) | common, name
         for one in fields(options_class):
             help_text = parameters[one.name].help
@@ -203,7 +244,9 @@ def default_of(function: Callable[..., object], name: str) -> str:
 def test_help_states_the_defaults_of_functions() -> None:
     palindrome, draft = PalindromeSettings(), {field.name: field.default for field in fields(Draft)}
     shown = {
-        (ProbeOptions, "steps"): [default_of(one, "steps") for one in (learn_gates, head_gates, duo)],
+        (ProbeOptions, "steps"): [
+            default_of(one, "steps") for one in (learn_gates, head_gates, duo)
+        ],
         (InitOptions, "steps"): [str(draft["steps"])],
         (PlanOptions, "steps"): [default_of(learn_gates, "steps"), str(draft["steps"])],
         (PlanOptions, "block_size"): [f"{defaults.CONTEXT:,}"],

@@ -22,7 +22,13 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Workspace with head gates of the embedded reference, and its two layouts."""
     monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     make_domain_table(
-        metadata={"model": "embedded:reference", "data": {}, "signal": "head-gates", "kind": "share", "options": {}}
+        metadata={
+            "model": "embedded:reference",
+            "data": {},
+            "signal": "head-gates",
+            "kind": "share",
+            "options": {},
+        }
     ).write(tmp_path / "probes/test")
     for name, layout in make_layouts("densest", "last").items():
         layout.write(tmp_path / f"layouts/test/{name}.yaml")
@@ -47,7 +53,9 @@ def test_the_headline_layout_is_retrained_or_exported(workspace: Path) -> None:
     """The command names the layout of the headline, not that of the sliders."""
     write_comparison(
         workspace / "reports/test/comparison.csv",
-        make_comparison(nll=[2.0, 2.001, 2.02, 2.006, 2.01], delta_nll_percent=[0.0, 0.05, 1.0, 0.3, 0.5]),
+        make_comparison(
+            nll=[2.0, 2.001, 2.02, 2.006, 2.01], delta_nll_percent=[0.0, 0.05, 1.0, 0.3, 0.5]
+        ),
     )
     assert parsed(recommended(workspace)).layouts == [Path("layouts/test/last.yaml")]
     models = [TrainedModel(name, 0, "", workspace / "runs" / name) for name in ("densest", "last")]

@@ -55,10 +55,14 @@ class TestStepCost:
         planner = Planner(recipe, recipe_file.parent, recipe_file.parent / "runs", device="cpu")
         fixed, one, two = (planner.memory(Kind.FULL_ATTENTION, blocks) for blocks in (0, 1, 2))
         assert fixed == 16 * planner.size.num_parameters
-        hidden = 4 * recipe.data.block_size * planner.size.hidden_size  # bytes of one activation as wide as the model
+        hidden = (
+            4 * recipe.data.block_size * planner.size.hidden_size
+        )  # bytes of one activation as wide as the model
         assert two - one == one - fixed > planner.size.heads.num_layers * 10 * hidden
         assert planner.memory(Kind.SP_KV, 1) > one
-        stages = Stages(planner.size, recipe.gates, Site("", 1e9, is_cpu=True), recipe.data.block_size, 8)
+        stages = Stages(
+            planner.size, recipe.gates, Site("", 1e9, is_cpu=True), recipe.data.block_size, 8
+        )
         phase = how_trained(recipe, recipe.branch, planner.size, bfloat16=False)
         planned = stages.train("", replace(phase, micro_batch_size=2), gated=False).memory
         assert planned.total == two
@@ -67,7 +71,9 @@ class TestStepCost:
         assert StepCost(2.0, 1.0, 3.0, True).seconds(4) == 11.0
 
     def test_an_estimate_counts_flops(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("spkv_nas.training.step_cost.matmul_speed", lambda device, bfloat16: 1e9)
+        monkeypatch.setattr(
+            "spkv_nas.training.step_cost.matmul_speed", lambda device, bfloat16: 1e9
+        )
         stages = Stages(model_size(tiny_model()), GateConfig(), Site("cpu", 1e12), 24, 1)
         guess = estimate(stages, Training(1, 8, bfloat16=False), gated=False)
         assert guess.forward_seconds == pytest.approx(stages.measure("", 24).flops / 0.5e9)
@@ -84,19 +90,29 @@ class TestModelSize:
         size = read_size(tmp_path)
         assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())
         assert size.num_multiplied == size.num_parameters - (0 if tied else 97 * 32)
-        assert size.without_embeddings == sum(parameter.numel() for parameter in model.model.layers.parameters()) + 32
+        assert (
+            size.without_embeddings
+            == sum(parameter.numel() for parameter in model.model.layers.parameters()) + 32
+        )
         assert (size.heads.grid, size.hidden_size, size.positions) == ((4, 2), 32, 128)
 
 
 class TestDryRun:
     @pytest.mark.slow
-    def test_training(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_training(
+        self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """The plan writes nothing, and then finds what was trained."""
         workspace, before = tmp_path / "w", everything(tmp_path)
         main(["train", str(recipe_file), "--workspace", str(workspace), "--dry-run"])
         printed = capsys.readouterr().out
         assert everything(tmp_path) == before
-        for words in (f"total: {6 * 4 * 32 + RUN:,} tokens", "held out; 40 documents", "memory: about", "a step"):
+        for words in (
+            f"total: {6 * 4 * 32 + RUN:,} tokens",
+            "held out; 40 documents",
+            "memory: about",
+            "a step",
+        ):
             assert words in printed
         options = TrainOptions(recipe=recipe_file, workspace=workspace)
         dense, branch = plan_of(options).runs
@@ -111,7 +127,9 @@ class TestDryRun:
         assert [run.state for run in trained] == [FINISHED, FINISHED]
         assert (probe.name, probe.steps) == ("probe", 0)
         self.hybrids(recipe_file, workspace)
-        assert everything(workspace / "runs") == {path for path in before if workspace / "runs" in path.parents}
+        assert everything(workspace / "runs") == {
+            path for path in before if workspace / "runs" in path.parents
+        }
 
     def hybrids(self, recipe_file: Path, workspace: Path) -> None:
         make_table([[0.9, 0.1], [0.2, 0.3]]).write(workspace / "probes" / "tiny")
@@ -134,7 +152,9 @@ class TestDryRun:
         assert newest_step(tmp_path / "nothing") == 0
 
     @pytest.mark.slow
-    def test_of_the_other_commands(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_of_the_other_commands(
+        self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         workspace = tmp_path / "w"
         make_table([[0.9, 0.1], [0.2, 0.3]]).write(workspace / "probes" / "p")
         rows = (
@@ -163,7 +183,9 @@ class TestDryRun:
             assert all(word in printed for word in words), printed
         assert everything(tmp_path) == before
 
-    def test_too_little_text_and_memory_are_reported(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_too_little_text_and_memory_are_reported(
+        self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("spkv_nas.base.memory.available_bytes", lambda device: 1 << 17)
         recipe = Recipe.read(recipe_file)
         small = TextSize(documents=2, tokens=100)
@@ -172,12 +194,23 @@ class TestDryRun:
         assert not plan.fits
         remarks = "\n".join(plan.remarks)
         assert "less than one batch of 128 tokens" in remarks
-        assert "128.00 KiB are free; a smaller micro_batch_size or data.block_size takes less" in remarks
+        assert (
+            "128.00 KiB are free; a smaller micro_batch_size or data.block_size takes less"
+            in remarks
+        )
         assert "estimated by FLOPs" in remarks
 
 
 def test_times_as_text() -> None:
-    texts = {0: "0 s", 0.2: "1 s", 89: "89 s", 90: "2 min", 3599: "1 h 0 min", 12000: "3 h 20 min", 4e5: "5 days"}
+    texts = {
+        0: "0 s",
+        0.2: "1 s",
+        89: "89 s",
+        90: "2 min",
+        3599: "1 h 0 min",
+        12000: "3 h 20 min",
+        4e5: "5 days",
+    }
     assert {seconds: format_seconds(seconds) for seconds in texts} == texts
 
 
@@ -185,7 +218,9 @@ def size_of(layers: int, width: int, positions: int | None = 4096) -> ModelSize:
     """Return the size of a model of ``layers`` layers, 12 width^2 parameters each, and 32,000 tokens."""
     heads = HeadShape(layers, max(1, width // 64), max(1, width // 256), 64)
     body = 12 * layers * width**2
-    return ModelSize(heads, body + 64000 * width, body, width, 4 * width, 32000, positions, num_full=layers)
+    return ModelSize(
+        heads, body + 64000 * width, body, width, 4 * width, 32000, positions, num_full=layers
+    )
 
 
 class TestFirstRecipe:
@@ -199,7 +234,12 @@ class TestFirstRecipe:
         ),
     )
     def test_is_a_recipe_without_a_warning(
-        self, shape: tuple[int, int], place: tuple[str, int | None], tokens: int, steps: int, tmp_path: Path
+        self,
+        shape: tuple[int, int],
+        place: tuple[str, int | None],
+        tokens: int,
+        steps: int,
+        tmp_path: Path,
     ) -> None:
         device, positions = place
         size = size_of(*shape, positions)
@@ -217,13 +257,25 @@ class TestFirstRecipe:
         draft = Draft.of("mine", "m", ("t",), size_of(32, 4096), TextSize(40, 10**8), "cuda")
         recipe = draft.recipe(tmp_path)
         assert recipe.branch.learning_rate == pytest.approx(5.3e-6, rel=0.1)
-        assert recipe.branch.learning_rate * recipe.gates.learning_rate_multiplier == pytest.approx(2.5e-3, rel=0.2)
-        assert (recipe.data.block_size, recipe.branch.batch_size, recipe.gates.window) == (2048, 8, 128)
+        assert recipe.branch.learning_rate * recipe.gates.learning_rate_multiplier == pytest.approx(
+            2.5e-3, rel=0.2
+        )
+        assert (recipe.data.block_size, recipe.branch.batch_size, recipe.gates.window) == (
+            2048,
+            8,
+            128,
+        )
 
     def test_steps_of_few_tokens_have_a_smaller_learning_rate(self) -> None:
         """The rates of the embedded model, and of 30 M parameters, where 1.3e-4 at 2,048 tokens harms the model."""
-        assert [finished_model_rate(2_133_024, tokens) for tokens in (2048, 16_384)] == [2.8e-4, 2.8e-4]
-        assert [finished_model_rate(25_965_056, tokens) for tokens in (2048, 32_768)] == [6.1e-5, 1.3e-4]
+        assert [finished_model_rate(2_133_024, tokens) for tokens in (2048, 16_384)] == [
+            2.8e-4,
+            2.8e-4,
+        ]
+        assert [finished_model_rate(25_965_056, tokens) for tokens in (2048, 32_768)] == [
+            6.1e-5,
+            1.3e-4,
+        ]
 
     @pytest.mark.parametrize("steps", [20, 160, 1000])
     def test_a_finished_model_starts_with_warm_up(self, steps: int, tmp_path: Path) -> None:
@@ -272,14 +324,29 @@ class TestInit:
         self, model: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         before, file = everything(tmp_path), tmp_path / "mine" / "recipe.yaml"
-        command = ["init", str(model), str(corpus_folder), "--out", str(file), "--workspace", str(tmp_path / "w")]
+        command = [
+            "init",
+            str(model),
+            str(corpus_folder),
+            "--out",
+            str(file),
+            "--workspace",
+            str(tmp_path / "w"),
+        ]
         main(command)
         assert everything(tmp_path) - before == {file.parent, file}
         recipe = Recipe.read(file)
         assert (recipe.name, recipe.model.path) == ("my-model", str(model))
         run = recipe.branch.steps * recipe.branch.batch_size * recipe.data.block_size
         printed = capsys.readouterr().out
-        for words in (f"{7 * run:,}", "layouts, 7", "zero-shot scores", "total: ", "memory: about", "held out; 40"):
+        for words in (
+            f"{7 * run:,}",
+            "layouts, 7",
+            "zero-shot scores",
+            "total: ",
+            "memory: about",
+            "held out; 40",
+        ):
             assert words in printed
         assert "already exists: give another --out, or --force" in fails(capsys, *command)
         assert Recipe.read(file) == recipe
@@ -302,7 +369,9 @@ class TestInit:
         assert "not both" in fails(capsys, *command, "1", "--force", "--steps", "3")
 
     @pytest.mark.usefixtures("fixed_cost")
-    def test_an_embedded_model_does_not_change_results_of_the_demo(self, corpus_folder: Path, tmp_path: Path) -> None:
+    def test_an_embedded_model_does_not_change_results_of_the_demo(
+        self, corpus_folder: Path, tmp_path: Path
+    ) -> None:
         main(["init", "embedded:dense", str(corpus_folder), "--out", str(tmp_path / "recipe.yaml")])
         recipe = Recipe.read(tmp_path / "recipe.yaml")
         assert (recipe.name, recipe.model.path) == ("embedded-dense", "embedded:dense")
@@ -323,7 +392,9 @@ class TestInit:
         file = tmp_path / "recipe.yaml"
         main(["init", str(model), str(corpus_folder), "--out", str(file)])
         assert Recipe.read(file).micro_batch_size == micro
-        assert ("the planned work does not fit in memory" in capsys.readouterr().err) == (available == 10)
+        assert ("the planned work does not fit in memory" in capsys.readouterr().err) == (
+            available == 10
+        )
 
     @pytest.mark.parametrize(
         ("available", "expected"),
@@ -341,7 +412,9 @@ class TestInit:
         def memory(planner: Planner, kind: Kind, blocks: int) -> int:
             return 900 + blocks * (100 if planner.recipe.gradient_checkpointing else 300)
 
-        monkeypatch.setattr(Planner, "_cost", lambda planner, variant: StepCost(2.0, 0.0, 0.0, True))
+        monkeypatch.setattr(
+            Planner, "_cost", lambda planner, variant: StepCost(2.0, 0.0, 0.0, True)
+        )
         monkeypatch.setattr(Planner, "memory", memory)
         monkeypatch.setattr("spkv_nas.base.memory.available_bytes", lambda device: available)
         file = tmp_path / "recipe.yaml"
@@ -362,15 +435,23 @@ class TestInit:
         """Its recipe passes the checks, and ``match-budget`` works on what it trained."""
         monkeypatch.setattr("spkv_nas.training.first_recipe.STEP_TOKENS", {"cpu": 256})
         monkeypatch.chdir(tmp_path)
-        save(tiny_model("gemma3_text", vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("model"))
+        save(
+            tiny_model("gemma3_text", vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("model")
+        )
         main(["init", "model", str(corpus_folder), "--name", "mine", "--steps", "6"])
         main(["probe", "recipe.yaml"])
         main(["propose", "--tau", "match-budget", "--num-random", "0"])
         main(["train-hybrid", "--recipe", "recipe.yaml"])
         assert Path("reports/mine/comparison.csv").is_file()
-        warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+        warnings = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")
+        ]
         # A random model's predictions make nothing better
-        expected = ("so few documents", "more NLL retrained than before", "these numbers make no sense")
+        expected = (
+            "so few documents",
+            "more NLL retrained than before",
+            "these numbers make no sense",
+        )
         assert [line for line in warnings if not any(part in line for part in expected)] == []
 
 
@@ -386,7 +467,9 @@ def test_the_tokens_of_a_text_are_counted_as_blocks_have_them(
     blocks = build_blocks(documents(sources, recipe_file.parent), tiny_tokenizer, 2)
     assert (whole.documents, whole.is_whole) == (40, True)
     separators = int((blocks.tokens == tiny_tokenizer.eos_token_id).sum())
-    assert whole.tokens - 40 == pytest.approx(blocks.tokens.size - separators, abs=2)  # of text, but for the last block
+    assert whole.tokens - 40 == pytest.approx(
+        blocks.tokens.size - separators, abs=2
+    )  # of text, but for the last block
     monkeypatch.setattr(first_recipe, "MAX_CHARACTERS", 10)
     part = first_recipe.count_text(sources, recipe_file.parent, tiny_tokenizer)
     assert not part.is_whole

@@ -42,7 +42,19 @@ def test_a_model_in_this_folder_has_the_folder_name(
     """``--model .`` is named after the current folder."""
     monkeypatch.chdir(checkpoint)
     workspace = tmp_path / "workspace"
-    main(["probe", "--model", ".", "--data", str(text), "--context", "32", "--workspace", str(workspace)])
+    main(
+        [
+            "probe",
+            "--model",
+            ".",
+            "--data",
+            str(text),
+            "--context",
+            "32",
+            "--workspace",
+            str(workspace),
+        ]
+    )
     assert [path.name for path in (workspace / "probes").iterdir()] == ["checkpoint"]
     assert (workspace / "probes" / "checkpoint" / "density.csv").is_file()
 
@@ -51,21 +63,34 @@ class TestDocuments:
     """A user's documents are read alone, unless the model cannot keep them apart or packed ones are asked for."""
 
     def load(
-        self, model: PreTrainedModel, folder: Path, text: Path, tokenizer: PreTrainedTokenizerBase, **more: Any
+        self,
+        model: PreTrainedModel,
+        folder: Path,
+        text: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        **more: Any,
     ) -> tuple[Measured, list[str]]:
         if not (folder / "model").exists():
             save(model, tokenizer, folder / "model")
-        options = ScoreOptions(model=str(folder / "model"), data=[str(text)], workspace=folder / "w", **more)
+        options = ScoreOptions(
+            model=str(folder / "model"), data=[str(text)], workspace=folder / "w", **more
+        )
         told = MessageLog()
-        return Subject.of(options, "embedded:dense", "score on").load(told.reporter), told.announced + told.cautioned
+        return Subject.of(options, "embedded:dense", "score on").load(
+            told.reporter
+        ), told.announced + told.cautioned
 
-    def test_alone_by_default(self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_alone_by_default(
+        self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         model = tiny_model(vocab_size=len(tiny_tokenizer))
         measured, told = self.load(model, tmp_path, text, tiny_tokenizer, context="64")
         assert isinstance(measured.blocks.boundaries, SeparateDocuments)
         assert measured.separator.documents == "separate"
         assert any("or more of their own document before them" in line for line in told)
-        joined, _ = self.load(model, tmp_path, text, tiny_tokenizer, context="64", documents="joined")
+        joined, _ = self.load(
+            model, tmp_path, text, tiny_tokenizer, context="64", documents="joined"
+        )
         assert not isinstance(joined.blocks.boundaries, SeparateDocuments)
 
     def test_joined_where_states_cross(
@@ -79,30 +104,49 @@ class TestDocuments:
 
 @pytest.mark.slow
 def test_an_embedded_model_on_other_text_gets_another_name(text: Path, tmp_path: Path) -> None:
-    probe(ProbeOptions(model="embedded:reference", data=[str(text)], context="64", workspace=tmp_path / "w"))
+    probe(
+        ProbeOptions(
+            model="embedded:reference", data=[str(text)], context="64", workspace=tmp_path / "w"
+        )
+    )
     assert [path.name for path in (tmp_path / "w" / "probes").iterdir()] == ["embedded-reference"]
 
 
-@pytest.mark.parametrize("options", [ProbeOptions, NLLOptions, ScoreOptions], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "options", [ProbeOptions, NLLOptions, ScoreOptions], ids=lambda one: one.__name__
+)
 class TestName:
     """All commands use one rule."""
 
     def name(self, options: type[SubjectOptions], **values: object) -> str:
         return Subject.of(options(**values), "embedded:reference", "measure on").name
 
-    def test_own_checkpoint(self, options: type[SubjectOptions], checkpoint: Path, text: Path) -> None:
+    def test_own_checkpoint(
+        self, options: type[SubjectOptions], checkpoint: Path, text: Path
+    ) -> None:
         assert self.name(options, model=str(checkpoint), data=[str(text)]) == "checkpoint"
-        assert self.name(options, model=f"{checkpoint}/../checkpoint/", data=[str(text)]) == "checkpoint"
+        assert (
+            self.name(options, model=f"{checkpoint}/../checkpoint/", data=[str(text)])
+            == "checkpoint"
+        )
 
     def test_embedded(self, options: type[SubjectOptions], text: Path) -> None:
         assert self.name(options, model="embedded:reference") == "stdlib-21x3"
-        assert self.name(options, model="embedded:reference", data=[str(text)]) == "embedded-reference"
+        assert (
+            self.name(options, model="embedded:reference", data=[str(text)]) == "embedded-reference"
+        )
 
     def test_explicit_name(self, options: type[SubjectOptions], text: Path) -> None:
-        assert self.name(options, model="embedded:reference", data=[str(text)], name="mine") == "mine"
+        assert (
+            self.name(options, model="embedded:reference", data=[str(text)], name="mine") == "mine"
+        )
 
-    def test_own_checkpoint_needs_text(self, options: type[SubjectOptions], checkpoint: Path) -> None:
-        with pytest.raises(UserError, match="--model needs --data: files or folders with the text to measure on"):
+    def test_own_checkpoint_needs_text(
+        self, options: type[SubjectOptions], checkpoint: Path
+    ) -> None:
+        with pytest.raises(
+            UserError, match="--model needs --data: files or folders with the text to measure on"
+        ):
             self.name(options, model=str(checkpoint))
 
 
@@ -130,7 +174,9 @@ class TestDefaults:
         workspace.probe_dir("empty").mkdir()
         assert chosen_table(ProposeOptions(workspace=tmp_path)).density.tolist() == [[0.5, 0.4]]
 
-    def test_several_probes_require_a_choice(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_several_probes_require_a_choice(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         workspace = Workspace(tmp_path)
         for name in ("b", "a"):
             make_table([[0.5, 0.4]]).write(workspace.probe_dir(name))
@@ -143,17 +189,28 @@ class TestDefaults:
     def test_the_recommended_signal_of_a_model_is_the_default(self, tmp_path: Path) -> None:
         """Unless there are probes of another model, or several of that signal."""
         workspace, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
-        for name, signal in (("mine", "density"), ("mine-duo", "duo"), ("mine-head-gates", "head-gates")):
-            replace(table, name=name, metadata={"model": "m", "signal": signal}).write(workspace.probe_dir(name))
+        for name, signal in (
+            ("mine", "density"),
+            ("mine-duo", "duo"),
+            ("mine-head-gates", "head-gates"),
+        ):
+            replace(table, name=name, metadata={"model": "m", "signal": signal}).write(
+                workspace.probe_dir(name)
+            )
         messages: list[str] = []
         assert (
-            chosen_table(ProposeOptions(workspace=tmp_path), Recorder(announced=messages.append)).name
+            chosen_table(
+                ProposeOptions(workspace=tmp_path), Recorder(announced=messages.append)
+            ).name
             == "mine-head-gates"
         )
         assert messages == [
             "using probe 'mine-head-gates' (head-gates), one of 3 of this model; --probe selects another"
         ]
-        for name, facts in (("other", {"model": "n"}), ("again", {"model": "m", "signal": "head-gates"})):
+        for name, facts in (
+            ("other", {"model": "n"}),
+            ("again", {"model": "m", "signal": "head-gates"}),
+        ):
             replace(table, name=name, metadata=facts).write(workspace.probe_dir(name))
             with pytest.raises(UserError, match="choose one with --probe NAME"):
                 chosen_table(ProposeOptions(workspace=tmp_path))
@@ -161,12 +218,16 @@ class TestDefaults:
         shutil.rmtree(workspace.probe_dir("mine-head-gates"))
         assert chosen_table(ProposeOptions(workspace=tmp_path)).name == "mine"  # densities
 
-    def test_the_default_budget_fits_the_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_default_budget_fits_the_model(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         make_table([[0.5, 0.4, 0.1, 0.1], [0.5, 0.4, 0.1, 0.1]]).write(tmp_path / "probes" / "mine")
         main(["propose", "--workspace", str(tmp_path)])
         assert "budget: 2 of 8 KV heads, the paper's 2 of 7" in capsys.readouterr().out
 
-    def test_layouts_of_another_model_need_its_recipe(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_layouts_of_another_model_need_its_recipe(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         make_table([[0.5, 0.4], [0.5, 0.4]]).write(tmp_path / "probes" / "mine")
         main(["propose", "--workspace", str(tmp_path)])
         for command in ("search", "train-hybrid"):

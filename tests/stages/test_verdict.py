@@ -33,7 +33,9 @@ from spkv_nas.stages.verdict import run as verdict
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Write a dense model, a much worse one, a text of 60 documents, and layouts; make it the current folder."""
     monkeypatch.chdir(tmp_path)
     model = tiny_model(vocab_size=300)
@@ -58,7 +60,9 @@ def run(*candidates: str, **options: Any) -> VerdictResult:
 
 class TestAnswers:
     def test_full_attention_passes_at_the_smallest_margin(self, folder: Path) -> None:
-        result = run("full.yaml", margin="nll=0.001%", context="64")  # of which every document fits into one
+        result = run(
+            "full.yaml", margin="nll=0.001%", context="64"
+        )  # of which every document fits into one
         assert result.answers == {"full": "passes"}
         assert result.answer == "passes"
         (row,) = result.rows.to_dict("records")
@@ -77,11 +81,16 @@ class TestAnswers:
     ) -> None:
         """Continue stored rounds with another number of questions, and give the answer of a new workspace."""
         save(tiny_model(vocab_size=300, max_position_embeddings=1024), tiny_tokenizer, Path("long"))
-        margin, long = "ruler=1:lengths=400:tasks=niah_single_1:questions=", {"model": "long", "data": None}
+        margin, long = (
+            "ruler=1:lengths=400:tasks=niah_single_1:questions=",
+            {"model": "long", "data": None},
+        )
         for number in (20, 40):
             run("mixed.yaml", **long, margin=f"{margin}{number}")
         first = run("mixed.yaml", "full.yaml", **long, margin=f"{margin}40").rows
-        anew = run("mixed.yaml", "full.yaml", **long, margin=f"{margin}40", workspace=Path("anew")).rows
+        anew = run(
+            "mixed.yaml", "full.yaml", **long, margin=f"{margin}40", workspace=Path("anew")
+        ).rows
         assert first.equals(anew)
         assert set(first["num_samples"]) == {40}
 
@@ -90,13 +99,17 @@ class TestAnswers:
         assert result.answers == {"worse": "fails"}
         assert result.rows["low"].item() > 1.0
 
-    def test_another_batch_size_changes_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_batch_size_changes_nothing(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         first = run("mixed.yaml", name="eight")
         measure = DocumentRounds.measure_all
         monkeypatch.setattr(
             DocumentRounds,
             "measure_all",
-            lambda self, *arguments: measure(DocumentRounds(self.blocks, self.identity, 3), *arguments),
+            lambda self, *arguments: measure(
+                DocumentRounds(self.blocks, self.identity, 3), *arguments
+            ),
         )
         second = run("mixed.yaml", name="three")
         assert second.answers == first.answers
@@ -109,16 +122,25 @@ class TestAnswers:
 
     @pytest.mark.slow
     def test_generated_answers(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        save(tiny_model(vocab_size=300, max_position_embeddings=512), tiny_tokenizer, folder / "long")
+        save(
+            tiny_model(vocab_size=300, max_position_embeddings=512), tiny_tokenizer, folder / "long"
+        )
         margin = "ruler=40:lengths=400:tasks=niah_single_1:questions=32"
         result = run("full.yaml", model="long", data=None, margin=margin)
         assert result.compared.num_left_out is None, "no text judges"
         (row,) = result.rows.to_dict("records")
-        assert (row["criterion"], row["answer"], row["loss"], row["unit"]) == ("ruler", "passes", 0.0, "points")
+        assert (row["criterion"], row["answer"], row["loss"], row["unit"]) == (
+            "ruler",
+            "passes",
+            0.0,
+            "points",
+        )
 
 
 class TestCommand:
-    def test_exit_codes_and_document(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_exit_codes_and_document(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         text = ["--against", "dense", "--data", "text", "--context", "32"]
         with pytest.raises(SystemExit) as failed:
             main(["verdict", "worse", *text, "--json"])
@@ -153,9 +175,15 @@ class TestCommand:
             ({"margin": "nll=1,nll=2"}, "two margins"),
             ({"margin": "nll=1:length=2"}, "criterion nll takes no options"),
             ({"margin": "ruler=2"}, "needs lengths"),
-            ({"margin": "ruler=2:length=4k"}, "criterion ruler has no option 'length'; it has lengths, tasks, "),
+            (
+                {"margin": "ruler=2:length=4k"},
+                "criterion ruler has no option 'length'; it has lengths, tasks, ",
+            ),
             ({"margin": "ruler=2:lengths=4k:questions=0"}, "questions=0: it must be at least 1"),
-            ({"margin": "ruler=2:lengths=4k:questions=few"}, "questions=few: Input should be a valid integer"),
+            (
+                {"margin": "ruler=2:lengths=4k:questions=few"},
+                "questions=few: Input should be a valid integer",
+            ),
             ({"risk": "60%"}, "up to 50%"),
             ({"data": None}, "--against needs --data"),
         ],
@@ -171,7 +199,9 @@ class TestCommand:
 
 
 class TestResuming:
-    def test_a_killed_verdict_gives_the_same_bytes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_killed_verdict_gives_the_same_bytes(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         whole = run("mixed.yaml", margin="nll=0.5%", workspace=Path("whole"))
         measure, calls = DocumentRounds.measure_all, []
 
@@ -185,7 +215,9 @@ class TestResuming:
         with pytest.raises(KeyboardInterrupt):
             run("mixed.yaml", margin="nll=0.5%", workspace=Path("killed"))
         resumed = run("mixed.yaml", margin="nll=0.5%", workspace=Path("killed"))
-        assert (resumed.folder / "verdict.csv").read_bytes() == (whole.folder / "verdict.csv").read_bytes()
+        assert (resumed.folder / "verdict.csv").read_bytes() == (
+            whole.folder / "verdict.csv"
+        ).read_bytes()
         number = len(calls)
         run("mixed.yaml", margin="nll=0.5%", workspace=Path("killed"))
         assert len(calls) == number, "finished rounds are measured again"
@@ -207,21 +239,33 @@ class TestChoice:
         with pytest.raises(UserError, match=r"all 60 documents .* select a layout \(probe mine\)"):
             run(layout)
 
-    def test_shared_documents_are_left_out(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_shared_documents_are_left_out(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The text is read as that of the probe, whose documents are separate."""
         layout = self.chosen("text", documents="separate", separator="eos")
         read: list[TokenBlocks] = []
         original = decision.text_in_random_order
-        monkeypatch.setattr(decision, "text_in_random_order", lambda x, **more: original(read.append(x) or x, **more))
+        monkeypatch.setattr(
+            decision,
+            "text_in_random_order",
+            lambda x, **more: original(read.append(x) or x, **more),
+        )
         result = run(layout, data=["text", "other"])
         assert isinstance(read[0].boundaries, SeparateDocuments)
         with pytest.raises(UserError, match="different separators or documents"):
-            run(layout, self.chosen("text", "joined.yaml", "LG", name="joined"), data=["text", "other"])
+            run(
+                layout,
+                self.chosen("text", "joined.yaml", "LG", name="joined"),
+                data=["text", "other"],
+            )
         assert result.compared.num_left_out == 60
         assert result.rows["num_samples"].item() <= 60
         assert not result.compared.selected.unknown
 
-    def test_score_says_how_many_documents_were_used(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_score_says_how_many_documents_were_used(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         layout = self.chosen("text")
         for data, sentence in (
             ("text", "60 of these documents were used to select a layout (probe mine)"),
@@ -240,14 +284,19 @@ class TestChoice:
                 words = " ".join(f"{name}{(index * word) % 23} returns" for word in range(300))
                 Path(name, f"{index}.txt").write_text(f"document {index}: {words}\n")
         layout = self.chosen("few")
-        with pytest.raises(UserError, match=r"documents of the text were used to select a layout \(probe mine"):
+        with pytest.raises(
+            UserError, match=r"documents of the text were used to select a layout \(probe mine"
+        ):
             run(layout, data=["few"])
         result = run(layout, data=["few", "many"], max_tokens=2048)
         assert result.compared.num_left_out == 5
 
     @pytest.mark.slow
     def test_a_checkpoint_has_the_choice_of_its_layout(
-        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+        self,
+        folder: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         """A hybrid's config names no probe, but the workspace has its layout."""
         layout = Layout.read(self.chosen("text"))
@@ -258,21 +307,49 @@ class TestChoice:
         save(model, tiny_tokenizer, folder / "hybrid")
         with pytest.raises(UserError, match=r"all 60 documents .* select a layout \(probe mine\)"):
             run("hybrid")
-        main(["evaluate", "nll", "--model", "hybrid", "--against", "dense", "--data", "text", "--context", "32"])
+        main(
+            [
+                "evaluate",
+                "nll",
+                "--model",
+                "hybrid",
+                "--against",
+                "dense",
+                "--data",
+                "text",
+                "--context",
+                "32",
+            ]
+        )
         shown = " ".join(capsys.readouterr().out.split())
         assert "60 of these documents were used to select a layout (probe mine)" in shown
         assert "reports/mine/evaluation.csv" in shown  # under the name of the layout's probe
 
     def test_the_text_of_score_is_refused(self, folder: Path) -> None:
         main(["score", "mixed.yaml", "--model", "dense", "--data", "text", "--context", "32"])
-        with pytest.raises(UserError, match=r"select a layout \(score dense among 1 layout scored on 60 documents\)"):
+        with pytest.raises(
+            UserError,
+            match=r"select a layout \(score dense among 1 layout scored on 60 documents\)",
+        ):
             run("mixed.yaml")
 
     @pytest.mark.slow
     def test_the_sentence_says_among_how_many_layouts_it_was_chosen(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        main(["score", "mixed.yaml", "full.yaml", "--model", "dense", "--data", "text", "--context", "32"])
+        main(
+            [
+                "score",
+                "mixed.yaml",
+                "full.yaml",
+                "--model",
+                "dense",
+                "--data",
+                "text",
+                "--context",
+                "32",
+            ]
+        )
         sentence = document(run("mixed.yaml", data=["other", "text"]))["sentences"][-1]
         assert (
             "selected by score dense among 2 layouts scored on 60 documents: 60 documents of this text excluded"
@@ -285,7 +362,9 @@ class TestChoice:
         selection = write_selection(reports, frozenset(["0" * 16]))
         hashes = (layout.hash, other.hash, layout.hash)  # two samplers found the same layout
         (reports / "search.csv").write_text("\n".join(["hash", *hashes]) + "\n")
-        write_record(reports / "search.yaml", {"documents": {"chosen_on": 30}, "selection": selection})
+        write_record(
+            reports / "search.yaml", {"documents": {"chosen_on": 30}, "selection": selection}
+        )
         assert list(run("mixed.yaml", data=["other"]).compared.selected.by) == [
             "search new among 2 layouts scored on 30 documents"
         ]
@@ -298,7 +377,9 @@ class TestChoice:
         for file in Path("probes").rglob("selection-*.txt"):
             file.write_text(file.read_text() + "0" * 16)  # damaged
         unknown = document(run(layout, data=["other"]))["sentences"][-1]
-        assert unknown.endswith("the documents used to select chosen are not known, so they may be in this text")
+        assert unknown.endswith(
+            "the documents used to select chosen are not known, so they may be in this text"
+        )
 
     def test_a_layout_without_a_record_is_named(self, folder: Path) -> None:
         assert list(run("mixed.yaml").compared.selected.unknown) == ["mixed"]

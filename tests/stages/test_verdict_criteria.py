@@ -38,7 +38,9 @@ from spkv_nas.report.verdict_cards import card_title
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Write models, a text and layouts; make their folder the current one."""
     monkeypatch.chdir(tmp_path)
     write_folder(tiny_tokenizer)
@@ -47,11 +49,17 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch:
 
 class TestContinuations:
     @pytest.mark.parametrize("criterion", ["agreement", "acceptance"])
-    def test_full_attention_passes_and_local_layers_fail(self, folder: Path, criterion: str) -> None:
+    def test_full_attention_passes_and_local_layers_fail(
+        self, folder: Path, criterion: str
+    ) -> None:
         result = run("full.yaml", "three-to-one.yaml", margin=f"{criterion}=12")
         assert result.answers == {"full": "passes", "three-to-one": "fails"}
         full, local = result.rows.to_dict("records")
-        assert (full["criterion"], full["unit"], full["loss"]) == (criterion, "points", pytest.approx(0.0, abs=1e-3))
+        assert (full["criterion"], full["unit"], full["loss"]) == (
+            criterion,
+            "points",
+            pytest.approx(0.0, abs=1e-3),
+        )
         assert full["low"] == pytest.approx(0.0, abs=1e-3)
         assert local["num_samples"] <= 32
         assert local["low"] > 12.0
@@ -60,7 +68,13 @@ class TestContinuations:
     def test_an_interrupted_verdict_gives_the_same_bytes(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, criterion: str
     ) -> None:
-        check_resumes(ContinuationRounds, monkeypatch, "three-to-one.yaml", margin=f"{criterion}=90", max_tokens=1024)
+        check_resumes(
+            ContinuationRounds,
+            monkeypatch,
+            "three-to-one.yaml",
+            margin=f"{criterion}=90",
+            max_tokens=1024,
+        )
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_scores_are_those_of_the_comparison(
@@ -68,11 +82,17 @@ class TestContinuations:
     ) -> None:
         """In rounds, with a layout on the dense model itself, as ``compare`` measures it with two models."""
         layout = Layout(("GG", "GG", "GL", "GG"), window=8)
-        many = replace(blocks, tokens=np.tile(blocks.tokens, (3, 1)), document=np.tile(blocks.document, (3, 1)))
+        many = replace(
+            blocks, tokens=np.tile(blocks.tokens, (3, 1)), document=np.tile(blocks.document, (3, 1))
+        )
         model, reader = decisive_model(), decisive_model()
-        texts = write_continuations(reader, tiny_tokenizer, many, 12, temperature=temperature, seed=5)
+        texts = write_continuations(
+            reader, tiny_tokenizer, many, 12, temperature=temperature, seed=5
+        )
         with layout_applied(model, layout):
-            result = Agreement.of(compare(model, reader, many, texts, 12, temperature=temperature), temperature)
+            result = Agreement.of(
+                compare(model, reader, many, texts, 12, temperature=temperature), temperature
+            )
         rounds = ContinuationRounds(tiny_tokenizer, many, 12, temperature, 5, "text")
         assert (rounds.num_samples, rounds.num_rounds) == (27, 2)
         measured, dense = [], []
@@ -97,7 +117,9 @@ class TestContinuations:
 
 
 class TestRecall:
-    def test_scores_are_the_tokens_predicted_where_a_passage_occurs_again(self, blocks: TokenBlocks) -> None:
+    def test_scores_are_the_tokens_predicted_where_a_passage_occurs_again(
+        self, blocks: TokenBlocks
+    ) -> None:
         """By a model that predicts each token's successor, whose passages hold some."""
         model = tiny_model(vocab_size=300)
         with torch.no_grad():
@@ -114,16 +136,22 @@ class TestRecall:
         result = run("full.yaml", margin="recall=50:distance=20")
         assert result.rows["loss"].item() == 0.0
         assert result.rows["num_samples"].item() > 1
-        with pytest.raises(UserError, match="passages of 8 tokens cannot be 25 apart: blocks of 32 have up to 32"):
+        with pytest.raises(
+            UserError, match="passages of 8 tokens cannot be 25 apart: blocks of 32 have up to 32"
+        ):
             run("full.yaml", margin="recall=50:distance=25")
 
     def test_documents_are_shorter_than_blocks(self, blocks: TokenBlocks) -> None:
         """Most blocks end with 20 tokens of a document, the others with 16."""
         document = np.repeat(np.arange(2 * len(blocks)), 16).reshape(-1, 32).astype(np.int32)
         document[::2] = np.where(np.arange(32) < 12, 0, document[::2, -1:])
-        rounds = CRITERIA["recall"].prepare(Setting(decisive_model(), None, replace(blocks, document=document)))
+        rounds = CRITERIA["recall"].prepare(
+            Setting(decisive_model(), None, replace(blocks, document=document))
+        )
         assert isinstance(rounds, RecallRounds)
-        assert rounds.identity.endswith(" 12 8"), "a distance of 12: the median of 20 tokens, less a passage"
+        assert rounds.identity.endswith(" 12 8"), (
+            "a distance of 12: the median of 20 tokens, less a passage"
+        )
         assert rounds.num_samples == -(-len(blocks) // 2)
 
 
@@ -144,7 +172,9 @@ class TestOwnCriterion:
 
     def test_its_option_counts(self, folder: Path) -> None:
         losses = {
-            top: run("three-to-one.yaml", margin=f"hits=1:top={top}", max_tokens=800).rows["loss"].item()
+            top: run("three-to-one.yaml", margin=f"hits=1:top={top}", max_tokens=800)
+            .rows["loss"]
+            .item()
             for top in (1, 300)
         }
         assert losses[300] == 0.0, "all tokens are among the 300 of the vocabulary"
@@ -161,7 +191,9 @@ class TestOwnCriterion:
         begins = np.tile(np.diff(half, prepend=-1) > 0, (len(blocks), 1))
         document = (2 * np.arange(len(blocks))[:, None] + half).astype(np.int32)
         infos = tuple(DocumentInfo(str(index), "a", str(index)) for index in range(2 * len(blocks)))
-        text = TokenBlocks(blocks.tokens, document, infos, boundaries=SeparateDocuments(), begins=begins)
+        text = TokenBlocks(
+            blocks.tokens, document, infos, boundaries=SeparateDocuments(), begins=begins
+        )
         rounds = CRITERIA["hits"].with_options({"top": 1}).prepare(Setting(model, None, text))
         rows = torch.from_numpy(blocks.tokens[0].reshape(2, 16).astype(np.int64))
         with torch.no_grad():
@@ -172,5 +204,7 @@ class TestOwnCriterion:
         assert criteria_help().endswith(
             "hits: drop of the share of next tokens among the top ones, in percentage points"
         )
-        assert options_help().endswith("Options of hits: top: Number of tokens that count as hits. Default: 5.")
+        assert options_help().endswith(
+            "Options of hits: top: Number of tokens that count as hits. Default: 5."
+        )
         assert card_title("hits") == "Hit rate"

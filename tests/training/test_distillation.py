@@ -30,7 +30,9 @@ FROZEN = {"gates": {"training": "frozen-model"}}
 
 
 def with_teacher(recipe: Recipe, changes: dict[str, Any] | None = None, **distill: Any) -> Recipe:
-    return Recipe(**merged(recipe.model_dump(), merged(changes or {}, {"branch": {"distill": distill}})))
+    return Recipe(
+        **merged(recipe.model_dump(), merged(changes or {}, {"branch": {"distill": distill}}))
+    )
 
 
 class TestRecipe:
@@ -41,9 +43,15 @@ class TestRecipe:
             ({"branch": {"distill": {"weight": 1.5}}}, "weight"),
             ({"branch": {"distill": {"temperature": 0.0}}}, "temperature"),
             ({"branch": {"distill": {"weights": 1.0}}}, "weights"),
-            ({"branch": {"distill": {}, "extend": {"block_size": 64}}}, "'distill' and 'extend' exclude each other"),
             (
-                {"branch": {"distill": {}, "weight_decay": 0.1}, "gates": {"training": "from-scratch"}},
+                {"branch": {"distill": {}, "extend": {"block_size": 64}}},
+                "'distill' and 'extend' exclude each other",
+            ),
+            (
+                {
+                    "branch": {"distill": {}, "weight_decay": 0.1},
+                    "gates": {"training": "from-scratch"},
+                },
                 "needs a dense checkpoint",
             ),
         ],
@@ -72,7 +80,9 @@ def test_full_attention_as_its_own_student_does_not_move(
     model, tokenizer = load(dense, dtype=torch.float32)
     save(model, tokenizer, tmp_path / "dense")  # without the optimizer's state
     recipe = with_teacher(recipe, merged(changes, {"branch": {"weight_decay": 0.0}}), weight=1.0)
-    branch = train_branch(recipe, corpus, tmp_path / "dense", tmp_path / "run", Variant.full_attention(), device="cpu")
+    branch = train_branch(
+        recipe, corpus, tmp_path / "dense", tmp_path / "run", Variant.full_attention(), device="cpu"
+    )
     before, after = weights(tmp_path / "dense"), weights(branch.checkpoint)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -82,7 +92,9 @@ def test_full_attention_as_its_own_student_does_not_move(
 def test_the_loss_approaches_the_teacher(
     changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
 ) -> None:
-    recipe = with_teacher(recipe, merged(changes, {"branch": {"steps": 30, "learning_rate": 6e-3}}), weight=1.0)
+    recipe = with_teacher(
+        recipe, merged(changes, {"branch": {"steps": 30, "learning_rate": 6e-3}}), weight=1.0
+    )
     branch = train_branch(recipe, corpus, dense, tmp_path / "run", HYBRID, device="cpu")
     log = pd.read_csv(branch.checkpoint / "train-log.csv")
     assert list(log.columns[-2:]) == ["nll", "kl"]
@@ -115,12 +127,15 @@ class TestPlan:
         recipe = Recipe(**merged(recipe.model_dump(), changes))
         stages = Stages(size, recipe.gates, Site("", 1e12, 1e12), 32, 4)
         plain, taught = (
-            how_trained(one, one.branch, size, bfloat16=False) for one in (recipe, with_teacher(recipe, weight=0.5))
+            how_trained(one, one.branch, size, bfloat16=False)
+            for one in (recipe, with_teacher(recipe, weight=0.5))
         )
         before, after = (stages.train("", training, gated=False) for training in (plain, taught))
         forward = stages.measure("", before.tokens).flops
         assert after.flops - before.flops == pytest.approx(forward)
-        assert after.memory.weights - before.memory.weights == (0 if changes else 4 * size.num_parameters)
+        assert after.memory.weights - before.memory.weights == (
+            0 if changes else 4 * size.num_parameters
+        )
         assert after.memory.passing > before.memory.passing
         in_bfloat16 = replace(taught, bfloat16=True)
         less = before.memory.weights - stages.train("", in_bfloat16, gated=False).memory.weights

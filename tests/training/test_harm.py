@@ -58,7 +58,10 @@ def rows(recipe: Recipe) -> pd.DataFrame:
     """Return the dense model, a control harmed by 1 % in retraining, and a layout 2 % above the dense model."""
     branches = {FULL_ATTENTION: nll(1.0), "a": nll(2.0)}
     finished = {name: [Branch(Path(), measured, None, 40)] for name, measured in branches.items()}
-    variants = {FULL_ATTENTION: Variant.full_attention(), "a": Variant.hybrid(Layout(("GL", "LG"), 8, "a"))}
+    variants = {
+        FULL_ATTENTION: Variant.full_attention(),
+        "a": Variant.hybrid(Layout(("GL", "LG"), 8, "a")),
+    }
     untrained = {DENSE: nll(0.0, 0.0), "a": nll(3.0)}
     return comparison_rows(finished, variants, {"a": 0.5}, untrained, recipe, {})
 
@@ -69,17 +72,28 @@ class TestTable:
         table = rows.set_index("strategy")
         assert list(table.index) == [DENSE, FULL_ATTENTION, "a"]
         assert table["delta_nll_percent"].tolist()[1:] == pytest.approx([1.0, 2.0])
-        assert table["delta_control_percent"].tolist()[::2] == pytest.approx([100 * (1 / 1.01 - 1), 100 * 0.01 / 1.01])
+        assert table["delta_control_percent"].tolist()[::2] == pytest.approx(
+            [100 * (1 / 1.01 - 1), 100 * 0.01 / 1.01]
+        )
         assert math.isnan(table.loc[DENSE, "delta_nll_percent"])
         assert math.isnan(table.loc[FULL_ATTENTION, "delta_control_percent"])
-        assert table.loc[DENSE, ["nll", "zero_shot_nll", "steps", "num_seeds"]].tolist() == [2.0, 2.0, 0, 0]
+        assert table.loc[DENSE, ["nll", "zero_shot_nll", "steps", "num_seeds"]].tolist() == [
+            2.0,
+            2.0,
+            0,
+            0,
+        ]
         assert table.loc["a", "zero_shot_delta_percent"] == pytest.approx(3.0)
 
     def test_a_file_states_its_baseline(self, rows: pd.DataFrame, tmp_path: Path) -> None:
         write_comparison(tmp_path / "comparison.csv", rows)
         read = read_comparison(tmp_path / "comparison.csv").set_index("strategy", drop=False)
         assert counted_from(read) == DENSE
-        assert read.loc[DENSE, "delta_nll_percent"] == read.loc[FULL_ATTENTION, "delta_control_percent"] == 0.0
+        assert (
+            read.loc[DENSE, "delta_nll_percent"]
+            == read.loc[FULL_ATTENTION, "delta_control_percent"]
+            == 0.0
+        )
         assert read.loc[FULL_ATTENTION, "delta_nll_percent"] == pytest.approx(1.0)
 
     def test_an_older_file_counts_from_the_control(self, tmp_path: Path) -> None:
@@ -87,7 +101,9 @@ class TestTable:
         read = read_comparison(tmp_path / "comparison.csv").set_index("strategy", drop=False)
         assert counted_from(read) == FULL_ATTENTION
         assert (
-            read["delta_control_percent"].tolist() == read["delta_nll_percent"].tolist() == [0.0, 0.05, 0.2, 0.3, 0.5]
+            read["delta_control_percent"].tolist()
+            == read["delta_nll_percent"].tolist()
+            == [0.0, 0.05, 0.2, 0.3, 0.5]
         )
         assert read["delta_control_standard_error"].tolist()[1:] == [0.01] * 4
 
@@ -95,14 +111,22 @@ class TestTable:
         with pytest.raises(UserError, match="'dense' is reserved for a baseline"):
             check_layout_names([DENSE])
 
-    def test_people_see_both_baselines(self, rows: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_people_see_both_baselines(
+        self, rows: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         written = io.StringIO()
         monkeypatch.setattr(stage, "out", Console(file=written, width=120))
         stage.show(Comparison(rows, (), Path(), {DENSE: nll(0.0)}))
         printed = written.getvalue()
         assert "relative to that checkpoint as it is" in printed
-        assert [line for line in printed.splitlines() if "dense, as it is" in line and "2.0000" in line]
-        assert [line for line in printed.splitlines() if "control: full attention" in line and "+1.000" in line]
+        assert [
+            line for line in printed.splitlines() if "dense, as it is" in line and "2.0000" in line
+        ]
+        assert [
+            line
+            for line in printed.splitlines()
+            if "control: full attention" in line and "+1.000" in line
+        ]
 
 
 class TestHarm:
@@ -112,7 +136,9 @@ class TestHarm:
         assert messages.announced == []
         (caution,) = messages.cautioned
         assert "1.15 ± 0.00 % more NLL than the dense model as it is" in caution
-        assert "branch.learning_rate: 0.0003 (now 0.001) and branch.warmup_steps: 4 (now 0)" in caution
+        assert (
+            "branch.learning_rate: 0.0003 (now 0.001) and branch.warmup_steps: 4 (now 0)" in caution
+        )
 
     @pytest.mark.parametrize(
         ("percent", "spread", "message"),
@@ -123,7 +149,9 @@ class TestHarm:
         ],
         ids=["better", "little", "uncertain"],
     )
-    def test_any_other_change_is_announced(self, percent: float, spread: float, message: str, recipe: Recipe) -> None:
+    def test_any_other_change_is_announced(
+        self, percent: float, spread: float, message: str, recipe: Recipe
+    ) -> None:
         messages = MessageLog()
         compare_control(nll(percent, spread), nll(0.0, 0.0), recipe, messages.reporter)
         assert messages.cautioned == []
@@ -136,11 +164,16 @@ class TestHarm:
         compare_control(*few, recipe, messages.reporter)
         caution_if_worse("densest", *few, messages.reporter)
         assert messages.cautioned == []
-        assert "on 7 documents: too few to say whether retraining harms the model" in messages.announced[0]
+        assert (
+            "on 7 documents: too few to say whether retraining harms the model"
+            in messages.announced[0]
+        )
 
     def test_with_warm_up_only_a_lower_rate_is_advised(self, recipe: Recipe) -> None:
         messages = MessageLog()
-        warmed = recipe.model_copy(update={"branch": recipe.branch.model_copy(update={"warmup_steps": 4})})
+        warmed = recipe.model_copy(
+            update={"branch": recipe.branch.model_copy(update={"warmup_steps": 4})}
+        )
         compare_control(nll(1.0), nll(0.0), warmed, messages.reporter)
         assert "warmup_steps" not in messages.cautioned[0]
 
@@ -160,7 +193,10 @@ def test_the_embedded_recipes_warm_up_to_a_rate_that_does_no_harm(file: str) -> 
 
 
 def test_gates_that_are_not_trained_warn_of_nothing(
-    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stop(*_: Any, **__: Any) -> None:
         raise UserError("stopped")
@@ -168,10 +204,21 @@ def test_gates_that_are_not_trained_warn_of_nothing(
     recipe_file.write_text(recipe_file.read_text().replace("bias: 0.2", "bias: 5.0"))
     assert Recipe.read(recipe_file).warnings()
     table, layout = tmp_path / "mine.csv", tmp_path / "mine.yaml"
-    table.write_text("layer,kv_head,density\n" + "".join(f"{i // 2},{i % 2},0.5\n" for i in range(4)))
+    table.write_text(
+        "layer,kv_head,density\n" + "".join(f"{i // 2},{i % 2},0.5\n" for i in range(4))
+    )
     Layout(("GL", "LG"), 8, "mine").write(layout)
     monkeypatch.setattr("spkv_nas.training.hybrids.train_by_recipe", stop)
-    command = ["train-hybrid", layout, "--probe", table, "--recipe", recipe_file, "--workspace", tmp_path]
+    command = [
+        "train-hybrid",
+        layout,
+        "--probe",
+        table,
+        "--recipe",
+        recipe_file,
+        "--workspace",
+        tmp_path,
+    ]
     assert "gates can hardly close" in fails(capsys, *command)
     assert "gates can hardly close" not in fails(capsys, *command, "--no-reference")
 
@@ -185,7 +232,9 @@ def test_the_control_is_compared_before_layouts_are_trained(
     options = ["--workspace", str(tmp_path / "workspace")]
     main(["train", str(recipe_file), *options])
     table, layout = tmp_path / "mine.csv", tmp_path / "mine.yaml"
-    table.write_text("layer,kv_head,density\n" + "".join(f"{i // 2},{i % 2},0.5\n" for i in range(4)))
+    table.write_text(
+        "layer,kv_head,density\n" + "".join(f"{i // 2},{i % 2},0.5\n" for i in range(4))
+    )
     Layout(("GL", "LG"), 8, "mine").write(layout)
     monkeypatch.chdir(tmp_path)
     order: list[str] = []
@@ -198,7 +247,15 @@ def test_the_control_is_compared_before_layouts_are_trained(
     monkeypatch.setattr(BranchContext, "train", watched)
     compare: Any = lambda *inputs: order.append("compared") or compare_control(*inputs)  # noqa: E731
     monkeypatch.setattr("spkv_nas.training.hybrids.compare_control", compare)
-    command = ["train-hybrid", str(layout), "--probe", str(table), "--recipe", str(recipe_file), *options]
+    command = [
+        "train-hybrid",
+        str(layout),
+        "--probe",
+        str(table),
+        "--recipe",
+        str(recipe_file),
+        *options,
+    ]
     main([*command, "--no-reference"])
     assert order == [FULL_ATTENTION, "compared", "mine"]
     order.clear()

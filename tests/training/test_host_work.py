@@ -27,9 +27,21 @@ HYBRID = Variant.hybrid(Layout(("GL", "LL"), window=8))
         slow(({}, Variant.sp_kv())),
         slow(({"gates": {"anneal_steps": 3}, "gradient_checkpointing": True}, Variant.sp_kv())),
         slow(({"data": {"documents": "separate"}}, HYBRID)),
-        slow(({"gates": {"target_density": 0.3, "anneal_steps": 2, "soft_fraction": 0.5}}, Variant.sp_kv())),
+        slow(
+            (
+                {"gates": {"target_density": 0.3, "anneal_steps": 2, "soft_fraction": 0.5}},
+                Variant.sp_kv(),
+            )
+        ),
     ],
-    ids=["layout", "distilled", "gates", "annealed and recomputed", "separate documents", "target density"],
+    ids=[
+        "layout",
+        "distilled",
+        "gates",
+        "annealed and recomputed",
+        "separate documents",
+        "target density",
+    ],
 )
 def test_steps_read_nothing_back(
     changes: dict[str, Any],

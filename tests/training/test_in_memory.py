@@ -22,9 +22,13 @@ BASELINES = ["dense", "full-attention"]
 @pytest.fixture
 def texts(tiny_tokenizer: PreTrainedTokenizerBase) -> tuple[TokenBlocks, TokenBlocks]:
     """Training and held-out blocks of 32 tokens."""
-    documents = [" ".join(f"fox {(number * word) % 31} jumps" for word in range(20)) for number in range(1, 13)]
+    documents = [
+        " ".join(f"fox {(number * word) % 31} jumps" for word in range(20))
+        for number in range(1, 13)
+    ]
     train, heldout = (
-        spkv_nas.build_blocks(part, tiny_tokenizer, block_size=32) for part in (documents[:8], documents[8:])
+        spkv_nas.build_blocks(part, tiny_tokenizer, block_size=32)
+        for part in (documents[:8], documents[8:])
     )
     return train, heldout
 
@@ -52,13 +56,22 @@ def test_layouts_of_a_model_in_memory_are_retrained_and_reused(
     for trained in compared.models:
         hybrid, _ = spkv_nas.load(trained.checkpoint)
         layout = saved_layout(hybrid.config)
-        assert (layout and layout.heads) == (LAYOUTS[trained.strategy].heads if trained.strategy in LAYOUTS else None)
-        assert any(not torch.equal(weight, before[name]) for name, weight in hybrid.state_dict().items())
+        assert (layout and layout.heads) == (
+            LAYOUTS[trained.strategy].heads if trained.strategy in LAYOUTS else None
+        )
+        assert any(
+            not torch.equal(weight, before[name]) for name, weight in hybrid.state_dict().items()
+        )
     # Finished runs are reused, those of other settings are not
-    files = {trained.checkpoint: (trained.checkpoint / "run.json").stat().st_mtime_ns for trained in compared.models}
+    files = {
+        trained.checkpoint: (trained.checkpoint / "run.json").stat().st_mtime_ns
+        for trained in compared.models
+    }
     again = train()
     assert again.rows.equals(compared.rows)
-    assert {one.checkpoint: (one.checkpoint / "run.json").stat().st_mtime_ns for one in again.models} == files
+    assert {
+        one.checkpoint: (one.checkpoint / "run.json").stat().st_mtime_ns for one in again.models
+    } == files
     assert {one.checkpoint for one in train(distill=0.0).models}.isdisjoint(files)
     # The folder's dense model may be in use meanwhile
     loaded, _ = spkv_nas.load(tmp_path / "dense")
@@ -73,7 +86,9 @@ def test_what_cannot_be_retrained(
     with pytest.raises(UserError, match="the blocks have 32 tokens, the held-out ones 16"):
         spkv_nas.train_hybrids(model, tiny_tokenizer, train, heldout.cut(16), LAYOUTS, tmp_path)
     with pytest.raises(UserError, match="distill"):
-        spkv_nas.train_hybrids(model, tiny_tokenizer, train, heldout, LAYOUTS, tmp_path, distill=2.0)
+        spkv_nas.train_hybrids(
+            model, tiny_tokenizer, train, heldout, LAYOUTS, tmp_path, distill=2.0
+        )
     with pytest.raises(UserError, match="at least one layout"):
         spkv_nas.train_hybrids(model, tiny_tokenizer, train, heldout, [], tmp_path)
     spkv_nas.apply_layout(model, LAYOUTS["first"])

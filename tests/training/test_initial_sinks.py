@@ -38,7 +38,9 @@ LORA = {"lora": {"rank": 2}}
 
 
 def with_sinks(recipe: Recipe, changes: dict[str, Any] | None = None) -> Recipe:
-    return Recipe(**merged(recipe.model_dump(), merged(changes or {}, {"branch": {"sinks": "learned"}})))
+    return Recipe(
+        **merged(recipe.model_dump(), merged(changes or {}, {"branch": {"sinks": "learned"}}))
+    )
 
 
 class TestRecipe:
@@ -54,7 +56,9 @@ class TestRecipe:
         learned = Recipe.parse(with_sinks(recipe).model_dump(mode="json"), Path(), "recipe")
         assert learned.branch.sinks == "learned"
         for variant in (Variant.full_attention(), Variant.sp_kv()):
-            assert branch_key(recipe, "origin", variant, 0) == branch_key(learned, "origin", variant, 0)
+            assert branch_key(recipe, "origin", variant, 0) == branch_key(
+                learned, "origin", variant, 0
+            )
         assert branch_key(recipe, "origin", HYBRID, 0) != branch_key(learned, "origin", HYBRID, 0)
 
 
@@ -73,20 +77,29 @@ def scores_by_layer(model: PreTrainedModel, blocks: TokenBlocks) -> list[Tensor]
 class TestFirstValues:
     LAYOUT = Layout(("GL", "LL", "GG", "LG"), 6, sinks=2)
 
-    def test_of_every_layer_and_block(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_every_layer_and_block(
+        self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Means over blocks and queries of loops in float64, over 4 of the 9 blocks."""
         monkeypatch.setattr(branch_setup, "_SINK_TOKENS", 4 * blocks.block_size)
         model = tiny_model()
         actual = measure_initial_sinks(model, self.LAYOUT, blocks)
         for values, scores in zip(actual, scores_by_layer(model, blocks.spread(4)), strict=True):
-            assert values.numpy() == pytest.approx(scores[:, :, 8:, 2].mean((0, 2)).numpy(), rel=1e-5)
+            assert values.numpy() == pytest.approx(
+                scores[:, :, 8:, 2].mean((0, 2)).numpy(), rel=1e-5
+            )
 
     @pytest.mark.parametrize("native", [10, 16])
     def test_of_queries_within_a_native_window(self, native: int, blocks: TokenBlocks) -> None:
         """In a model whose layers all have one, it also hides the token, from later queries."""
         model = tiny_model("mistral", vocab_size=300, sliding_window=native)
-        actual, scores = measure_initial_sinks(model, self.LAYOUT, blocks)[0], scores_by_layer(model, blocks)[0]
-        assert actual.numpy() == pytest.approx(scores[:, :, 8 : 2 + native, 2].mean((0, 2)).numpy(), rel=1e-5)
+        actual, scores = (
+            measure_initial_sinks(model, self.LAYOUT, blocks)[0],
+            scores_by_layer(model, blocks)[0],
+        )
+        assert actual.numpy() == pytest.approx(
+            scores[:, :, 8 : 2 + native, 2].mean((0, 2)).numpy(), rel=1e-5
+        )
 
     def test_of_a_window_as_wide_as_the_native_one(self, blocks: TokenBlocks) -> None:
         model = tiny_model("mistral", vocab_size=300, sliding_window=self.LAYOUT.window)
@@ -94,13 +107,17 @@ class TestFirstValues:
 
     def test_blocks_that_hide_nothing(self, blocks: TokenBlocks) -> None:
         layout = replace(self.LAYOUT, window=blocks.block_size - 2)
-        with pytest.raises(UserError, match="30 keys and 2 sink tokens hide nothing in blocks of 32 tokens"):
+        with pytest.raises(
+            UserError, match="30 keys and 2 sink tokens hide nothing in blocks of 32 tokens"
+        ):
             measure_initial_sinks(tiny_model(), layout, blocks)
         measure_initial_sinks(tiny_model(), replace(layout, sinks=1), blocks)
 
     def test_models_with_their_own(self, blocks: TokenBlocks) -> None:
         with pytest.raises(UserError, match="learned sinks of its own"):
-            measure_initial_sinks(tiny_model("gpt_oss"), Layout(("LL", "GL", "LL", "LG"), 8), blocks)
+            measure_initial_sinks(
+                tiny_model("gpt_oss"), Layout(("LL", "GL", "LL", "LG"), 8), blocks
+            )
 
 
 @pytest.mark.parametrize("changes", [{}, slow(LORA)], ids=["full", "lora"])
@@ -162,7 +179,9 @@ def test_they_are_not_decayed(
 ) -> None:
     recipe = with_sinks(recipe, changes)
     model = set_up(recipe, dense, HYBRID, 0).model
-    args = TrainingArguments(output_dir=str(tmp_path), weight_decay=0.1, learning_rate=1e-3, use_cpu=True)
+    args = TrainingArguments(
+        output_dir=str(tmp_path), weight_decay=0.1, learning_rate=1e-3, use_cpu=True
+    )
     groups = make_optimizer(model, args, recipe.gates).param_groups
     for module in learned_sinks(model):
         (group,) = (group for group in groups if any(p is module.logits for p in group["params"]))
@@ -175,7 +194,8 @@ def test_plans_count_them(recipe: Recipe, dense: Path) -> None:
     for changes in ({}, LORA):
         plain = Recipe(**merged(recipe.model_dump(), changes))
         before, after = (
-            how_trained(one, one.branch, size, bfloat16=False) for one in (plain, with_sinks(recipe, changes))
+            how_trained(one, one.branch, size, bfloat16=False)
+            for one in (plain, with_sinks(recipe, changes))
         )
         assert after.adapters - before.adapters == size.heads.num_layers * size.heads.num_heads
     gated = with_sinks(recipe)

@@ -65,11 +65,17 @@ def changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     [
         *(slow((changes, Variant.sp_kv(), 7)) for changes in ({}, MEMORY, LORA, FROZEN)),
         pytest.param({"optimizer": "adamw_8bit"}, Variant.sp_kv(), 7, marks=NEEDS_BITSANDBYTES),
-        pytest.param({"optimizer": "paged_adamw_32bit"}, Variant.sp_kv(), 7, marks=NEEDS_BITSANDBYTES),
+        pytest.param(
+            {"optimizer": "paged_adamw_32bit"}, Variant.sp_kv(), 7, marks=NEEDS_BITSANDBYTES
+        ),
         (DISTILL, HYBRID, 7),
         slow((DISTILL, HYBRID, 4)),
         *(slow((DISTILL | LORA, HYBRID, step)) for step in (4, 7)),
-        *(slow((merged(DISTILL, more), Variant.sp_kv(), step)) for step in (4, 7) for more in ({}, FROZEN)),
+        *(
+            slow((merged(DISTILL, more), Variant.sp_kv(), step))
+            for step in (4, 7)
+            for more in ({}, FROZEN)
+        ),
     ],
 )
 def test_the_same_command_resumes_bit_for_bit(
@@ -88,7 +94,9 @@ def test_the_same_command_resumes_bit_for_bit(
     recipe = Recipe(**merged(recipe.model_dump(), changes))
     dense = train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
     monkeypatch.setattr(
-        arguments, "TrainingArguments", lambda **options: TrainingArguments(**{**options, "logging_steps": 4})
+        arguments,
+        "TrainingArguments",
+        lambda **options: TrainingArguments(**{**options, "logging_steps": 4}),
     )
 
     def train(name: str) -> Branch:
@@ -110,14 +118,20 @@ class TestRecomputed:
     """The recipe key ``gradient_checkpointing``."""
 
     @pytest.mark.slow
-    def test_a_run_ends_alike(self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
+    def test_a_run_ends_alike(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
         """With a price on keys, sampled gates, and logits in several chunks."""
         gates = {"target_density": 0.3, "mode": "sampled"}
         recipe = changed(recipe, {"gates": gates, "micro_batch_size": 2})
         result = []
         for again in (False, True):
             one = changed(recipe, {"gradient_checkpointing": again})
-            result.append(train_branch(one, corpus, dense, tmp_path / str(again), Variant.sp_kv(), device="cpu"))
+            result.append(
+                train_branch(
+                    one, corpus, dense, tmp_path / str(again), Variant.sp_kv(), device="cpu"
+                )
+            )
         before, after = (weights(branch.checkpoint) for branch in result)
         assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
         assert np.allclose(result[0].nll.total, result[1].nll.total, rtol=1e-6)
@@ -155,7 +169,13 @@ class TestCompiled:
         ids=["plain", "recomputed", "distilled", "distilled adapters"],
     )
     def test_a_run_ends_alike(
-        self, changes: dict[str, Any], most: int, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+        self,
+        changes: dict[str, Any],
+        most: int,
+        recipe: Recipe,
+        corpus: Corpus,
+        dense: Path,
+        tmp_path: Path,
     ) -> None:
         """With a changing price, and soft, annealed and hard gates, no layer is compiled again after the first step.
 
@@ -168,24 +188,38 @@ class TestCompiled:
         result = []
         for compiles in (False, True):
             one = changed(recipe, {"compile": compiles})
-            result.append(train_branch(one, corpus, dense, tmp_path / str(compiles), Variant.sp_kv(), device="cpu"))
+            result.append(
+                train_branch(
+                    one, corpus, dense, tmp_path / str(compiles), Variant.sp_kv(), device="cpu"
+                )
+            )
             assert counters["stats"]["unique_graphs"] == (most if compiles else 0)
         before, after = (weights(branch.checkpoint) for branch in result)
         assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)
         assert np.allclose(result[0].nll.total, result[1].nll.total, rtol=1e-5)
 
-    def test_long_runs_on_a_gpu_are_compiled(self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_long_runs_on_a_gpu_are_compiled(
+        self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The share of the steps' memory traffic that is saved takes longer where copies are slower."""
         assert modes._copy_speed("cpu") > 0
         monkeypatch.setattr(modes, "_can_compile", lambda _: True)
         slower, faster, long = 3e11, 3e12, 10**7  # bytes/s, steps
-        cases = (("cuda", faster, 10**4, False), ("cuda", slower, 10**4, True), ("cuda", faster, long, True))
+        cases = (
+            ("cuda", faster, 10**4, False),
+            ("cuda", slower, 10**4, True),
+            ("cuda", faster, long, True),
+        )
         for device, speed, steps, expected in (*cases, ("cpu", slower, long, False)):
             monkeypatch.setattr(arguments, "choose_device", lambda _, device=device: device)
             monkeypatch.setattr(modes, "_copy_speed", lambda _, speed=speed: speed)
             for key in ("auto", True, False):
-                one = changed(recipe, {"compile": key, "branch": {"steps": steps, "batch_size": 1024}})
-                assert arguments.compiles(one, one.branch, tiny_model(), None) is (expected if key == "auto" else key)
+                one = changed(
+                    recipe, {"compile": key, "branch": {"steps": steps, "batch_size": 1024}}
+                )
+                assert arguments.compiles(one, one.branch, tiny_model(), None) is (
+                    expected if key == "auto" else key
+                )
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("learn", "most"), [(head_gates, 12), (duo, 11)])
@@ -195,7 +229,9 @@ class TestCompiled:
         """Steps share the graphs of the first: those of ``test_a_run_ends_alike``, for ``duo`` but that of losses."""
         tables = []
         for gains in (False, True):
-            monkeypatch.setattr("spkv_nas.model.modes.gains_by_compiling", lambda *_, gains=gains: gains)
+            monkeypatch.setattr(
+                "spkv_nas.model.modes.gains_by_compiling", lambda *_, gains=gains: gains
+            )
             reset()
             tables.append(learn(tiny_model(vocab_size=300), blocks, 6, sinks=1, steps=6).density)
             assert counters["stats"]["unique_graphs"] == (most if gains else 0)
@@ -215,17 +251,27 @@ class TestCompiled:
     def test_missing_compiler(self, tokens: torch.Tensor) -> None:
         model = tiny_model()
         reset()
-        with pytest.raises(UserError, match="cannot be compiled here"), fresh_inductor_cache(), compiled(model):
+        with (
+            pytest.raises(UserError, match="cannot be compiled here"),
+            fresh_inductor_cache(),
+            compiled(model),
+        ):
             model(input_ids=tokens, use_cache=False)
         reset()
-        with fresh_inductor_cache(), pytest.warns(UserWarning, match="training without compiled layers"):
+        with (
+            fresh_inductor_cache(),
+            pytest.warns(UserWarning, match="training without compiled layers"),
+        ):
             assert not _can_compile("cpu")
 
 
 def test_a_class_without_layers() -> None:
     contexts: dict[str, Any] = {"recompute": recomputed, "compile": compiled}
     for verb, context in contexts.items():
-        with pytest.raises(UserError, match=f"Linear has no decoder layers to {verb}"), context(nn.Linear(2, 2)):
+        with (
+            pytest.raises(UserError, match=f"Linear has no decoder layers to {verb}"),
+            context(nn.Linear(2, 2)),
+        ):
             pass
 
 
@@ -243,8 +289,9 @@ class TestOptimizer:
         monkeypatch.setattr("spkv_nas.base.extras.find_spec", lambda name: None)
         text = recipe_file.read_text()
         recipe_file.write_text(f"{text}optimizer: adamw_8bit\n")
-        assert "optimizer: adamw_8bit: bitsandbytes is not installed pip install bitsandbytes" in fails(
-            capsys, "train", recipe_file, "--workspace", recipe_file.parent / "w"
+        assert (
+            "optimizer: adamw_8bit: bitsandbytes is not installed pip install bitsandbytes"
+            in fails(capsys, "train", recipe_file, "--workspace", recipe_file.parent / "w")
         )
         recipe_file.write_text(f"{text}lora: {{}}\n")
         assert "lora: peft is not installed pip install 'spkv-nas[lora]'" in fails(
@@ -258,7 +305,10 @@ class TestOptimizer:
             raise RuntimeError("`fused=True` requires all the params to be floating point Tensors")
 
         monkeypatch.setattr(torch.optim, "AdamW", refuse)
-        with pytest.raises(UserError, match="optimizer: adamw_torch_fused does not work on cpu: `fused=True` requires"):
+        with pytest.raises(
+            UserError,
+            match="optimizer: adamw_torch_fused does not work on cpu: `fused=True` requires",
+        ):
             train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
 
     @pytest.mark.parametrize("value", slow_after(1, ["sgd", "adamw", 8]))
@@ -273,11 +323,15 @@ class TestOptimizer:
 
 
 class TestLora:
-    def train(self, recipe: Recipe, corpus: Corpus, dense: Path, folder: Path, variant: Variant) -> Branch:
+    def train(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, folder: Path, variant: Variant
+    ) -> Branch:
         return train_branch(changed(recipe, LORA), corpus, dense, folder, variant, device="cpu")
 
     @pytest.mark.parametrize(
-        "variant", slow_after(1, [Variant.sp_kv(), HYBRID, Variant.full_attention()]), ids=lambda one: one.name
+        "variant",
+        slow_after(1, [Variant.sp_kv(), HYBRID, Variant.full_attention()]),
+        ids=lambda one: one.name,
     )
     def test_only_linear_layers_get_adapters(
         self, variant: Variant, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
@@ -289,21 +343,38 @@ class TestLora:
         assert after.keys() - gates == before.keys()
         learned = {name for name in before if not torch.equal(before[name], after[name])}
         linear = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        assert learned == {name for name in before if name.endswith(tuple(f"{one}.weight" for one in linear))}
+        assert learned == {
+            name for name in before if name.endswith(tuple(f"{one}.weight" for one in linear))
+        }
         for name in learned:
             assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) <= 2, name
         model, _ = load(branch.checkpoint)
-        assert evaluate(model, corpus.heldout).nll.total == pytest.approx(branch.nll.total, rel=1e-6)
+        assert evaluate(model, corpus.heldout).nll.total == pytest.approx(
+            branch.nll.total, rel=1e-6
+        )
 
     def test_checkpoints_contain_trainable_weights(
-        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        recipe: Recipe,
+        corpus: Corpus,
+        dense: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        cut(lambda name: self.train(recipe, corpus, dense, tmp_path / name, Variant.sp_kv()), "torn", monkeypatch)
+        cut(
+            lambda name: self.train(recipe, corpus, dense, tmp_path / name, Variant.sp_kv()),
+            "torn",
+            monkeypatch,
+        )
         saved = load_file(tmp_path / "torn" / "checkpoint-6" / "learned.safetensors")
-        assert all("lora_A" in name or "lora_B" in name or "utility_predictor" in name for name in saved)
+        assert all(
+            "lora_A" in name or "lora_B" in name or "utility_predictor" in name for name in saved
+        )
         assert len([name for name in saved if "lora_A" in name]) == 2 * 7
 
-    def test_adapters_change_nothing_at_first_and_are_merged_exactly(self, tokens: torch.Tensor) -> None:
+    def test_adapters_change_nothing_at_first_and_are_merged_exactly(
+        self, tokens: torch.Tensor
+    ) -> None:
         model = tiny_model()
         expected = model(input_ids=tokens).logits
         add_adapters(model, LoraConfig(rank=3, targets=["q_proj", "down_proj"]), seed=0)
@@ -322,7 +393,9 @@ class TestLora:
     def test_adapters_of_embeddings(self, target: str, tokens: torch.Tensor) -> None:
         """Merged adapters of one of two tied embeddings changed the other too."""
         options = LoraConfig(rank=3, targets=["q_proj", target])
-        with pytest.raises(UserError, match=rf"model.embed_tokens.* and lm_head.* share one.*\nleave {target} out"):
+        with pytest.raises(
+            UserError, match=rf"model.embed_tokens.* and lm_head.* share one.*\nleave {target} out"
+        ):
             add_adapters(tiny_model(tie_word_embeddings=True), options, seed=0)
         model = tiny_model()
         add_adapters(model, options, seed=0)
@@ -353,7 +426,9 @@ class TestFrozenWeights:
         return tmp_path / "bfloat16"
 
     @pytest.mark.parametrize(
-        "changes", slow_after(1, [LORA, {"gates": {"training": "frozen-model"}}]), ids=["lora", "frozen-model"]
+        "changes",
+        slow_after(1, [LORA, {"gates": {"training": "frozen-model"}}]),
+        ids=["lora", "frozen-model"],
     )
     def test_trainable_weights_are_float32(
         self, changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
@@ -362,14 +437,18 @@ class TestFrozenWeights:
         model = set_up(recipe, dense, Variant.sp_kv(), seed=0).model
         dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
         assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
-        branch = train_branch(recipe, corpus, dense, tmp_path / "run", Variant.sp_kv(), device="cpu")
+        branch = train_branch(
+            recipe, corpus, dense, tmp_path / "run", Variant.sp_kv(), device="cpu"
+        )
         before, after = weights(dense), weights(branch.checkpoint)
         assert {after[name].dtype for name in before} == {torch.bfloat16}
         assert {after[name].dtype for name in after.keys() - before.keys()} == {torch.float32}
         moved = {name for name in before if not torch.equal(before[name], after[name])}
         assert bool(moved) == ("lora" in changes)
 
-    def test_weights_that_learn_are_float32(self, recipe: Recipe, corpus: Corpus, dense: Path) -> None:
+    def test_weights_that_learn_are_float32(
+        self, recipe: Recipe, corpus: Corpus, dense: Path
+    ) -> None:
         for changes in ({"precision": "bfloat16"}, {"precision": "float32", **LORA}):
             model = set_up(changed(recipe, changes), dense, Variant.sp_kv(), seed=0).model
             assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

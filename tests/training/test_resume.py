@@ -39,12 +39,16 @@ from spkv_nas.training.variants import Variant
 @pytest.fixture
 def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
     """Train the SP-KV branch in a folder of that name."""
-    return lambda name: train_branch(recipe, corpus, dense, tmp_path / name, Variant.sp_kv(), device="cpu")
+    return lambda name: train_branch(
+        recipe, corpus, dense, tmp_path / name, Variant.sp_kv(), device="cpu"
+    )
 
 
 class TestKilled:
     @pytest.mark.slow
-    def test_no_step_after_the_last(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_step_after_the_last(
+        self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A run killed in its evaluation does not train another step."""
         whole = train("whole")
         with monkeypatch.context() as patch:
@@ -62,7 +66,9 @@ class TestKilled:
         before = weights(dense), load_file(dense / OPTIMIZER_STATE)
         shutil.rmtree(dense)
         again = train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
-        for old, new in zip(before, (weights(again), load_file(again / OPTIMIZER_STATE)), strict=True):
+        for old, new in zip(
+            before, (weights(again), load_file(again / OPTIMIZER_STATE)), strict=True
+        ):
             assert old.keys() == new.keys()
             assert all(torch.equal(old[name], new[name]) for name in old)
 
@@ -74,7 +80,9 @@ class TestKilled:
         (whole.checkpoint / name).unlink()
         assert_same(train("whole"), train("branch"))
 
-    @pytest.mark.parametrize("name", slow_after(1, ["run.json", "heldout-nll.npz", "train-log.csv"]))
+    @pytest.mark.parametrize(
+        "name", slow_after(1, ["run.json", "heldout-nll.npz", "train-log.csv"])
+    )
     def test_a_damaged_file_is_refused(self, name: str, train: Train) -> None:
         """A changed byte in any file of the checkpoint is a user error."""
         file = train("branch").checkpoint / name
@@ -86,7 +94,9 @@ class TestKilled:
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
         (dense / OPTIMIZER_STATE).unlink()
-        assert (train_dense(recipe, corpus, tmp_path / "dense", device="cpu") / OPTIMIZER_STATE).is_file()
+        assert (
+            train_dense(recipe, corpus, tmp_path / "dense", device="cpu") / OPTIMIZER_STATE
+        ).is_file()
 
 
 class TestCheckpoints:
@@ -106,7 +116,9 @@ class TestCheckpoints:
     def test_a_damaged_checkpoint_is_skipped_with_a_warning(self, tmp_path: Path) -> None:
         self.write(tmp_path, 3)
         (self.write(tmp_path, 6) / "weights").write_text("7")
-        with pytest.warns(UserWarning, match=r"checkpoint-6 is damaged(.|\n)*going on from checkpoint-3"):
+        with pytest.warns(
+            UserWarning, match=r"checkpoint-6 is damaged(.|\n)*going on from checkpoint-3"
+        ):
             assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
         shutil.rmtree(tmp_path / "checkpoint-3")
         with pytest.warns(UserWarning, match="starting over"):
@@ -118,7 +130,10 @@ class TestCheckpoints:
             checkpoint = self.write(tmp_path, step, complete=False)
             (checkpoint / "trainer_state.json").write_text("{}")
             (checkpoint / f".{MANIFEST}.half").write_text("")  # what a kill left of it
-        with pytest.warns(UserWarning, match=r"checkpoint-6 is incomplete: .*; there is no other checkpoint: starting"):
+        with pytest.warns(
+            UserWarning,
+            match=r"checkpoint-6 is incomplete: .*; there is no other checkpoint: starting",
+        ):
             assert newest_checkpoint(tmp_path) is None
 
     def test_copies_by_hand_are_nobodys(self, tmp_path: Path) -> None:
@@ -130,7 +145,8 @@ class TestCheckpoints:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        "name", slow_after(1, ["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"])
+        "name",
+        slow_after(1, ["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"]),
     )
     def test_a_run_resumes_from_the_older_checkpoint(
         self, name: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,7 +179,9 @@ class TestSignals:
     ) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(
-                callbacks.TokenProgressCallback, "on_step_end", at_step(5, lambda: os.kill(os.getpid(), number))
+                callbacks.TokenProgressCallback,
+                "on_step_end",
+                at_step(5, lambda: os.kill(os.getpid(), number)),
             )
             with raising(), pytest.raises(Interrupted) as stop:
                 train("torn")
@@ -172,7 +190,9 @@ class TestSignals:
         assert_same(train("whole"), train("torn"))
 
     @pytest.mark.slow
-    def test_a_repeated_signal_is_harmless(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_repeated_signal_is_harmless(
+        self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Schedulers send it twice; the second one does not interrupt the checkpoint."""
 
         def often() -> None:
@@ -186,7 +206,9 @@ class TestSignals:
         assert newest_checkpoint(tmp_path / "torn") == tmp_path / "torn" / "checkpoint-5"
 
     @pytest.mark.slow
-    def test_a_second_ctrl_c_does_not_wait(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_second_ctrl_c_does_not_wait(
+        self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def twice() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             monkeypatch.setattr("spkv_nas.base.interrupt._AT_ONCE", -1.0)
@@ -200,7 +222,9 @@ class TestSignals:
 
 class TestNotFinite:
     @pytest.fixture
-    def run(self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Callable[..., Branch]:
+    def run(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> Callable[..., Branch]:
         recipe = Recipe(**merged(recipe.model_dump(), {"gates": {"target_density": 0.3}}))
 
         def run(variant: Callable[[], Variant] = Variant.full_attention) -> Branch:
@@ -234,7 +258,9 @@ class TestNotFinite:
         assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
         assert not (tmp_path / "run" / "final").exists()
 
-    def test_an_infinite_gradient_stops_too(self, run: Callable[[], Branch], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_infinite_gradient_stops_too(
+        self, run: Callable[[], Branch], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         original = trainer.Trainer._clip_grad_norm
 
         def exploded(self: trainer.SPKVTrainer, model: torch.nn.Module) -> object:
@@ -254,7 +280,11 @@ class TestNotFinite:
         def overflow(self: object, args: object, state: Any, *_: object, **kwargs: Any) -> None:
             if state.global_step == 6:
                 parameter = next(kwargs["model"].parameters())
-                value = parameter.data if what == "weight" else kwargs["optimizer"].state[parameter]["exp_avg_sq"]
+                value = (
+                    parameter.data
+                    if what == "weight"
+                    else kwargs["optimizer"].state[parameter]["exp_avg_sq"]
+                )
                 value.view(-1)[0] = float("inf")
 
         with monkeypatch.context() as patch:
@@ -265,7 +295,8 @@ class TestNotFinite:
         run()
 
     @pytest.mark.parametrize(
-        ("step", "rate", "good"), slow_after(1, [(6, 1e20, "checkpoint-3"), (8, 1e30, "checkpoint-6")])
+        ("step", "rate", "good"),
+        slow_after(1, [(6, 1e20, "checkpoint-3"), (8, 1e30, "checkpoint-6")]),
     )
     def test_a_weight_far_out_of_range_is_not_saved(
         self,
@@ -284,8 +315,12 @@ class TestNotFinite:
                     group["lr"] = rate
 
         with monkeypatch.context() as patch:
-            patch.setattr(callbacks.TokenProgressCallback, "on_pre_optimizer_step", explode, raising=False)
-            with pytest.raises(UserError, match=rf"step {step}: the largest weight, of .*, is \d.*e\+(.|\n)*{good}"):
+            patch.setattr(
+                callbacks.TokenProgressCallback, "on_pre_optimizer_step", explode, raising=False
+            )
+            with pytest.raises(
+                UserError, match=rf"step {step}: the largest weight, of .*, is \d.*e\+(.|\n)*{good}"
+            ):
                 run()
         assert good in [path.name for path in (tmp_path / "run").glob("checkpoint-*")]
         assert not (tmp_path / "run" / f"checkpoint-{step}").exists()
@@ -303,14 +338,19 @@ class TestText:
         changed = load_corpus(recipe, recipe_file.parent, tmp_path / "runs")
         tokenizer_folder(recipe, tmp_path).mkdir()
         with pytest.raises(
-            UserError, match=r"since the run in .*dense started(.|\n)*that folder and tokenizer-\w+ beside it$"
+            UserError,
+            match=r"since the run in .*dense started(.|\n)*that folder and tokenizer-\w+ beside it$",
         ):
             train_dense(recipe, changed, tmp_path / "dense", device="cpu")
-        with pytest.raises(UserError, match=r"text has changed since the run in .*whole started(.|\n)*that folder$"):
+        with pytest.raises(
+            UserError, match=r"text has changed since the run in .*whole started(.|\n)*that folder$"
+        ):
             train_branch(recipe, changed, dense, tmp_path / "whole", Variant.sp_kv(), device="cpu")
 
 
-def test_a_full_disk_leaves_the_older_checkpoint(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_older_checkpoint(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = trainer.Trainer._save_optimizer_and_scheduler
 
     def full(self: trainer.SPKVTrainer, output_dir: str) -> None:
@@ -320,7 +360,10 @@ def test_a_full_disk_leaves_the_older_checkpoint(train: Train, tmp_path: Path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_save_optimizer_and_scheduler", full)
-        with pytest.raises(UserError, match=r"cannot write .*checkpoint-6: .*No space left on device\nfree disk space"):
+        with pytest.raises(
+            UserError,
+            match=r"cannot write .*checkpoint-6: .*No space left on device\nfree disk space",
+        ):
             train("torn")
     assert [path.name for path in (tmp_path / "torn").glob("checkpoint-*")] == ["checkpoint-3"]
     assert_same(train("whole"), train("torn"))
@@ -337,7 +380,9 @@ class TestTwoProcesses:
             f"with locked(pathlib.Path({str(tmp_path / 'run')!r}), 'trains'):\n"
             "    print('held', flush=True); sys.stdin.read()\n"
         )
-        other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        other = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert other.stdin is not None
         assert other.stdout is not None
         other.stdout.readline()
@@ -348,10 +393,20 @@ class TestTwoProcesses:
             threading.Timer(0.2, other.stdin.close).start()  # type: ignore[union-attr]
 
         variant = Variant.full_attention()
-        train_branch(recipe, corpus, dense, tmp_path / "run", variant, device="cpu", reporter=Recorder(announced=hear))
+        train_branch(
+            recipe,
+            corpus,
+            dense,
+            tmp_path / "run",
+            variant,
+            device="cpu",
+            reporter=Recorder(announced=hear),
+        )
         assert other.wait(10) == 0
         other.stdout.close()
-        assert messages == [f"waiting for process {other.pid} on {os.uname().nodename}, which trains the same run"]
+        assert messages == [
+            f"waiting for process {other.pid} on {os.uname().nodename}, which trains the same run"
+        ]
 
     def test_a_lock_needs_no_note_of_its_owner(self, tmp_path: Path) -> None:
         (tmp_path / ".lock-owner").mkdir()
@@ -362,7 +417,9 @@ class TestTwoProcesses:
         assert FolderLock(tmp_path, "trains").take(0.0)
 
 
-def test_training_time_does_not_change_names(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
+def test_training_time_does_not_change_names(
+    recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+) -> None:
     """The hash of a dense run, by which branches are named, contains no times."""
 
     def name() -> str:

@@ -16,7 +16,17 @@ from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.callbacks import EndWandbRun
 from spkv_nas.training.recipe import Recipe
 
-HASHED = ("branch", "data", "dense", "evaluation", "gates", "model", "precision", "seed", "tokenizer")
+HASHED = (
+    "branch",
+    "data",
+    "dense",
+    "evaluation",
+    "gates",
+    "model",
+    "precision",
+    "seed",
+    "tokenizer",
+)
 
 
 def parse(recipe: Recipe, **changes: Any) -> Recipe:
@@ -43,7 +53,9 @@ def test_a_finished_run_is_found_whatever_tracks_it(recipe: Recipe) -> None:
 def test_unknown_keys_and_trackers(recipe: Recipe) -> None:
     with pytest.raises(UserError, match="unknown key 'tensorboard'"):
         parse(recipe, tensorboard=True)
-    with pytest.raises(UserError, match=r"report_to.0.*'tensorboard', 'wandb', 'mlflow' or 'trackio'"):
+    with pytest.raises(
+        UserError, match=r"report_to.0.*'tensorboard', 'wandb', 'mlflow' or 'trackio'"
+    ):
         parse(recipe, report_to=["tensorbord"])
 
 
@@ -70,7 +82,9 @@ def test_a_folder_of_runs_is_not_a_package(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("open_before", [False, True])
-def test_every_training_is_a_separate_wandb_run(open_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_training_is_a_separate_wandb_run(
+    open_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library leaves a run open, which the next training must not continue."""
     ended: list[str] = []
     wandb: Any = ModuleType("wandb")

@@ -30,7 +30,9 @@ def test_first_step(
     lora: bool, options: dict[str, Any], tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     trl = pytest.importorskip("trl")
-    model = sharpen_attention(tiny_model(vocab_size=len(tiny_tokenizer), max_position_embeddings=512), 4.0)
+    model = sharpen_attention(
+        tiny_model(vocab_size=len(tiny_tokenizer), max_position_embeddings=512), 4.0
+    )
     apply_layout(model, Layout(("GL", "LG") * 2, 6, sinks=2))
     tiny_tokenizer.pad_token = tiny_tokenizer.eos_token
     words = SENTENCE.split()
@@ -42,12 +44,20 @@ def test_first_step(
     adapters = {}
     if lora:
         peft = pytest.importorskip("peft")
-        adapters = {"peft_config": peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")}
+        adapters = {
+            "peft_config": peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+        }
     dataset = Dataset.from_dict({"text": examples})
-    trainer = trl.SFTTrainer(model, config, train_dataset=dataset, processing_class=tiny_tokenizer, **adapters)
+    trainer = trl.SFTTrainer(
+        model, config, train_dataset=dataset, processing_class=tiny_tokenizer, **adapters
+    )
     # Compute the loss of every example alone
     losses = []
-    for ids in trainer.train_dataset["input_ids"] if not options.get("packing") else _parts(trainer.train_dataset):
+    for ids in (
+        trainer.train_dataset["input_ids"]
+        if not options.get("packing")
+        else _parts(trainer.train_dataset)
+    ):
         tokens = torch.tensor([ids])
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits
@@ -69,7 +79,9 @@ def _parts(dataset: Dataset) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_:FutureWarning")  # TRL calls what transformers renamed
+@pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing_:FutureWarning"
+)  # TRL calls what transformers renamed
 def test_folders_of_hybrids(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """Trainers load them, also as the reference of a policy; a hybrid in memory has no reference without a word."""
     trl = pytest.importorskip("trl")
@@ -78,15 +90,27 @@ def test_folders_of_hybrids(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: P
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     apply_layout(model, Layout(("GL", "LG") * 2, 6, sinks=2))
     save(model, tiny_tokenizer, folder := tmp_path / "hybrid")
-    options = {"max_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no"}
+    options = {
+        "max_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+    }
     texts = Dataset.from_dict({"text": [SENTENCE] * 4})
-    trainer = trl.SFTTrainer(str(folder), trl.SFTConfig(tmp_path / "sft", **options), train_dataset=texts)
+    trainer = trl.SFTTrainer(
+        str(folder), trl.SFTConfig(tmp_path / "sft", **options), train_dataset=texts
+    )
     assert trainer.model.config.spkv == model.config.spkv
-    pairs = Dataset.from_dict({"prompt": ["fox"] * 4, "chosen": [" jumps"] * 4, "rejected": [" sleeps"] * 4})
+    pairs = Dataset.from_dict(
+        {"prompt": ["fox"] * 4, "chosen": [" jumps"] * 4, "rejected": [" sleeps"] * 4}
+    )
     preferences = {"train_dataset": pairs, "processing_class": tiny_tokenizer}
     config = trl.DPOConfig(tmp_path / "dpo", **options)
     trainer = trl.DPOTrainer(str(folder), args=config, **preferences)
     trainer.train()
     assert trainer.ref_model.config.spkv == trainer.model.config.spkv == model.config.spkv
-    with pytest.raises(OSError, match=r"changed by spkv_nas in memory: save it with spkv_nas\.save"):
+    with pytest.raises(
+        OSError, match=r"changed by spkv_nas in memory: save it with spkv_nas\.save"
+    ):
         trl.DPOTrainer(model, args=config, **preferences)

@@ -31,7 +31,9 @@ from spkv_nas.training.variants import Variant
 def with_scratch(recipe: Recipe, **gates: Any) -> dict[str, Any]:
     """Return a recipe's content with gates from scratch, and a dense phase that agrees with the branch."""
     data = recipe.model_dump()
-    data["dense"] |= {key: data["branch"][key] for key in ("batch_size", "learning_rate", "weight_decay")}
+    data["dense"] |= {
+        key: data["branch"][key] for key in ("batch_size", "learning_rate", "weight_decay")
+    }
     data["gates"] |= {"training": "from-scratch", **gates}
     return data
 
@@ -45,12 +47,21 @@ class TestSchedule:
             ("hard", 0.0),
         ]
 
-    def test_from_scratch_gates_are_hard_at_the_end_of_the_branch(self, recipe: Recipe, dense: Path) -> None:
+    def test_from_scratch_gates_are_hard_at_the_end_of_the_branch(
+        self, recipe: Recipe, dense: Path
+    ) -> None:
         """The dense phase and the branch are one run, of 6 and 8 steps."""
         recipe = Recipe(**with_scratch(recipe, soft_fraction=0.75))
-        schedule = set_up(branch_recipe(recipe, Variant.sp_kv()), dense, Variant.sp_kv(), seed=0).gates
+        schedule = set_up(
+            branch_recipe(recipe, Variant.sp_kv()), dense, Variant.sp_kv(), seed=0
+        ).gates
         assert schedule is not None
-        assert [schedule.at(step).mode for step in (0, 11, 12, 13)] == ["soft", "soft", "hard", "hard"]
+        assert [schedule.at(step).mode for step in (0, 11, 12, 13)] == [
+            "soft",
+            "soft",
+            "hard",
+            "hard",
+        ]
 
 
 Train = Callable[..., Branch]
@@ -60,11 +71,15 @@ Train = Callable[..., Branch]
 def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
     """Train an SP-KV branch of the test recipe with other gates."""
 
-    def run(folder: str = "branch", top: dict[str, Any] | None = None, start: Path = dense, **gates: Any) -> Branch:
+    def run(
+        folder: str = "branch", top: dict[str, Any] | None = None, start: Path = dense, **gates: Any
+    ) -> Branch:
         data = recipe.model_dump()
         data["gates"] |= gates
         changed = Recipe(**{**data, **(top or {})})
-        return train_branch(changed, corpus, start, tmp_path / folder, Variant.sp_kv(), device="cpu")
+        return train_branch(
+            changed, corpus, start, tmp_path / folder, Variant.sp_kv(), device="cpu"
+        )
 
     return run
 
@@ -84,7 +99,9 @@ class TestRuns:
         log = pd.read_csv(branch.checkpoint / "density-log.csv")
         assert log["step"].max() == 10  # one run of 6 + 8 steps, logged every 10
         top["branch"]["learning_rate"] *= 2
-        with pytest.raises(ValidationError, match=r"dense\.learning_rate and branch\.learning_rate must be equal"):
+        with pytest.raises(
+            ValidationError, match=r"dense\.learning_rate and branch\.learning_rate must be equal"
+        ):
             train("other", top=top)
 
     @pytest.mark.slow
@@ -167,7 +184,10 @@ class TestRecipe:
 
     def test_refuses_gates_of_a_layout_with_sink_tokens(self, tmp_path: Path) -> None:
         Layout(("GL", "LL"), 9, sinks=1).write(tmp_path / "layout.yaml")
-        with pytest.raises(UserError, match=r"gates.layout.* 1 sink token.*\n.*layout convert layout.yaml .*--sinks 0"):
+        with pytest.raises(
+            UserError,
+            match=r"gates.layout.* 1 sink token.*\n.*layout convert layout.yaml .*--sinks 0",
+        ):
             self.read(tmp_path, "gates: {layout: layout.yaml}\n")
 
     @pytest.mark.parametrize(

@@ -16,15 +16,21 @@ from spkv_kernels.cpu.masked import causal_backward, masked_forward
 from spkv_kernels.cpu.rows import Rows, band, flash, flash_backward
 
 _VECTOR = 16  # scores per vector of the library's loops (AVX-512; two with AVX2)
-_CALL_BYTES = 1 << 20  # queries per call: larger temporaries leave the caches, and malloc returns them to the system
+_CALL_BYTES = (
+    1 << 20
+)  # queries per call: larger temporaries leave the caches, and malloc returns them to the system
 
 
-def window_forward(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, scale: float) -> tuple[Tensor, Tensor]:
+def window_forward(
+    q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute out [N, G, T, D] and lse [N, G, T] for w + sinks < T: the rows that see all keys, then the bands."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     # First rows
     first = slice(window + sinks)
-    out[:, :, first], lse[:, :, first] = masked_forward(q[:, :, first], k[:, first], v[:, first], None, 1, scale)
+    out[:, :, first], lse[:, :, first] = masked_forward(
+        q[:, :, first], k[:, first], v[:, first], None, 1, scale
+    )
     # Other rows
     bands = _Bands.of(q, k, window, sinks)
     mask = bands.mask(q)
@@ -51,7 +57,9 @@ def window_backward(
     dk, dv = bands.zeros(k), bands.zeros(v)
     # First rows
     first = slice(window + sinks)
-    first_dq, first_dk, first_dv, _ = causal_backward(rows.at(first), k[:, first], v[:, first], None, scale, False)
+    first_dq, first_dk, first_dv, _ = causal_backward(
+        rows.at(first), k[:, first], v[:, first], None, scale, False
+    )
     dq[:, :, first], dk[:, first], dv[:, first] = first_dq, first_dk, first_dv
     # Other rows
     mask = bands.mask(rows.q)
@@ -112,7 +120,14 @@ class _Bands(NamedTuple):
             block -= (sinks - 1) % _VECTOR
         block = min(block, rows)
         row_bytes = q[:, :, 0].numel() * q.element_size()
-        return cls(window, sinks, length, block, -(-rows // block), max(1, _CALL_BYTES // (block * row_bytes)))
+        return cls(
+            window,
+            sinks,
+            length,
+            block,
+            -(-rows // block),
+            max(1, _CALL_BYTES // (block * row_bytes)),
+        )
 
     @property
     def start(self) -> int:
@@ -132,13 +147,17 @@ class _Bands(NamedTuple):
     def rows(self, part: range) -> slice:
         """Return the queries of a part."""
         first = self.window + self.sinks
-        return slice(first + part.start * self.block, min(first + part.stop * self.block, self.length))
+        return slice(
+            first + part.start * self.block, min(first + part.stop * self.block, self.length)
+        )
 
     def fold(self, x: Tensor) -> Tensor:
         """Copy the rows of a part, [N, G, S, ...], to [N, n, G * c, ...], padding with zeros."""
         num_full, num_left = divmod(x.shape[2], self.block)
         rows = num_full * self.block
-        folded = x.new_empty(len(x), num_full + (num_left > 0), x.shape[1], self.block, *x.shape[3:])
+        folded = x.new_empty(
+            len(x), num_full + (num_left > 0), x.shape[1], self.block, *x.shape[3:]
+        )
         full = x[:, :, :rows].view(*x.shape[:2], num_full, self.block, *x.shape[3:])
         folded[:, :num_full] = full.transpose(1, 2)
         if num_left:
@@ -161,7 +180,10 @@ class _Bands(NamedTuple):
 
         Without sinks they are overlapping views, which are copied only if the last block needs padding.
         """
-        first, stop = self.start + part.start * self.block, self.start + part[-1] * self.block + self.reach
+        first, stop = (
+            self.start + part.start * self.block,
+            self.start + part[-1] * self.block + self.reach,
+        )
         recent = x[:, first:stop]
         if stop > self.length:
             recent = F.pad(recent, (0, 0, 0, stop - self.length))
@@ -173,7 +195,11 @@ class _Bands(NamedTuple):
     def mask(self, q: Tensor) -> Tensor:
         """Return the mask of a part's blocks [N, per_call, G * c, sinks + reach], expanded without a copy."""
         window = band(self.block, self.window, q.dtype)
-        mask = F.pad(window, (self.sinks, 0)) if self.sinks else F.pad(window, (1, 0), value=-torch.inf)
+        mask = (
+            F.pad(window, (self.sinks, 0))
+            if self.sinks
+            else F.pad(window, (1, 0), value=-torch.inf)
+        )
         mask = mask.expand(q.shape[1], -1, -1).reshape(self.block * q.shape[1], -1)
         return mask.expand(q.shape[0], self.per_call, -1, -1)
 
@@ -188,5 +214,7 @@ class _Bands(NamedTuple):
             total[:, : self.sinks] += bands[:, :, : self.sinks].sum(1)
         for index, piece in enumerate(torch.split(bands[:, :, self.sinks :], self.block, dim=2)):
             first = self.start + (part.start + index) * self.block
-            by_block = total[:, first : first + len(part) * self.block].view(len(total), len(part), self.block, -1)
+            by_block = total[:, first : first + len(part) * self.block].view(
+                len(total), len(part), self.block, -1
+            )
             by_block[:, :, : piece.shape[2]] += piece

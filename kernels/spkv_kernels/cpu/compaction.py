@@ -12,7 +12,9 @@ from torch import Tensor
 from spkv_kernels.cpu.masked import rows_backward
 from spkv_kernels.cpu.rows import ROWS, Chunk, Rows, chunks, flash, gate_bias, per_query_head
 
-_COMPACT_FROM = 1 << 14  # minimum size of the keys outside the window, (T - w) D, for which gathering pays
+_COMPACT_FROM = (
+    1 << 14
+)  # minimum size of the keys outside the window, (T - w) D, for which gathering pays
 
 
 def compacts(gate: Tensor, k: Tensor, window: int) -> bool:
@@ -56,7 +58,9 @@ def _compact_masks(
         visible[:, count:] = 0.0
 
 
-def compact_forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
+def compact_forward(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute out [N, G, T, D] and lse [N, G, T].
 
     Kept keys before a chunk's edge are visible to all of its rows and need no mask.
@@ -101,7 +105,10 @@ def compact_backward(
                 scale,
             )
             dq[head, :, chunk.rows] = gradients[0][0]
-            for total, gathered, gradient in ((dk, dkeys, gradients[1]), (dv, dvalues, gradients[2])):
+            for total, gathered, gradient in (
+                (dk, dkeys, gradients[1]),
+                (dv, dvalues, gradients[2]),
+            ):
                 summed = gradient[0].sum(0)
                 gathered[:count] += summed[:count]
                 total[head, near] += summed[count:]

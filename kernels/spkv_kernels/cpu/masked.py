@@ -36,7 +36,9 @@ def masked_forward(
             ]  # the previous edge is outside all windows now
             written = chunk.edge
             visible = mask[:, : chunk.stop - chunk.start, : chunk.stop]
-            chunk.write_edge(visible[:, :, chunk.edge :], head_bias[:, :, chunk.edge : chunk.stop], window)
+            chunk.write_edge(
+                visible[:, :, chunk.edge :], head_bias[:, :, chunk.edge : chunk.stop], window
+            )
             rows = q[heads, :, chunk.rows]
             out[heads, :, chunk.rows], lse[heads, :, chunk.rows] = flash(
                 rows,
@@ -69,8 +71,14 @@ def causal_backward(
     for start in range(0, length, step):
         keys = slice(start, start + step)
         visible_rows = rows.at(slice(start, None))
-        mask = bias[:, None, None, keys].expand(*visible_rows.q.shape[:3], -1) if bias is not None else None
-        chunk_dq, dkeys, dvalues = rows_backward(visible_rows, k[:, keys], v[:, keys], mask, scale, causal=True)
+        mask = (
+            bias[:, None, None, keys].expand(*visible_rows.q.shape[:3], -1)
+            if bias is not None
+            else None
+        )
+        chunk_dq, dkeys, dvalues = rows_backward(
+            visible_rows, k[:, keys], v[:, keys], mask, scale, causal=True
+        )
         if start == 0:
             dq = chunk_dq
         else:
@@ -88,6 +96,15 @@ def rows_backward(
     """Compute dq, dk, dv, the latter two still per query head: [N, G, n, D] for k, v [N, n, D]."""
     keys, values = per_query_head(k, rows.q), per_query_head(v, rows.q)
     dq, dk, dv = flash_backward(
-        rows.grad, rows.q, keys, values, rows.out, rows.lse, 0.0, causal, attn_mask=mask, scale=scale
+        rows.grad,
+        rows.q,
+        keys,
+        values,
+        rows.out,
+        rows.lse,
+        0.0,
+        causal,
+        attn_mask=mask,
+        scale=scale,
     )
     return dq, dk, dv

@@ -56,7 +56,9 @@ def attention(
 
         def attend(*document: Any) -> Tensor:
             q, k, v, log_utility, keep = document
-            return attention(q, k, v, windows, log_utility, keep, scale, sinks, sink_logits, None, softcap)
+            return attention(
+                q, k, v, windows, log_utility, keep, scale, sinks, sink_logits, None, softcap
+            )
 
         out: Tensor = attend_by_document(attend, starts, (q, k, v, log_utility, keep))
         return out
@@ -65,10 +67,15 @@ def attention(
     batch, heads, length = k.shape[:3]
     gate = log_utility.to(dtype) if log_utility is not None else keep
     queries = q.to(dtype).reshape(batch, heads, -1, *q.shape[2:])
-    logits = sink_logits.reshape(1, heads, -1).expand(batch, -1, -1) if sink_logits is not None else None
+    logits = (
+        sink_logits.reshape(1, heads, -1).expand(batch, -1, -1) if sink_logits is not None else None
+    )
     inputs, gates = (queries, k.to(dtype), v.to(dtype)), (gate, logits)
     # Compute heads with the same window and sinks together; those that reach all keys are global
-    kinds = [(w, n) if w + n < length else (length, 0) for w, n in zip(windows, sinks or (0,) * heads, strict=True)]
+    kinds = [
+        (w, n) if w + n < length else (length, 0)
+        for w, n in zip(windows, sinks or (0,) * heads, strict=True)
+    ]
     if len(set(kinds)) == 1:
         return _one_kind(inputs, gates, *kinds[0], scale, softcap).flatten(1, 2).to(q.dtype)
     by_head = [x.unbind(1) for x in inputs]
@@ -77,8 +84,13 @@ def attention(
     for kind in sorted(set(kinds)):
         members = [head for head in range(heads) if kinds[head] == kind]
         some = [torch.stack([x[head] for head in members], 1) for x in by_head]
-        some_gates = [torch.stack([x[head] for head in members], 1) if x is not None else None for x in gates_by_head]
-        outs.update(zip(members, _one_kind(some, some_gates, *kind, scale, softcap).unbind(1), strict=True))
+        some_gates = [
+            torch.stack([x[head] for head in members], 1) if x is not None else None
+            for x in gates_by_head
+        ]
+        outs.update(
+            zip(members, _one_kind(some, some_gates, *kind, scale, softcap).unbind(1), strict=True)
+        )
     return torch.stack([outs[head] for head in range(heads)], 1).flatten(1, 2).to(q.dtype)
 
 
@@ -174,7 +186,14 @@ class _Attention(torch.autograd.Function):
 
 
 def _keys_backward(
-    rows: Rows, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sinks: int, scale: float, needs_dgate: bool
+    rows: Rows,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    window: int,
+    sinks: int,
+    scale: float,
+    needs_dgate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute dq [N, G, T, D], dk, dv [N, T, D], and the gradient of a soft gate [N, T] if it needs one."""
     # Causal attention

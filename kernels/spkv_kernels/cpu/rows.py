@@ -15,7 +15,9 @@ from torch import Tensor
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-ROWS = 64  # queries per chunk: a chunk wastes rows^2 / 2 scores; for smaller ones the calls dominate
+ROWS = (
+    64  # queries per chunk: a chunk wastes rows^2 / 2 scores; for smaller ones the calls dominate
+)
 
 
 class Rows(NamedTuple):
@@ -65,7 +67,10 @@ def _outside(rows: int, window: int) -> Tensor:
 
 def _offset(rows: int, window: int) -> Tensor:
     """Return j - r for rows r and keys j [rows, rows + w - 1]."""
-    return torch.arange(rows + window - 1, device="cpu")[None, :] - torch.arange(rows, device="cpu")[:, None]
+    return (
+        torch.arange(rows + window - 1, device="cpu")[None, :]
+        - torch.arange(rows, device="cpu")[:, None]
+    )
 
 
 class Chunk(NamedTuple):
@@ -91,7 +96,12 @@ class Chunk(NamedTuple):
     def write_edge(self, out: Tensor, bias: Tensor, window: int) -> None:
         """Write the mask of the keys edge:stop, [..., rows, stop - edge], from their bias [..., 1, stop - edge]."""
         block, rows = (ROWS, window), slice(self.stop - self.start)
-        torch.where(_outside(*block)[rows, self.columns], bias, band(*block, out.dtype)[rows, self.columns], out=out)
+        torch.where(
+            _outside(*block)[rows, self.columns],
+            bias,
+            band(*block, out.dtype)[rows, self.columns],
+            out=out,
+        )
 
 
 def chunks(length: int, window: int) -> Iterator[Chunk]:

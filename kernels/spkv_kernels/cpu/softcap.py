@@ -15,12 +15,25 @@ from spkv_kernels.cpu.rows import Rows, chunks, gate_bias
 
 
 def capped_forward(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sinks: int, scale: float, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    window: int,
+    sinks: int,
+    scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute out [N, G, T, D] and lse [N, G, T]."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     for rows, keys, bias, _ in _chunks(k, gate, window, sinks):
-        scores = _by_group(q[:, :, rows], k[:, keys].mT).mul_(scale / softcap).tanh_().mul_(softcap).add_(bias)
+        scores = (
+            _by_group(q[:, :, rows], k[:, keys].mT)
+            .mul_(scale / softcap)
+            .tanh_()
+            .mul_(softcap)
+            .add_(bias)
+        )
         lse[:, :, rows] = scores.logsumexp(-1)
         out[:, :, rows] = _by_group(scores.sub_(lse[:, :, rows, None]).exp_(), v[:, keys])
     return out, lse
@@ -56,7 +69,9 @@ def capped_backward(
     return dq, dk, dv, dgate
 
 
-def _chunks(k: Tensor, gate: Tensor | None, window: int, sinks: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+def _chunks(
+    k: Tensor, gate: Tensor | None, window: int, sinks: int
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield the rows of each chunk, the keys they reach, the bias [N or 1, 1, rows, keys], and keys outside windows.
 
     The last is bool [rows, keys]. A hard gate reaches the keys that any of the N heads keeps.
@@ -64,12 +79,18 @@ def _chunks(k: Tensor, gate: Tensor | None, window: int, sinks: int) -> Iterator
     position = torch.arange(k.shape[1], device=k.device)
     outside = gate_bias((position < sinks)[None] if gate is None else gate, k.dtype)
     is_hard = gate is not None and gate.dtype == torch.bool
-    far = torch.isfinite(outside).any(0).nonzero().flatten() if is_hard else position[: sinks if gate is None else None]
+    far = (
+        torch.isfinite(outside).any(0).nonzero().flatten()
+        if is_hard
+        else position[: sinks if gate is None else None]
+    )
     for chunk in chunks(k.shape[1], window):
         num_far = int((far < chunk.edge).sum()) if is_hard else chunk.edge
         keys = torch.cat([far[:num_far], position[chunk.edge : chunk.stop]])
         age = position[chunk.rows, None] - keys
-        bias = torch.where(age < window, 0.0, outside[:, None, keys]).masked_fill_(age < 0, -torch.inf)
+        bias = torch.where(age < window, 0.0, outside[:, None, keys]).masked_fill_(
+            age < 0, -torch.inf
+        )
         yield chunk.rows, keys, bias.unsqueeze(1), age >= window
 
 

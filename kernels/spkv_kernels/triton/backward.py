@@ -62,7 +62,13 @@ def _visit_keys(
         gate = load_gate(p_gate, o_s, stop, tile < jump, MODE, PHASE)
         position = load_positions(p_positions, o_s, stop, b_start, PHASE)
         scores = add_bias(
-            scores, o_t[:, None], position[None, :], (position + window)[None, :], gate[None, :], MODE, PHASE
+            scores,
+            o_t[:, None],
+            position[None, :],
+            (position + window)[None, :],
+            gate[None, :],
+            MODE,
+            PHASE,
         )
         if b_start is not None and not (MODE == NONE and PHASE == PLAIN):
             scores = tl.where(position[None, :] >= b_start[:, None], scores, -float("inf"))
@@ -185,7 +191,9 @@ def _visit_queries(
     so that p = 0. A single loop covers all heads, because nested loops spill registers.
     """
     tiles = tl.cdiv(tl.maximum(high - low, 0), BLOCK_M)
-    divisor = tl.maximum(tiles, 1)  # dividing by zero lets the compiler load ahead of a loop that never runs
+    divisor = tl.maximum(
+        tiles, 1
+    )  # dividing by zero lets the compiler load ahead of a loop that never runs
     o_left = o_s + window
     for index in range(GROUP * tiles):
         # Load a tile of queries of one head
@@ -193,7 +201,9 @@ def _visit_queries(
         tile = low + index % divisor * BLOCK_M
         start = tl.multiple_of(tl.where(tile < jump, tile, tile + gap), BLOCK_M)
         o_t = start + tl.arange(0, BLOCK_M)
-        b_q = load_rows(p_q + member * stride_qh, start, stride_qt, length, SIZE, BLOCK_M, BLOCK_D, not EVEN)
+        b_q = load_rows(
+            p_q + member * stride_qh, start, stride_qt, length, SIZE, BLOCK_M, BLOCK_D, not EVEN
+        )
         b_lse = load_values(p_lse + member * length + o_t, o_t < length, float("inf"), EVEN)
         # Transposed scores [BLOCK_N, BLOCK_M]
         scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * scale
@@ -203,12 +213,16 @@ def _visit_queries(
         gate = b_gate
         if PHASE == PLAIN:
             gate = tl.where(tile < jump, 0.0, b_gate)
-        scores = add_bias(scores, o_t[None, :], o_s[:, None], o_left[:, None], gate[:, None], MODE, PHASE)
+        scores = add_bias(
+            scores, o_t[None, :], o_s[:, None], o_left[:, None], gate[:, None], MODE, PHASE
+        )
         if b_end is not None and not (MODE == NONE and PHASE == PLAIN):
             scores = tl.where(o_t[None, :] < b_end[:, None], scores, -float("inf"))
         p = tl.exp2(scores - b_lse[None, :])
         # dv, dS and dk
-        b_grad = load_rows(p_grad + member * stride_gh, start, stride_gt, length, SIZE, BLOCK_M, BLOCK_D, not EVEN)
+        b_grad = load_rows(
+            p_grad + member * stride_gh, start, stride_gt, length, SIZE, BLOCK_M, BLOCK_D, not EVEN
+        )
         b_dv = tl.dot(p.to(b_grad.dtype), b_grad, b_dv, input_precision="ieee")
         b_delta = load_values(p_delta + member * length + o_t, o_t < length, 0.0, EVEN)
         dp = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
@@ -281,7 +295,9 @@ def attention_bwd_dkdv_kernel(
         b_dk = tl.load(p_far_dk + o_far, mask=m_far, other=0.0)
         b_dv = tl.load(p_far_dv + o_far, mask=m_far, other=0.0)
         reach = tl.where((o_s >= SINKS) & (o_s < num_sinks), NEVER, window)
-        newest = tl.where((num_sinks > SINKS) & (last > SINKS) & (first < num_sinks), length, newest)
+        newest = tl.where(
+            (num_sinks > SINKS) & (last > SINKS) & (first < num_sinks), length, newest
+        )
 
     # Phases in whole tiles of queries: from ``inside`` to ``edge`` all keys are in all windows, from ``far`` on in none
     b_end = None
@@ -295,7 +311,9 @@ def attention_bwd_dkdv_kernel(
     diagonal = first // BLOCK_M * BLOCK_M
     inside = tl.cdiv(last - 1, BLOCK_M) * BLOCK_M
     far = tl.cdiv(tl.minimum(newest, end), BLOCK_M) * BLOCK_M
-    edge = tl.minimum(tl.maximum(tl.minimum(first + window, all_end) // BLOCK_M * BLOCK_M, inside), far)
+    edge = tl.minimum(
+        tl.maximum(tl.minimum(first + window, all_end) // BLOCK_M * BLOCK_M, inside), far
+    )
     if MODE == HARD:
         edge = inside
     # Visit the queries by phase

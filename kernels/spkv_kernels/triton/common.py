@@ -77,7 +77,9 @@ def load_rows(
     o_d = tl.arange(0, BLOCK_D)
     p_tile = base + start.to(tl.int64) * stride + (o_row[:, None] * stride + o_d[None, :])
     if ROWS:
-        return tl.load(p_tile, mask=(start + o_row < stop)[:, None] & (o_d < SIZE)[None, :], other=0.0)
+        return tl.load(
+            p_tile, mask=(start + o_row < stop)[:, None] & (o_d < SIZE)[None, :], other=0.0
+        )
     if SIZE != BLOCK_D:
         return tl.load(p_tile, mask=(o_d < SIZE)[None, :], other=0.0)
     return tl.load(p_tile)
@@ -92,7 +94,9 @@ def load_values(pointers, mask, other, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store_rows(base, start, stride, stop, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_rows(
+    base, start, stride, stop, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Store rows from ``start`` up to ``stop``, in the dtype of ``base``."""
     o_row = tl.arange(0, BLOCK)
     o_d = tl.arange(0, BLOCK_D)

@@ -68,9 +68,27 @@ def compact_kernel(
     # Copy their keys and values
     o_far = (o_gate + slot)[:, None] * SIZE + o_d[None, :]
     m_far = kept[:, None] & (o_d < SIZE)[None, :]
-    b_k = load_rows(p_k + batch * stride_kb + head * stride_kh, first, stride_kt, length, SIZE, BLOCK, BLOCK_D, True)
+    b_k = load_rows(
+        p_k + batch * stride_kb + head * stride_kh,
+        first,
+        stride_kt,
+        length,
+        SIZE,
+        BLOCK,
+        BLOCK_D,
+        True,
+    )
     tl.store(p_far_k + o_far, b_k, mask=m_far)
-    b_v = load_rows(p_v + batch * stride_vb + head * stride_vh, first, stride_vt, length, SIZE, BLOCK, BLOCK_D, True)
+    b_v = load_rows(
+        p_v + batch * stride_vb + head * stride_vh,
+        first,
+        stride_vt,
+        length,
+        SIZE,
+        BLOCK,
+        BLOCK_D,
+        True,
+    )
     tl.store(p_far_v + o_far, b_v, mask=m_far)
 
 
@@ -82,7 +100,10 @@ def compact(k: Tensor, v: Tensor, keep: Tensor, block_d: int) -> Kept:
     batch, heads, length, size = k.shape
     keep = keep.contiguous()
     rank = keep.flatten(0, 1).cumsum(-1, dtype=torch.int32)
-    far_k, far_v = k.new_empty(batch * heads, length, size), v.new_empty(batch * heads, length, size)
+    far_k, far_v = (
+        k.new_empty(batch * heads, length, size),
+        v.new_empty(batch * heads, length, size),
+    )
     positions = torch.empty_like(rank)
     grid = (-(-length // _BLOCK) * batch * heads,)
     compact_kernel[grid](

@@ -83,7 +83,11 @@ def tunable(name: str, kernel: Any) -> Any:
     if not AUTOTUNE:
         return kernel
     configs = [
-        triton.Config({"BLOCK_M": c.block_m, "BLOCK_N": c.block_n}, num_warps=c.num_warps, num_stages=c.num_stages)
+        triton.Config(
+            {"BLOCK_M": c.block_m, "BLOCK_N": c.block_n},
+            num_warps=c.num_warps,
+            num_stages=c.num_stages,
+        )
         for c in sorted(_candidates(name))
     ]
     return triton.autotune(configs, key=["SIZE", "MODE", "GROUP"], cache_results=True)(kernel)
@@ -91,12 +95,20 @@ def tunable(name: str, kernel: Any) -> Any:
 
 def block_m(kernel: Any, name: str, size: int, dtype: torch.dtype) -> int:
     """Return the queries per tile in the last launch of a ``tunable`` kernel."""
-    return int(kernel.best_config.kwargs["BLOCK_M"]) if AUTOTUNE else default(name, size, dtype).block_m
+    return (
+        int(kernel.best_config.kwargs["BLOCK_M"])
+        if AUTOTUNE
+        else default(name, size, dtype).block_m
+    )
 
 
 def smallest_block_m(name: str, size: int, dtype: torch.dtype) -> int:
     """Return the fewest queries per tile that a launch of a ``tunable`` kernel may have."""
-    return min(c.block_m for c in _candidates(name)) if AUTOTUNE else default(name, size, dtype).block_m
+    return (
+        min(c.block_m for c in _candidates(name))
+        if AUTOTUNE
+        else default(name, size, dtype).block_m
+    )
 
 
 def launch_options(kernel: str, size: int, dtype: torch.dtype) -> dict[str, int]:

@@ -66,8 +66,12 @@ def cache_append_kernel(
         b_old_k = tl.load(p_ring_k + o_ring, mask=m_row & moves[:, None], other=0.0)
         b_old_v = tl.load(p_ring_v + o_ring, mask=m_row & moves[:, None], other=0.0)
         # Read the new token
-        b_k = tl.load(p_k + batch * stride_kb + o_h[:, None] * stride_kh + o_d[None, :], mask=m_row, other=0.0)
-        b_v = tl.load(p_v + batch * stride_vb + o_h[:, None] * stride_vh + o_d[None, :], mask=m_row, other=0.0)
+        b_k = tl.load(
+            p_k + batch * stride_kb + o_h[:, None] * stride_kh + o_d[None, :], mask=m_row, other=0.0
+        )
+        b_v = tl.load(
+            p_v + batch * stride_vb + o_h[:, None] * stride_vh + o_d[None, :], mask=m_row, other=0.0
+        )
         b_v = tl.where((kept & ~moves)[:, None], float("nan"), b_v)
         b_keep = tl.load(p_keep + batch * stride_gb + o_h * stride_gh, mask=m_h, other=0)
         tl.debug_barrier()  # threads now overwrite what others have read
@@ -103,7 +107,9 @@ def _tiles_before(p_lengths, p_seq_lens, stop, heads, window, BLOCK_N: tl.conste
     total = 0
     for first in range(0, stop, OWNERS):
         owner = first + o_n
-        total += tl.sum(_num_tiles(p_lengths, p_seq_lens, owner, owner < stop, heads, window, BLOCK_N), 0)
+        total += tl.sum(
+            _num_tiles(p_lengths, p_seq_lens, owner, owner < stop, heads, window, BLOCK_N), 0
+        )
     return total
 
 
@@ -187,7 +193,9 @@ def decode_fwd_kernel(
     before = 0
     for start in range(0, owners, OWNERS):
         owner = start + o_n
-        owner_tiles = _num_tiles(p_lengths, p_seq_lens, owner, owner < owners, heads, window, BLOCK_N)
+        owner_tiles = _num_tiles(
+            p_lengths, p_seq_lens, owner, owner < owners, heads, window, BLOCK_N
+        )
         ends = before + tl.cumsum(owner_tiles, 0)
         passed = (ends <= low) & (owner < owners)
         first += tl.sum(passed.to(tl.int32), 0)
@@ -206,7 +214,14 @@ def decode_fwd_kernel(
         if start_tile < stop:
             # Attend over the ring, then over pages
             b_q = load_rows(
-                p_q + batch * stride_qb, head * GROUP, stride_qh, (head + 1) * GROUP, SIZE, BLOCK_M, BLOCK_D, True
+                p_q + batch * stride_qb,
+                head * GROUP,
+                stride_qh,
+                (head + 1) * GROUP,
+                SIZE,
+                BLOCK_M,
+                BLOCK_D,
+                True,
             )
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -263,7 +278,9 @@ def decode_combine_kernel(
         o_part = (o_p + owner).to(tl.int64) * GROUP + row % GROUP
         lse = tl.load(p_lse + o_part, mask=m_p, other=-float("inf"))
         b_part = tl.load(
-            p_part + o_part[:, None] * SIZE + o_d[None, :], mask=m_p[:, None] & (o_d < SIZE)[None, :], other=0.0
+            p_part + o_part[:, None] * SIZE + o_d[None, :],
+            mask=m_p[:, None] & (o_d < SIZE)[None, :],
+            other=0.0,
         )
         # Merge them by log-sum-exp
         new_largest = tl.maximum(largest, tl.max(lse, 0))

@@ -82,7 +82,13 @@ def _visit(
         gate = load_gate(p_gate, o_s, stop, tile < jump, MODE, PHASE)
         position = load_positions(p_positions, o_s, stop, b_start, PHASE)
         scores = add_bias(
-            scores, o_t[:, None], position[None, :], (position + window)[None, :], gate[None, :], MODE, PHASE
+            scores,
+            o_t[:, None],
+            position[None, :],
+            (position + window)[None, :],
+            gate[None, :],
+            MODE,
+            PHASE,
         )
         if b_start is not None and not (MODE == NONE and PHASE == PLAIN):
             scores = tl.where(position[None, :] >= b_start[:, None], scores, -float("inf"))
@@ -146,7 +152,9 @@ def attention_fwd_kernel(
     # Locate the queries and their KV head
     blocks = tl.cdiv(length, BLOCK_M)
     row = tl.program_id(0) // blocks  # b * Hq + query head
-    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # the longest rows of a head start first
+    first = (
+        blocks - 1 - tl.program_id(0) % blocks
+    ) * BLOCK_M  # the longest rows of a head start first
     last = tl.minimum(first + BLOCK_M, length)
     kv_row = row // GROUP  # b * Hkv + KV head
     batch = (kv_row // heads).to(tl.int64)

@@ -18,7 +18,13 @@ from torch import Tensor
 from spkv_kernels.triton import backward, forward
 from spkv_kernels.triton.common import HARD, NONE, SINKS, SOFT
 from spkv_kernels.triton.compaction import compact
-from spkv_kernels.triton.config import LARGEST_BLOCK, block_m, launch_options, smallest_block_m, tunable
+from spkv_kernels.triton.config import (
+    LARGEST_BLOCK,
+    block_m,
+    launch_options,
+    smallest_block_m,
+    tunable,
+)
 from spkv_kernels.triton.sinks import attention_bwd_sink_sum_kernel
 
 _LOG2E = math.log2(math.e)
@@ -240,10 +246,35 @@ def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     """Compute the gradients of all inputs."""
     q, k, v, windows, log_utility, keep, sinks, sink_logits, starts, out, lse = ctx.saved_tensors
     dq, dk, dv, dgate, dsink = torch.ops.spkv.attention_backward.default(
-        grad, q, k, v, windows, log_utility, keep, out, lse, ctx.scale, sinks, sink_logits, starts, ctx.softcap
+        grad,
+        q,
+        k,
+        v,
+        windows,
+        log_utility,
+        keep,
+        out,
+        lse,
+        ctx.scale,
+        sinks,
+        sink_logits,
+        starts,
+        ctx.softcap,
     )
     gate_grad = dgate if log_utility is not None else None
-    return dq, dk, dv, None, gate_grad, None, None, None, dsink if sink_logits is not None else None, None, None
+    return (
+        dq,
+        dk,
+        dv,
+        None,
+        gate_grad,
+        None,
+        None,
+        None,
+        dsink if sink_logits is not None else None,
+        None,
+        None,
+    )
 
 
 def _no_second_derivative(*_: Any) -> None:
@@ -284,14 +315,22 @@ class _Plan(NamedTuple):
     dkdv: dict[str, Any]
 
 
-def _plan_of(q: Tensor, k: Tensor, log_utility: Tensor | None, keep: Tensor | None, softcap: float | None) -> _Plan:
+def _plan_of(
+    q: Tensor, k: Tensor, log_utility: Tensor | None, keep: Tensor | None, softcap: float | None
+) -> _Plan:
     """Return the launches for the tensors of a call."""
     mode = _SOFT if log_utility is not None else _HARD if keep is not None else _NONE
     return _plan(q.shape, k.shape[1], q.dtype, mode, softcap)
 
 
 @lru_cache(maxsize=256)
-def _plan(shape: tuple[int, int, int, int], heads: int, dtype: torch.dtype, mode: int, softcap: float | None) -> _Plan:
+def _plan(
+    shape: tuple[int, int, int, int],
+    heads: int,
+    dtype: torch.dtype,
+    mode: int,
+    softcap: float | None,
+) -> _Plan:
     """Compute the launches for queries of ``shape`` [B, Hq, T, D] and ``heads`` KV heads."""
     batch, query_heads, length, size = shape
     common: dict[str, Any] = {
@@ -313,7 +352,9 @@ def _plan(shape: tuple[int, int, int, int], heads: int, dtype: torch.dtype, mode
 
     dkdv_grid, dkdv = launch("bwd_dkdv", "BLOCK_N", batch * heads)
     even = {"EVEN": length % LARGEST_BLOCK == 0}
-    forward_and_dq = (launch(kernel, "BLOCK_M", batch * query_heads) for kernel in ("fwd", "bwd_dq"))
+    forward_and_dq = (
+        launch(kernel, "BLOCK_M", batch * query_heads) for kernel in ("fwd", "bwd_dq")
+    )
     (fwd_grid, fwd), (dq_grid, dq) = forward_and_dq
     return _Plan(common["BLOCK_D"], fwd_grid, fwd, dq_grid, dq, dkdv_grid, {**dkdv, **even})
 
@@ -322,13 +363,18 @@ def _sink_buffers(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     """Allocate dk and dv of sink tokens, float32: sums [B * Hkv, SINKS, D], and parts [B * Hq, blocks, SINKS, D]."""
     batch, query_heads, length, size = q.shape
     blocks = triton.cdiv(length, smallest_block_m("bwd_dq", size, q.dtype))
-    sums, parts = (batch * k.shape[1], SINKS.value, size), (batch * query_heads, blocks, SINKS.value, size)
+    sums, parts = (
+        (batch * k.shape[1], SINKS.value, size),
+        (batch * query_heads, blocks, SINKS.value, size),
+    )
     return tuple(q.new_empty(shape, dtype=torch.float32) for shape in (sums, sums, parts, parts))
 
 
 def _ends(starts: Tensor) -> Tensor:
     """Return the position after the document of each token, int32 [B, T], from where documents start."""
-    positions = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device).expand_as(starts)
+    positions = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device).expand_as(
+        starts
+    )
     return torch.searchsorted(starts, positions.contiguous(), right=True, out_int32=True)
 
 

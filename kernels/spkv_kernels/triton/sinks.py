@@ -75,7 +75,11 @@ def attention_bwd_sink_sum_kernel(
         dv = tl.zeros([PARTS, BLOCK_D], tl.float32)
         for start in range(0, num_parts, PARTS):
             o_p = start + tl.arange(0, PARTS)
-            o_block = (kv_row.to(tl.int64) * GROUP + o_p // (blocks - low)) * blocks + low + o_p % (blocks - low)
+            o_block = (
+                (kv_row.to(tl.int64) * GROUP + o_p // (blocks - low)) * blocks
+                + low
+                + o_p % (blocks - low)
+            )
             o_part = (o_block * SINKS + key)[:, None] * SIZE + o_d[None, :]
             m_part = (o_p < num_parts)[:, None] & (o_d < SIZE)[None, :]
             dk += tl.load(p_part_dk + o_part, mask=m_part, other=0.0)

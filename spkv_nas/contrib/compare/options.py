@@ -10,7 +10,10 @@ from spkv_nas.stages import commands, flags, options
 Probes = Annotated[
     list[str],
     Flag(
-        "Probe names or CSV files; NAME@0.7 selects another threshold.", metavar="PROBE", argument=True, is_probe=True
+        "Probe names or CSV files; NAME@0.7 selects another threshold.",
+        metavar="PROBE",
+        argument=True,
+        is_probe=True,
     ),
 ]
 SplitBy = Annotated[

@@ -38,7 +38,9 @@ def run(options: CompareOptions, reporter: Reporter = SILENT) -> Result:
     # Read and split the probes
     tables: dict[str, head_scores.HeadScores] = {}
     for probe in options.probes:
-        for label, table in parse_probe(probe, lambda source: find_table(options.folders, source), options.split_by):
+        for label, table in parse_probe(
+            probe, lambda source: find_table(options.folders, source), options.split_by
+        ):
             if label in tables and tables[label].content_hash == table.content_hash:
                 raise errors.UserError(f"probe '{label}' is given twice")
             tables[label if label not in tables else probe] = table
@@ -107,7 +109,9 @@ def parse_probe(
         try:
             threshold = float(tau)
         except ValueError as error:
-            raise errors.UserError(f"'{text}': the threshold after the @ must be a number in [0, 1]") from error
+            raise errors.UserError(
+                f"'{text}': the threshold after the @ must be a number in [0, 1]"
+            ) from error
         table, label = table.at_tau(threshold), f"{label}@{tau}"
     # Split it by domain or into halves
     parts = {"domain": _domains, "half": _halves}
@@ -129,10 +133,18 @@ def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.D
     (name, first), *remaining = tables.items()
     for label, table in remaining:
         remedy = "compare probes of models with the same number of layers and KV heads"
-        grid.check_grid(f"the probe '{label}'", table.heads_per_layer, f"'{name}'", first.heads_per_layer, remedy)
+        grid.check_grid(
+            f"the probe '{label}'",
+            table.heads_per_layer,
+            f"'{name}'",
+            first.heads_per_layer,
+            remedy,
+        )
     for label, table in tables.items():
         if table.mean == 0.0:
-            raise errors.UserError(f"every head density of '{label}' is 0 at tau = {table.tau:g}: choose a smaller tau")
+            raise errors.UserError(
+                f"every head density of '{label}' is 0 at tau = {table.tau:g}: choose a smaller tau"
+            )
     # Measure every pair
     share = budget / first.num_heads
     rows = []
@@ -147,8 +159,12 @@ def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.D
                 "budget": budget,
                 "jaccard": (chosen_a & chosen_b).sum() / (chosen_a | chosen_b).sum(),
                 "chance": share / (2 - share),
-                "spearman": float(scipy.stats.spearmanr(a.ravel(), b.ravel()).statistic) if varies else math.nan,
-                "transfer": min(b[chosen_a].sum() / b[chosen_b].sum(), a[chosen_b].sum() / a[chosen_a].sum()),
+                "spearman": float(scipy.stats.spearmanr(a.ravel(), b.ravel()).statistic)
+                if varies
+                else math.nan,
+                "transfer": min(
+                    b[chosen_a].sum() / b[chosen_b].sum(), a[chosen_b].sum() / a[chosen_a].sum()
+                ),
                 "mean_difference": np.abs(a - b).mean(),
             }
         )
@@ -171,7 +187,15 @@ def _domains(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.H
             "probe text of several domains, or leave out --split-by"
         )
     for domain in table.domains:
-        yield domain, replace(table, rows=table.rows[table.rows["domain"] == domain], documents=None, histogram=None)
+        yield (
+            domain,
+            replace(
+                table,
+                rows=table.rows[table.rows["domain"] == domain],
+                documents=None,
+                histogram=None,
+            ),
+        )
 
 
 def _halves(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:
@@ -187,7 +211,9 @@ def _halves(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.He
         )
     # Keep the domains with two documents or more
     names = pd.Series(documents.domains)
-    rows = table.rows[table.rows["domain"].isin(names[np.bincount(documents.domain, minlength=len(names)) > 1])]
+    rows = table.rows[
+        table.rows["domain"].isin(names[np.bincount(documents.domain, minlength=len(names)) > 1])
+    ]
     if rows.empty:
         raise errors.UserError(
             f"the probe '{table.name}' has only one document per domain, so it cannot be split into halves\n"

@@ -66,7 +66,9 @@ class Checkpoint:
     tau: float | None = None
 
     @classmethod
-    def load(cls, options: InDtype, source: str, tau: float | None, reporter: progress.Reporter) -> "Checkpoint":
+    def load(
+        cls, options: InDtype, source: str, tau: float | None, reporter: progress.Reporter
+    ) -> "Checkpoint":
         """Load a checkpoint as ``load`` does."""
         return cls(source, *load(options, source, reporter), tau)
 
@@ -75,7 +77,11 @@ class Checkpoint:
         """Return the record of which checkpoint was evaluated, at which dtype and threshold."""
         gates = config_section.gate_config(self.model)
         tau = gates.tau if self.tau is None and gates is not None else self.tau
-        return {**checkpoint.model_origin(self.source), "computed_in": device.dtype_name(self.model.dtype), "tau": tau}
+        return {
+            **checkpoint.model_origin(self.source),
+            "computed_in": device.dtype_name(self.model.dtype),
+            "tau": tau,
+        }
 
     def identity(self, mode: object) -> str:
         """Return a text of everything that answers depend on besides the questions, such as ``mode``: of its gates."""

@@ -12,7 +12,17 @@ from spkv_nas.base import console, tables
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.formulas import attention_flops, flops_per_token
 from spkv_nas.cost.ladder import ladder as levels
-from spkv_nas.report.chart import Chart, Dash, Line, Mark, Panels, Points, Tone, decades_axis, numbers
+from spkv_nas.report.chart import (
+    Chart,
+    Dash,
+    Line,
+    Mark,
+    Panels,
+    Points,
+    Tone,
+    decades_axis,
+    numbers,
+)
 from spkv_nas.report.result_charts import save_figure
 
 
@@ -43,7 +53,9 @@ def flops_table(context: int, density: float) -> pd.DataFrame:
     ``context`` is in tokens. Columns: name, num_parameters, attention_dense, attention_sparse, total_dense,
     total_sparse.
     """
-    shapes = {level.name: level.shape for level in levels().values() if not level.name.startswith("micro")}
+    shapes = {
+        level.name: level.shape for level in levels().values() if not level.name.startswith("micro")
+    }
     rows = pd.DataFrame(
         {
             "name": name,
@@ -67,7 +79,11 @@ def show(result: LadderResult) -> None:
     )  # fmt: skip
     for row in result.rows.itertuples():
         flops = (row.attention_dense, row.attention_sparse, row.total_dense, row.total_sparse)
-        grid.add_row(escape(row.name), f"{row.num_parameters / 1e6:,.4g}", *(f"{value / 1e9:,.4g}" for value in flops))
+        grid.add_row(
+            escape(row.name),
+            f"{row.num_parameters / 1e6:,.4g}",
+            *(f"{value / 1e9:,.4g}" for value in flops),
+        )
     console.out.print(grid)
     console.print_path("ladder", result.figure or result.folder / "flops.csv")
 
@@ -82,8 +98,15 @@ def flops_charts(rows: pd.DataFrame, context: int, density: float) -> Panels:
     values = rows.drop(columns=["name", "num_parameters"]).to_numpy(dtype=np.float64) / 1e9
     # Give all charts the same axes
     axes = (
-        decades_axis("Parameters without embeddings, billions", min(size) / 1.2, max(size) * 1.2, multiples=(1, 2, 5)),
-        decades_axis("GFLOPs per token, forward", values.min() / 1.3, values.max() * 1.3, multiples=(1, 2, 5)),
+        decades_axis(
+            "Parameters without embeddings, billions",
+            min(size) / 1.2,
+            max(size) * 1.2,
+            multiples=(1, 2, 5),
+        ),
+        decades_axis(
+            "GFLOPs per token, forward", values.min() / 1.3, values.max() * 1.3, multiples=(1, 2, 5)
+        ),
     )
     kinds: tuple[tuple[str, str, Tone, Dash], ...] = (
         ("dense", "full attention", "ink", "solid"),
@@ -95,7 +118,10 @@ def flops_charts(rows: pd.DataFrame, context: int, density: float) -> Panels:
         marks: list[Mark] = []
         for kind, label, tone, dash in kinds:
             gigaflops = numbers(rows[f"{part}_{kind}"], 1e-9)
-            marks += [Line(size, gigaflops, label, tone, dash, 1.8), Points(size, gigaflops, tone=tone, size=3.0)]
+            marks += [
+                Line(size, gigaflops, label, tone, dash, 1.8),
+                Points(size, gigaflops, tone=tone, size=3.0),
+            ]
         heading = f"{part}, {context:,} tokens of context"
         charts.append(Chart(f"flops-{part}", heading, *axes, tuple(marks), heading=heading))
     return Panels("flops", tuple(charts))

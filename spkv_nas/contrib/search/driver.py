@@ -20,7 +20,14 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.search import options, recipe_evaluator
 from spkv_nas.contrib.search.sampler import SAMPLERS, StudySampler
 from spkv_nas.contrib.search.space import LayoutCost, Trial, best_start, ranked
-from spkv_nas.contrib.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
+from spkv_nas.contrib.search.storage import (
+    INDEX,
+    finished,
+    open_storage,
+    open_study,
+    storage_errors,
+    work,
+)
 from spkv_nas.evaluation.paired import PairedDifference
 
 _SCORE = "score"  # user attribute of a scored trial: rows of the layout, standard error, hash
@@ -50,13 +57,26 @@ class Search:
         reporter: Reporter = SILENT,
     ) -> None:
         """Check that space and evaluator match, and open the storage."""
-        self.evaluator, self.cost, self._name, self._reporter = evaluator, cost, specification.name, reporter
+        self.evaluator, self.cost, self._name, self._reporter = (
+            evaluator,
+            cost,
+            specification.name,
+            reporter,
+        )
         self.starts, self.others = specification.starts, specification.given
         self.space, self.effort = space, effort = specification.space, specification.effort
-        self._sampler = StudySampler(space, SAMPLERS[effort.sampler], effort.seed, list(self.starts.values()))
+        self._sampler = StudySampler(
+            space, SAMPLERS[effort.sampler], effort.seed, list(self.starts.values())
+        )
         # Check that space and evaluator match
         density, remedy = f"the density table '{space.table.name}'", "give the recipe of that model"
-        check_grid(density, space.table.heads_per_layer, "the recipe's model", evaluator.shape.heads_per_layer, remedy)
+        check_grid(
+            density,
+            space.table.heads_per_layer,
+            "the recipe's model",
+            evaluator.shape.heads_per_layer,
+            remedy,
+        )
         if evaluator.evaluation_tokens.sum() == 0:
             raise UserError(
                 "no held-out document is left to evaluate full retrainings on: lower --max-tokens, or give more text"
@@ -70,7 +90,11 @@ class Search:
         """Score until all trials are finished, then retrain; return all. Raises ``UserError`` for a damaged study."""
         with storage_errors():
             trials = self._score()
-            return self._retrain(trials, self.promoted(trials)) if self.effort.num_retrained else trials
+            return (
+                self._retrain(trials, self.promoted(trials))
+                if self.effort.num_retrained
+                else trials
+            )
 
     def _score(self) -> list[Trial]:
         """Work on the zero-shot study until it is finished; return baselines and trials."""
@@ -81,7 +105,13 @@ class Search:
         self._reporter.reused(len(finished(study, total)), total, "searched layouts")
         with self._reporter.bar("scoring layouts", "layouts") as progress:
             first_of_round = self._sampler.first_of_round
-            done = work(study, total, lambda trial, index: self._run(study, trial, index), progress, first_of_round)
+            done = work(
+                study,
+                total,
+                lambda trial, index: self._run(study, trial, index),
+                progress,
+                first_of_round,
+            )
         # Baselines are scored by every worker; the evaluator keeps their scores
         baselines = {**self.starts, **self.others}
         scores = self.evaluator.score(list(baselines.values()))
@@ -96,7 +126,9 @@ class Search:
         score = self.evaluator.score([layout])[0]
         error = None if math.isnan(score.standard_error) else score.standard_error
         values = [score.percent, *([] if self.cost is None else [self.cost.of(layout)])]
-        values = [math.inf if math.isnan(value) else float(value) for value in values]  # NaN would be a failure
+        values = [
+            math.inf if math.isnan(value) else float(value) for value in values
+        ]  # NaN would be a failure
         rows = " ".join(layout.heads)
         trial.set_user_attr(_SCORE, [rows, error, _hash([index, rows, values, error])])
         return values
@@ -108,8 +140,12 @@ class Search:
             index = trial.user_attrs[INDEX]
             if digest != _hash([index, rows, trial.values, error]):  # databases have no checksums
                 raise ValueError("its score has changed")
-            score = PairedDifference(float(trial.values[0]), math.nan if error is None else float(error))
-            layout = Layout(tuple(rows.split(" ")), self.space.window, "search", sinks=self.space.sinks)
+            score = PairedDifference(
+                float(trial.values[0]), math.nan if error is None else float(error)
+            )
+            layout = Layout(
+                tuple(rows.split(" ")), self.space.window, "search", sinks=self.space.sinks
+            )
             return self._trial(self.effort.sampler, index, layout, score)
         except (KeyError, ValueError, TypeError) as error:
             raise UserError(
@@ -120,7 +156,9 @@ class Search:
     def _trial(self, sampler: str, number: int, layout: Layout, score: PairedDifference) -> Trial:
         """Return a trial without retrainings."""
         cost = None if self.cost is None else self.cost.of(layout)
-        return Trial(sampler, 0 if sampler == BASELINE else self.effort.seed, number, layout, cost, score)
+        return Trial(
+            sampler, 0 if sampler == BASELINE else self.effort.seed, number, layout, cost, score
+        )
 
     def _settings(self) -> dict[str, Any]:
         """Return all that scores depend on, so that a study with other settings is refused."""
@@ -143,10 +181,19 @@ class Search:
         """
         start = [] if (best := best_start(trials, self.starts)) is None else [best.layout]
         chosen = {layout.content_hash: layout for layout in (*start, *self.others.values())}
-        searched = [trial for trial in trials if trial.sampler != BASELINE and trial.layout.content_hash not in chosen]
-        distinct = list({trial.layout.content_hash: trial for trial in reversed(searched)}.values())[::-1]
+        searched = [
+            trial
+            for trial in trials
+            if trial.sampler != BASELINE and trial.layout.content_hash not in chosen
+        ]
+        distinct = list(
+            {trial.layout.content_hash: trial for trial in reversed(searched)}.values()
+        )[::-1]
         order = ranked(np.array([trial.values for trial in distinct])) if distinct else []
-        return [*chosen.values(), *(distinct[index].layout for index in order[: self.effort.num_retrained])]
+        return [
+            *chosen.values(),
+            *(distinct[index].layout for index in order[: self.effort.num_retrained]),
+        ]
 
     def _retrain(self, trials: Sequence[Trial], layouts: Sequence[Layout]) -> list[Trial]:
         """Work on the retrainings of layouts until all are finished; return the trials with their results."""
@@ -156,7 +203,9 @@ class Search:
         never_pruned = {layout.content_hash for layout in unpruned}
         # Open the study of these retrainings
         names = [self.evaluator.run_name(layout) for layout in (None, *layouts)]
-        study = open_study(self._storage, f"{self._name}/retrained-{_hash(names)}", {"runs": names}, ["ΔNLL, %"])
+        study = open_study(
+            self._storage, f"{self._name}/retrained-{_hash(names)}", {"runs": names}, ["ΔNLL, %"]
+        )
         self._reporter.reused(len(finished(study, len(layouts))), len(layouts), "retrainings")
 
         def run(trial: optuna.Trial, index: int) -> list[float]:
@@ -165,25 +214,47 @@ class Search:
             for step, fidelity in enumerate(get_args(Retraining)):
                 self.evaluator.retrain(fidelity, None)
                 title = f"{layouts[index].strategy} {layouts[index].hash}"
-                self._reporter.announce(f"{fidelity} retraining: {title} ({index + 1} of {len(layouts)})")
+                self._reporter.announce(
+                    f"{fidelity} retraining: {title} ({index + 1} of {len(layouts)})"
+                )
                 self.evaluator.retrain(fidelity, layouts[index])
                 percent = self.evaluator.retrained(fidelity, [layouts[index]])[0].percent
-                if math.isnan(percent):  # which Optuna records as failed, so that the task would be free again
-                    raise UserError(f"the {fidelity} retraining of {title} has no NLL: remove its folder")
+                if math.isnan(
+                    percent
+                ):  # which Optuna records as failed, so that the task would be free again
+                    raise UserError(
+                        f"the {fidelity} retraining of {title} has no NLL: remove its folder"
+                    )
                 trial.report(percent, step)
-                if step == 0 and layouts[index].content_hash not in never_pruned and trial.should_prune():
+                if (
+                    step == 0
+                    and layouts[index].content_hash not in never_pruned
+                    and trial.should_prune()
+                ):
                     raise optuna.TrialPruned
             return [percent]
 
         done = work(study, len(layouts), run)
         # Add the results to the trials
-        complete = [layouts[index] for index, trial in done.items() if trial.state == TrialState.COMPLETE]
+        complete = [
+            layouts[index] for index, trial in done.items() if trial.state == TrialState.COMPLETE
+        ]
         short, full = (
-            dict(zip((layout.content_hash for layout in part), self.evaluator.retrained(fidelity, part), strict=True))
+            dict(
+                zip(
+                    (layout.content_hash for layout in part),
+                    self.evaluator.retrained(fidelity, part),
+                    strict=True,
+                )
+            )
             for fidelity, part in zip(get_args(Retraining), (layouts, complete), strict=True)
         )
         return [
-            replace(trial, short=short.get(trial.layout.content_hash), full=full.get(trial.layout.content_hash))
+            replace(
+                trial,
+                short=short.get(trial.layout.content_hash),
+                full=full.get(trial.layout.content_hash),
+            )
             for trial in trials
         ]
 

@@ -31,7 +31,9 @@ class HeadWeights:
 
     def draw(self, generator: np.random.Generator, spread: float = 1.0) -> Float:
         """Draw weights [H] from the posterior, with deviations from the mean scaled by ``spread``."""
-        return np.asarray(self.mean + spread * (self.root @ generator.standard_normal(self.root.shape[1])))
+        return np.asarray(
+            self.mean + spread * (self.root @ generator.standard_normal(self.root.shape[1]))
+        )
 
     @classmethod
     def of(cls, layouts: Mask, scores: Float, signals: Float) -> "HeadWeights | None":
@@ -48,7 +50,9 @@ class HeadWeights:
         varies = scale > 1e-12
         # Set up the regression, offsets projected out; weights = columns @ (v, c)
         columns = np.hstack([np.eye(layouts.shape[1]), centred[:, varies] / scale[varies]])
-        evidence = Evidence.of(layouts.astype(np.float64) @ columns, -scores, offsets(layouts.sum(1)))
+        evidence = Evidence.of(
+            layouts.astype(np.float64) @ columns, -scores, offsets(layouts.sum(1))
+        )
         if evidence is None:
             return None
         # Choose prior variances by evidence
@@ -111,7 +115,9 @@ class Evidence:
         """
         # Invert the diagonal part of C, from the common variance
         common = prior.min()
-        with_extra = np.flatnonzero(prior > common)  # C = diag(spread) + F_extra diag(extra) F_extra^T
+        with_extra = np.flatnonzero(
+            prior > common
+        )  # C = diag(spread) + F_extra diag(extra) F_extra^T
         extra, spread = prior[with_extra] - common, 1.0 + common * self.squares.sum(1)
         quality = (self.values / spread) @ self.features
         sparsity = (1.0 / spread) @ self.squares
@@ -120,7 +126,10 @@ class Evidence:
             products = (self.features[:, with_extra].T / spread) @ self.features
             root = scipy.linalg.cholesky(np.diag(1.0 / extra) + products[:, with_extra], lower=True)
             products = scipy.linalg.solve_triangular(root, products, lower=True)
-            quality = quality - scipy.linalg.solve_triangular(root, quality[with_extra], lower=True) @ products
+            quality = (
+                quality
+                - scipy.linalg.solve_triangular(root, quality[with_extra], lower=True) @ products
+            )
             sparsity = sparsity - (products**2).sum(0)
             log_determinant += np.log(extra).sum() + 2 * np.log(np.diag(root)).sum()
         # Combine into the log evidence
@@ -133,7 +142,9 @@ class Evidence:
         # Start with a common variance
         count = len(self.moments)
         chosen: list[int] = []
-        common = -np.log(self.squares.sum(0).mean())  # log of t^2 at which weights contribute as much as noise
+        common = -np.log(
+            self.squares.sum(0).mean()
+        )  # log of t^2 at which weights contribute as much as noise
         scales = self._optimised_scales(np.array([common]), chosen)
         while True:
             prior = self._prior(scales, chosen)
@@ -166,7 +177,9 @@ class Evidence:
             return -value, -np.exp(scales) * np.array([slope.sum(), *slope[chosen]])
 
         bounds = [(scale - _REACH, scale + _REACH) for scale in start]
-        return np.asarray(scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds).x)
+        return np.asarray(
+            scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds).x
+        )
 
 
 def offsets(numbers: Int) -> Float:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from spkv_nas.base import errors, flag, progress, units
 from spkv_nas.contrib.search.sampler import SAMPLERS, Effort
-from spkv_nas.proposal.budget import MEMORY, PAPER_BUDGET, is_several, parse_budget, parse_budgets, parse_memories
+from spkv_nas.proposal.budget import (
+    MEMORY,
+    PAPER_BUDGET,
+    is_several,
+    parse_budget,
+    parse_budgets,
+    parse_memories,
+)
 from spkv_nas.stages import commands, flags
 from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
 
@@ -24,11 +31,14 @@ Objective = Annotated[
         values=("nll", "nll,kv-bytes"),
     ),
 ]  # fmt: skip
-Trials = Annotated[int, flag.Flag("Number of layouts to score without training.", low=1, high=10**6)]
+Trials = Annotated[
+    int, flag.Flag("Number of layouts to score without training.", low=1, high=10**6)
+]
 Sampler = Annotated[
     str,
     flag.Flag(
-        f"Sampler of layouts: {'; '.join(f'{entry.name} ({entry.help})' for entry in SAMPLERS)}.", values=SAMPLERS.names
+        f"Sampler of layouts: {'; '.join(f'{entry.name} ({entry.help})' for entry in SAMPLERS)}.",
+        values=SAMPLERS.names,
     ),
 ]
 Retrain = Annotated[
@@ -56,13 +66,17 @@ class SearchOptions(LayerOptions, RetrainsLayouts):
         note="Retrained, too; those within budget, window and constraints are also started from."
     )
     budget: flags.OptionalBudgets = flag.default(
-        None, PAPER_BUDGET, note="Or memory=20%: as many heads as fit that share of full attention's KV cache."
+        None,
+        PAPER_BUDGET,
+        note="Or memory=20%: as many heads as fit that share of full attention's KV cache.",
     )
     objective: Objective = "nll"
     trials: Trials = Effort.trials
     sampler: Sampler = Effort.sampler
     retrain: Retrain = Effort.num_retrained
-    max_tokens: flags.MaxTokens = flag.default(65_536, note="Held-out text for selection; at most half of it.")
+    max_tokens: flags.MaxTokens = flag.default(
+        65_536, note="Held-out text for selection; at most half of it."
+    )
     context: flags.OptionalContext = None
     storage: Storage = flag.default(None, "SQLite in runs/NAME/search/")
     name: flags.Name = flag.default(None, "the probe's")
@@ -74,7 +88,9 @@ class SearchSpecification:
     """Validated specification of a search, made without training."""
 
     effort: Effort  # trials, sampler, seed and retrainings
-    context: int | None  # tokens of the sequence whose KV bytes are the second objective; None without one
+    context: (
+        int | None
+    )  # tokens of the sequence whose KV bytes are the second objective; None without one
     space: "Space"
     file: Path  # of the recipe
     recipe: "Recipe"  # to retrain layouts by
@@ -83,19 +99,30 @@ class SearchSpecification:
     given: "dict[str, Layout]"  # that the user gave, by name
 
 
-def _budgets(budget: str | None, table: "HeadScores", window: int, context: str | None = None) -> list[int]:
+def _budgets(
+    budget: str | None, table: "HeadScores", window: int, context: str | None = None
+) -> list[int]:
     """Return the numbers of global heads of a budget, ascending; memory counts at a context, by default the model's."""
     from spkv_nas.proposal.requirements import Requirements
 
     if not str(budget).startswith(MEMORY):
         number = table.num_candidates
-        return parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
+        return (
+            parse_budgets(str(budget), number)
+            if is_several(budget)
+            else [parse_budget(budget, number)]
+        )
     size = None if context is None else units.parse_context(context)
-    limits = [Requirements(kv_bytes=f"{percent}%", context=size) for percent in parse_memories(str(budget))]
+    limits = [
+        Requirements(kv_bytes=f"{percent}%", context=size)
+        for percent in parse_memories(str(budget))
+    ]
     return sorted({limit.limit(table, None, window).heads(table) for limit in limits})
 
 
-def specify(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> SearchSpecification:
+def specify(
+    options: SearchOptions, reporter: progress.Reporter = progress.SILENT
+) -> SearchSpecification:
     """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
     from spkv_nas.artifacts.proposal import Proposal, distinct
     from spkv_nas.contrib.search.space import Space, starting_layouts
@@ -115,9 +142,15 @@ def specify(options: SearchOptions, reporter: progress.Reporter = progress.SILEN
     space = Space(table, (budgets[0], budgets[-1]), window, constraints.on(table))
     space.check()
     # Read the layouts to start from and to compare with
-    strategies, given = starting_layouts(space, budgets), Proposal.read(options.layouts or ()).layouts
+    strategies, given = (
+        starting_layouts(space, budgets),
+        Proposal.read(options.layouts or ()).layouts,
+    )
     _check_given(space, strategies, given)
-    starts = {**strategies, **{name: layout for name, layout in given.items() if space.contains(layout)}}
+    starts = {
+        **strategies,
+        **{name: layout for name, layout in given.items() if space.contains(layout)},
+    }
     # Keep one name of each distinct layout
     names = distinct({**starts, **given}).values()
     for first, *same in names:
@@ -131,11 +164,16 @@ def specify(options: SearchOptions, reporter: progress.Reporter = progress.SILEN
         file,
         recipe,
         options.name or table.name,
-        *({name: layout for name, layout in part.items() if name in kept} for part in (starts, given)),
+        *(
+            {name: layout for name, layout in part.items() if name in kept}
+            for part in (starts, given)
+        ),
     )
 
 
-def _check_given(space: "Space", strategies: "Mapping[str, Layout]", given: "Mapping[str, Layout]") -> None:
+def _check_given(
+    space: "Space", strategies: "Mapping[str, Layout]", given: "Mapping[str, Layout]"
+) -> None:
     """Raise ``UserError`` for a duplicate or reserved name, another window, or other sink tokens."""
     from spkv_nas.artifacts.comparison import check_layout_names
     from spkv_nas.proposal.coverage import coverage
@@ -143,7 +181,9 @@ def _check_given(space: "Space", strategies: "Mapping[str, Layout]", given: "Map
     check_layout_names(given)
     for key, layout in given.items():
         if key in strategies:
-            raise errors.UserError(f"two layouts are called '{key}': rename one of them (key 'strategy')")
+            raise errors.UserError(
+                f"two layouts are called '{key}': rename one of them (key 'strategy')"
+            )
         coverage(space.table, layout)  # raises for another grid
         if layout.windows or (layout.window, layout.sinks) != (space.window, space.sinks):
             reach = "several windows" if layout.windows else f"a window of {layout.window} tokens"
@@ -158,11 +198,15 @@ def _check_given(space: "Space", strategies: "Mapping[str, Layout]", given: "Map
 def _parse_objective(objective: str, context: str | None) -> int | None:
     """Return the context of the second objective, KV bytes; None for NLL alone."""
     if objective not in ("nll", "nll,kv-bytes"):
-        raise errors.UserError(f"--objective '{objective}' is unknown; expected nll or nll,kv-bytes")
+        raise errors.UserError(
+            f"--objective '{objective}' is unknown; expected nll or nll,kv-bytes"
+        )
     if objective == "nll":
         return None
     if context is None:
-        raise errors.UserError(f"--objective {objective} needs --context, the number of tokens per sequence")
+        raise errors.UserError(
+            f"--objective {objective} needs --context, the number of tokens per sequence"
+        )
     return units.parse_context(context)
 
 

@@ -41,7 +41,9 @@ class RecipeEvaluator:
     ) -> None:
         """Prepare one context per fidelity, as ``BranchContext.prepare``; concurrent workers wait for the first."""
         join_processes(recipe, device)
-        context = branches.BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
+        context = branches.BranchContext.prepare(
+            recipe, base, runs, device=device, reporter=reporter
+        )
         short = shortened(context.recipe)
         self._context, self._max_tokens = context, max_tokens
         self._contexts: dict[search_table.Retraining, branches.BranchContext] = {
@@ -97,7 +99,9 @@ class RecipeEvaluator:
                 f"{heldout.num_blocks} held-out blocks of {heldout.block_size} tokens are too few to search on\n"
                 "give more text, a larger data.heldout or more --max-tokens"
             )
-        return heldout.take(heldout.num_blocks // 2).spread(number)  # the other half's documents remain unseen
+        return heldout.take(heldout.num_blocks // 2).spread(
+            number
+        )  # the other half's documents remain unseen
 
     @cached_property
     def _scored_on(self) -> TokenBlocks:
@@ -112,17 +116,27 @@ class RecipeEvaluator:
         """Return the NLL of the unchanged dense model on all held-out text."""
         heldout = self._context.corpus.heldout
         batch_size = self._context.recipe.evaluation.batch_size
-        return zero_shot(self._model, [None], heldout, batch_size=batch_size, cache=self._cache_of(heldout))[0]
+        return zero_shot(
+            self._model, [None], heldout, batch_size=batch_size, cache=self._cache_of(heldout)
+        )[0]
 
     @property
     def _selection_documents(self) -> np.ndarray:
         """Return bool [documents], True for held-out documents used for selection."""
-        return np.isin(np.arange(len(self._context.corpus.heldout.documents)), self._chosen_on.document)
+        return np.isin(
+            np.arange(len(self._context.corpus.heldout.documents)), self._chosen_on.document
+        )
 
-    def _part(self, nll: paired.DocumentNLL, fidelity: search_table.Retraining) -> paired.DocumentNLL:
+    def _part(
+        self, nll: paired.DocumentNLL, fidelity: search_table.Retraining
+    ) -> paired.DocumentNLL:
         """Restrict an NLL to the documents that a retraining is evaluated on; the others get 0 tokens."""
-        is_counted = self._selection_documents if fidelity == "short" else ~self._selection_documents
-        return paired.DocumentNLL(np.where(is_counted, nll.total, 0.0), np.where(is_counted, nll.num_tokens, 0))
+        is_counted = (
+            self._selection_documents if fidelity == "short" else ~self._selection_documents
+        )
+        return paired.DocumentNLL(
+            np.where(is_counted, nll.total, 0.0), np.where(is_counted, nll.num_tokens, 0)
+        )
 
     def steps(self, fidelity: search_table.Retraining) -> int:
         """Return the training steps of a retraining."""
@@ -139,9 +153,13 @@ class RecipeEvaluator:
 
     def _cache_of(self, text: TokenBlocks) -> Path:
         """Return the folder of scores on ``text``."""
-        return cache_folder(self._context.runs / "zero-shot", self._model, self._context.dense, text)
+        return cache_folder(
+            self._context.runs / "zero-shot", self._model, self._context.dense, text
+        )
 
-    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[paired.PairedDifference]:
+    def score(
+        self, layouts: Sequence[Layout], baseline: Layout | None = None
+    ) -> list[paired.PairedDifference]:
         """Return the change of NLL of each layout without training against ``baseline``; None is full attention."""
         full, *scores = self._zero_shot([baseline, *layouts])
         return [paired.paired_difference(score, full) for score in scores]
@@ -150,14 +168,21 @@ class RecipeEvaluator:
         """Return the NLL of layouts without training on the text that scores are measured on."""
         batch_size = self._context.recipe.evaluation.batch_size
         return zero_shot(
-            self._model, layouts, self._scored_on, batch_size=batch_size, cache=self._cache, reporter=_Quiet()
+            self._model,
+            layouts,
+            self._scored_on,
+            batch_size=batch_size,
+            cache=self._cache,
+            reporter=_Quiet(),
         )
 
     def alarm(self, changes: Sequence[paired.PairedDifference]) -> str | None:
         """Return a sentence if changes of NLL without training make no sense (``evaluation.alarms``), else None."""
         (full,) = self._zero_shot([None])
         separator = self._context.corpus.separator
-        return alarms.changes_alarm(alarms.Circumstances.of(self._model, self._scored_on, full, separator), changes)
+        return alarms.changes_alarm(
+            alarms.Circumstances.of(self._model, self._scored_on, full, separator), changes
+        )
 
     def run_name(self, layout: Layout | None) -> str:
         """Return the name of the full retraining's folder, which encodes everything that determines its result."""
@@ -176,10 +201,15 @@ class RecipeEvaluator:
 
     def control(self, fidelity: search_table.Retraining) -> paired.PairedDifference:
         """Return the change of NLL of full attention by retraining, relative to the unchanged dense model."""
-        return paired.paired_difference(self._finished(fidelity, None), self._part(self._dense, fidelity))
+        return paired.paired_difference(
+            self._finished(fidelity, None), self._part(self._dense, fidelity)
+        )
 
     def retrained(
-        self, fidelity: search_table.Retraining, layouts: Sequence[Layout], baseline: Layout | None = None
+        self,
+        fidelity: search_table.Retraining,
+        layouts: Sequence[Layout],
+        baseline: Layout | None = None,
     ) -> list[paired.PairedDifference]:
         """Return the change of NLL of each retrained layout relative to ``baseline``, on the fidelity's documents.
 
@@ -188,7 +218,9 @@ class RecipeEvaluator:
         full, *others = (self._finished(fidelity, layout) for layout in (baseline, *layouts))
         return [paired.paired_difference(nll, full) for nll in others]
 
-    def _finished(self, fidelity: search_table.Retraining, layout: Layout | None) -> paired.DocumentNLL:
+    def _finished(
+        self, fidelity: search_table.Retraining, layout: Layout | None
+    ) -> paired.DocumentNLL:
         """Read the NLL of a finished branch on the fidelity's documents."""
         final = self._contexts[fidelity].folder(_variant(layout)) / "final"
         if not branches.is_finished(final):

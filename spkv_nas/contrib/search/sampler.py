@@ -30,11 +30,19 @@ class Sampler(registry.Entry, ABC):
     interrupted, produce the same study.
     """
 
-    takes_starts: ClassVar[bool] = False  # whether it first tries the layouts that the search starts from
+    takes_starts: ClassVar[bool] = (
+        False  # whether it first tries the layouts that the search starts from
+    )
 
     @abstractmethod
     def layouts(
-        self, space: Space, numbers: range, results: Sequence[Trial], *, seed: int, starts: Sequence[Layout] = ()
+        self,
+        space: Space,
+        numbers: range,
+        results: Sequence[Trial],
+        *,
+        seed: int,
+        starts: Sequence[Layout] = (),
     ) -> list[Layout]:
         """Return the layouts of a round.
 
@@ -62,7 +70,13 @@ class ThompsonSampling(Sampler):
     takes_starts = True
 
     def layouts(
-        self, space: Space, numbers: range, results: Sequence[Trial], *, seed: int, starts: Sequence[Layout] = ()
+        self,
+        space: Space,
+        numbers: range,
+        results: Sequence[Trial],
+        *,
+        seed: int,
+        starts: Sequence[Layout] = (),
     ) -> list[Layout]:
         """Return the layouts of a round, first the starts, none twice while untried ones are left.
 
@@ -77,7 +91,9 @@ class ThompsonSampling(Sampler):
         weights = None
         if finite:
             masks = np.stack([result.layout.global_mask.ravel() for result in finite])
-            weights = HeadWeights.of(masks, np.array([result.values[0] for result in finite]), signal[:, None])
+            weights = HeadWeights.of(
+                masks, np.array([result.values[0] for result in finite]), signal[:, None]
+            )
         # Propose starting layouts first, then untried ones
         first = [*starts[numbers.start : numbers.stop]]
         tried = {layout.heads for layout in (*first, *(result.layout for result in results))}
@@ -102,7 +118,13 @@ class RandomSearch(Sampler):
     help = "heads at random"
 
     def layouts(
-        self, space: Space, numbers: range, results: Sequence[Trial], *, seed: int, starts: Sequence[Layout] = ()
+        self,
+        space: Space,
+        numbers: range,
+        results: Sequence[Trial],
+        *,
+        seed: int,
+        starts: Sequence[Layout] = (),
     ) -> list[Layout]:
         """Return the layouts of a round, each drawn with the seed and the number of its trial."""
         return [space.random(np.random.default_rng([seed, number])) for number in numbers]
@@ -147,6 +169,8 @@ class StudySampler:
         if self._round[0] != first:  # results are only read at the first trial of a round
             numbers = range(first, first + TRIALS_PER_ROUND)
             starts = self.starts if self.sampler.takes_starts else ()
-            layouts = self.sampler.layouts(self.space, numbers, results, seed=self.seed, starts=starts)
+            layouts = self.sampler.layouts(
+                self.space, numbers, results, seed=self.seed, starts=starts
+            )
             self._round = first, layouts
         return self._round[1][index - first]

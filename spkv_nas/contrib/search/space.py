@@ -28,7 +28,9 @@ class Space:
     """The layouts on one grid that meet constraints and budget."""
 
     table: HeadScores  # head densities [L, Hkv]
-    budgets: tuple[int, int]  # smallest and largest number of global KV heads; fewer where constraints allow no more
+    budgets: tuple[
+        int, int
+    ]  # smallest and largest number of global KV heads; fewer where constraints allow no more
     window: int  # tokens
     constraints: Constraints = field(default_factory=Constraints)
 
@@ -63,7 +65,9 @@ class Space:
         masks = [Layout(heads, self.window).global_mask for heads in tried]
         named = self.constraints.named
         for at_least in (self._least,) if named else (budget, self._least):
-            problem = Problem(self.table.heads_per_layer, named, budget, excluded=masks, at_least=at_least)
+            problem = Problem(
+                self.table.heads_per_layer, named, budget, excluded=masks, at_least=at_least
+            )
             if (solution := problem.optimum(gain[None], gap=_GAP)) is not None:
                 return self._with(solution.mask)
         return best
@@ -73,7 +77,9 @@ class Space:
         is_alike = (layout.window, layout.sinks) == (self.window, self.sinks) and not layout.windows
         if not is_alike or layout.heads_per_layer != self.table.heads_per_layer:
             return False
-        return self._least <= layout.num_global <= self.budgets[1] and not self.constraints.broken_by(layout)
+        return self._least <= layout.num_global <= self.budgets[
+            1
+        ] and not self.constraints.broken_by(layout)
 
     def _best(self, gain: Float, budget: int) -> Layout:
         """Return the layout of highest total gain with at most ``budget`` global heads under the constraints."""
@@ -94,13 +100,17 @@ class Space:
     @cached_property
     def _least(self) -> int:
         """Return the smallest number of global heads in a layout of the space."""
-        return min(self.budgets[0], self._best(ranks(self.table.density) + 1.0, self.budgets[0]).num_global)
+        return min(
+            self.budgets[0], self._best(ranks(self.table.density) + 1.0, self.budgets[0]).num_global
+        )
 
 
 def ranks(values: Float) -> Float:
     """Return the ranks of the values in ascending order, scaled to [0, 1], in the shape of ``values``."""
     flat = values.ravel()
-    scaled_ranks = np.argsort(np.argsort(flat, kind="stable"), kind="stable") / max(1, flat.size - 1)
+    scaled_ranks = np.argsort(np.argsort(flat, kind="stable"), kind="stable") / max(
+        1, flat.size - 1
+    )
     return scaled_ranks.reshape(values.shape)
 
 
@@ -109,8 +119,13 @@ def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
     table, window = space.table, space.window
     if len(budgets) == 1:
         # Use every strategy for a single budget
-        strategies = [strategy for strategy in STRATEGIES if not (strategy.is_control or strategy.is_random)]
-        layouts = {strategy.name: layout_by(strategy, table, budgets[0], window=window) for strategy in strategies}
+        strategies = [
+            strategy for strategy in STRATEGIES if not (strategy.is_control or strategy.is_random)
+        ]
+        layouts = {
+            strategy.name: layout_by(strategy, table, budgets[0], window=window)
+            for strategy in strategies
+        }
         if space.constraints.named:
             layouts[CONSTRAINED] = solve(table, budgets[0], space.constraints, window=window)
     else:
@@ -118,7 +133,11 @@ def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
         chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
         solved = (solve(table, number, space.constraints, window=window) for number in chosen)
         layouts = {f"densest-{layout.num_global}": layout for layout in solved}
-    return {name: replace(layout, strategy=name) for name, layout in layouts.items() if space.contains(layout)}
+    return {
+        name: replace(layout, strategy=name)
+        for name, layout in layouts.items()
+        if space.contains(layout)
+    }
 
 
 @dataclass(frozen=True)
@@ -145,7 +164,11 @@ class Trial:
     @property
     def name(self) -> str:
         """Return the name, such as "surrogate-0-17"; for a baseline, the name of its layout."""
-        return self.layout.strategy if self.sampler == BASELINE else f"{self.sampler}-{self.seed}-{self.number}"
+        return (
+            self.layout.strategy
+            if self.sampler == BASELINE
+            else f"{self.sampler}-{self.seed}-{self.number}"
+        )
 
     @property
     def values(self) -> list[float]:
@@ -155,7 +178,9 @@ class Trial:
 
 def best_start(trials: Sequence[Trial], starts: Mapping[str, Layout]) -> Trial | None:
     """Return the baseline with the lowest NLL without training among the layouts that a search starts from."""
-    baselines = [trial for trial in trials if trial.sampler == BASELINE and trial.layout.strategy in starts]
+    baselines = [
+        trial for trial in trials if trial.sampler == BASELINE and trial.layout.strategy in starts
+    ]
     return min(baselines, key=lambda trial: trial.zero_shot.percent, default=None)
 
 
@@ -176,7 +201,9 @@ def first_front(values: Float) -> list[int]:
     number.
     """
     values = np.where(np.isnan(values), np.inf, values)
-    dominated = np.all(values[:, None] >= values[None], -1) & np.any(values[:, None] > values[None], -1)
+    dominated = np.all(values[:, None] >= values[None], -1) & np.any(
+        values[:, None] > values[None], -1
+    )
     front: list[int] = np.flatnonzero(~dominated.any(1)).tolist()
     return sorted(front, key=lambda index: tuple(values[index]))
 
@@ -199,7 +226,10 @@ def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
         # Add the change of NLL at every fidelity
         for fidelity in FIDELITIES:
             change = getattr(trial, fidelity) or PairedDifference(math.nan, math.nan)
-            row |= {f"{fidelity}_delta_percent": change.percent, f"{fidelity}_standard_error": change.standard_error}
+            row |= {
+                f"{fidelity}_delta_percent": change.percent,
+                f"{fidelity}_standard_error": change.standard_error,
+            }
         rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
@@ -207,4 +237,6 @@ def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
 def front(trials: Sequence[Trial]) -> list[Trial]:
     """Return the distinct trials on the Pareto front of the zero-shot objectives, lowest NLL first."""
     distinct = list({trial.layout.content_hash: trial for trial in reversed(trials)}.values())
-    return [distinct[index] for index in first_front(np.array([trial.values for trial in distinct]))]
+    return [
+        distinct[index] for index in first_front(np.array([trial.values for trial in distinct]))
+    ]

@@ -46,14 +46,20 @@ class SearchResult:
     rows: pd.DataFrame  # table of all layouts
     work: driver.Search  # the finished search
     folder: Path  # of the table
-    recommended: Recommendation | None  # the layout to take; None without one, or if the numbers make no sense
+    recommended: (
+        Recommendation | None
+    )  # the layout to take; None without one, or if the numbers make no sense
     layouts: Path  # folder of the layouts' files
     alarm: str | None = None  # sentence if the numbers make no sense (``evaluation.alarms``)
 
     @property
     def file(self) -> Path | None:
         """Return the file of the recommended layout."""
-        return None if self.recommended is None else self.layouts / f"{self.recommended.layout.strategy}.yaml"
+        return (
+            None
+            if self.recommended is None
+            else self.layouts / f"{self.recommended.layout.strategy}.yaml"
+        )
 
 
 def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
@@ -88,14 +94,21 @@ def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -
         return commands.Result(result, show, document)
     # Suggest to compare the layout to take with the dense model by the same recipe
     retrain = TrainHybridOptions(
-        layouts=[result.file], recipe=specification.file, probe=options.probe, workspace=options.workspace
+        layouts=[result.file],
+        recipe=specification.file,
+        probe=options.probe,
+        workspace=options.workspace,
     )
     reason = "retrain it with full attention beside it; what the search retrained is reused"
     return commands.Result(result, show, document, next=[commands.Suggestion.of(retrain, reason)])
 
 
 def write_results(
-    search: driver.Search, trials: Sequence[Trial], folder: Path, layouts: Path, reporter: progress.Reporter
+    search: driver.Search,
+    trials: Sequence[Trial],
+    folder: Path,
+    layouts: Path,
+    reporter: progress.Reporter,
 ) -> tuple[pd.DataFrame, str | None, Recommendation | None]:
     """Write ``search.csv`` and ``search.yaml`` to ``folder``, and the layouts worth keeping to ``layouts``.
 
@@ -105,7 +118,11 @@ def write_results(
     alarm = search.evaluator.alarm([trial.zero_shot for trial in trials])
     recommended = recommend(search, trials) if alarm is None else None
     # Write table and record, and the documents that layouts were measured on
-    retrained = [fidelity for fidelity in get_args(Retraining) if rows[f"{fidelity}_delta_percent"].notna().any()]
+    retrained = [
+        fidelity
+        for fidelity in get_args(Retraining)
+        if rows[f"{fidelity}_delta_percent"].notna().any()
+    ]
     documents = frozenset[str]().union(*map(search.evaluator.documents, ("zero_shot", *retrained)))
     # The result depends on these inputs besides the number of trials
     space, evaluator = search.space, search.evaluator
@@ -123,7 +140,11 @@ def write_results(
     earlier = ResultTable("search").write(folder, rows, record, reporter, documents)
     # Replace the layouts worth keeping: the front, those retrained in full, and the recommended one
     worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
-    kept = {trial.name: (trial.layout, trial.seed) for trial in worth_keeping if trial.sampler != BASELINE}
+    kept = {
+        trial.name: (trial.layout, trial.seed)
+        for trial in worth_keeping
+        if trial.sampler != BASELINE
+    }
     if recommended is not None:
         kept[recommended.layout.strategy] = recommended.layout, search.effort.seed
     if earlier is not None and layouts.is_dir():
@@ -135,7 +156,9 @@ def write_results(
     return rows, alarm, recommended
 
 
-def _origin(search: driver.Search, rows: pd.DataFrame, retrained: Sequence[Retraining]) -> dict[str, Any]:
+def _origin(
+    search: driver.Search, rows: pd.DataFrame, retrained: Sequence[Retraining]
+) -> dict[str, Any]:
     """Return the content of ``search.yaml``; layouts, and thus the control, were ``retrained`` at these fidelities."""
     space, effort, evaluator = search.space, search.effort, search.evaluator
     return {
@@ -148,7 +171,10 @@ def _origin(search: driver.Search, rows: pd.DataFrame, retrained: Sequence[Retra
         "objectives": ["nll", *([search.cost.name] if search.cost else [])],
         "trials": effort.trials,
         "seeds": [effort.seed],
-        "tokens": {"chosen_on": evaluator.num_selection_tokens, "judged_on": int(evaluator.evaluation_tokens.sum())},
+        "tokens": {
+            "chosen_on": evaluator.num_selection_tokens,
+            "judged_on": int(evaluator.evaluation_tokens.sum()),
+        },
         "documents": {"chosen_on": evaluator.num_selection_documents},
         "num_documents": int((evaluator.evaluation_tokens > 0).sum()),
         "effective_documents": round(statistics.effective_number(evaluator.evaluation_tokens), 1),
@@ -172,22 +198,41 @@ def recommend(search: driver.Search, trials: Sequence[Trial]) -> Recommendation 
     if number < MIN_DOCUMENTS:
         first = next(iter(search.starts.values()), None)
         reason = f"{number} documents are too few to rank layouts (at least {MIN_DOCUMENTS}): search on more text"
-        return None if first is None else Recommendation(first, f"{reason}; {first.strategy} is the first start")
+        return (
+            None
+            if first is None
+            else Recommendation(first, f"{reason}; {first.strategy} is the first start")
+        )
     # Select by short retraining among those retrained in full, else by scores; the full result stays unbiased
     known = set() if start is None else {layout.content_hash for layout in search.starts.values()}
-    others = [each for each in trials if each.layout.content_hash not in known and search.space.contains(each.layout)]
+    others = [
+        each
+        for each in trials
+        if each.layout.content_hash not in known and search.space.contains(each.layout)
+    ]
     if start is not None and start.cost is not None:
         others = [trial for trial in others if trial.cost is not None and trial.cost <= start.cost]
     retrained = [trial for trial in others if trial.full is not None]
-    is_fair = bool(retrained) and (tokens > 0).sum() >= MIN_DOCUMENTS and (start is None or start.full is not None)
+    is_fair = (
+        bool(retrained)
+        and (tokens > 0).sum() >= MIN_DOCUMENTS
+        and (start is None or start.full is not None)
+    )
     pool = retrained if is_fair else others
     if not pool:
         return (
-            None if start is None else Recommendation(_named(start), f"the search found nothing besides {start.name}")
+            None
+            if start is None
+            else Recommendation(_named(start), f"the search found nothing besides {start.name}")
         )
-    best = min(pool, key=lambda trial: (trial.short if is_fair and trial.short else trial.zero_shot).percent)
+    best = min(
+        pool,
+        key=lambda trial: (trial.short if is_fair and trial.short else trial.zero_shot).percent,
+    )
     num_layouts = len(known | {trial.layout.content_hash for trial in others})
-    where = f"on the {number} documents that selected it among {num_layouts} layouts, without training"
+    where = (
+        f"on the {number} documents that selected it among {num_layouts} layouts, without training"
+    )
     if is_fair:
         where = f"after full retraining, on {(tokens > 0).sum()} documents that selected nothing"
     if start is None:
@@ -198,7 +243,9 @@ def recommend(search: driver.Search, trials: Sequence[Trial]) -> Recommendation 
     (change,) = evaluator.retrained("full", *pair) if is_fair else evaluator.score(*pair)
     errors = statistics.critical_errors(statistics.effective_number(tokens) if is_fair else number)
     if change.percent + errors * change.standard_error < 0:
-        verb, to_do = ("beats", "") if is_fair else ("scores lower than", "; retrain it to confirm that")
+        verb, to_do = (
+            ("beats", "") if is_fair else ("scores lower than", "; retrain it to confirm that")
+        )
         reason = f"{best.name} {verb} {start.name}, the best start: {_text(change)} {where}{to_do}"
         return Recommendation(_named(best), reason)
     reason = f"{best.name} does not beat {start.name}, the best start: {_text(change)} {where}"
@@ -220,13 +267,17 @@ def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost 
         return None
     known = table.metadata
     head_dim, dtype = known.get("head_dim") or shape.head_dim, known.get("dtype") or "bfloat16"
-    requirements = Requirements(specification.space.constraints, context=context, head_dim=head_dim, kv_dtype=dtype)
+    requirements = Requirements(
+        specification.space.constraints, context=context, head_dim=head_dim, kv_dtype=dtype
+    )
     memory = requirements.cache_cost(table, specification.space.window)
     assert memory is not None  # as there is a context
     # Count the heads of layers that are not local by design
     return LayoutCost(
         f"KV bytes at {context:,} tokens",
-        lambda layout: float(memory.total(int(layout.global_mask[table.layers].sum()), layout.num_heads)),
+        lambda layout: float(
+            memory.total(int(layout.global_mask[table.layers].sum()), layout.num_heads)
+        ),
     )
 
 
@@ -242,9 +293,15 @@ def show(result: SearchResult) -> None:
     title = f"{'best' if is_ranked else 'first'} layouts, scored on {number} documents"
     grid = console.Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title=title)
     for row in shown.to_dict("records"):
-        cells = [console.escape(row["name"]), str(row["num_global"]), f"{row['coverage_percent']:.1f}"]
+        cells = [
+            console.escape(row["name"]),
+            str(row["num_global"]),
+            f"{row['coverage_percent']:.1f}",
+        ]
         cells += [f"{row['cost']:.4g}"] if cost else []
-        changes = [(row[f"{name}_delta_percent"], row[f"{name}_standard_error"]) for name in FIDELITIES]
+        changes = [
+            (row[f"{name}_delta_percent"], row[f"{name}_standard_error"]) for name in FIDELITIES
+        ]
         grid.add_row(*cells, *(printing.change(*change) for change in changes))
     console.out.print(grid)
     # What the numbers mean
@@ -257,7 +314,9 @@ def show(result: SearchResult) -> None:
         printing.about_errors(int((tokens > 0).sum()), statistics.effective_number(tokens))
     for pair, correlation in ranking.correlations(rows).items() if is_ranked else ():
         if correlation is not None:
-            console.out.print(f"rank correlation of {pair}: {ranking.format_rank_correlation(correlation)}")
+            console.out.print(
+                f"rank correlation of {pair}: {ranking.format_rank_correlation(correlation)}"
+            )
     console.print_path("search", result.folder / "search.csv")
     # What to take
     if result.recommended is not None and result.file is not None:
@@ -276,7 +335,9 @@ def document(result: SearchResult) -> dict[str, Any]:
         "effective_documents": statistics.effective_number(evaluator.evaluation_tokens),
         "cost": None if cost is None else cost.name,
         "rank_correlation": ranking.correlations(result.rows),
-        "recommended": None if recommended is None else {"layout": str(result.file), "reason": recommended.reason},
+        "recommended": None
+        if recommended is None
+        else {"layout": str(result.file), "reason": recommended.reason},
         "folder": result.folder,
     }
 
@@ -289,7 +350,9 @@ def plan(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) 
     text, data = planner.text, specification.recipe.data
     heldout = text.heldout(data)
     num_tokens = min(options.max_tokens, heldout // 2)
-    num_documents = min(num_tokens // data.block_size, round(text.documents * heldout / text.tokens / 2))
+    num_documents = min(
+        num_tokens // data.block_size, round(text.documents * heldout / text.tokens / 2)
+    )
     reporter.announce(
         f"selects on {num_tokens:,} of {heldout:,} held-out tokens of about {num_documents} documents, with one "
         f"standard error per layout, paired by document; below {MIN_DOCUMENTS} documents it ranks nothing"
@@ -298,12 +361,19 @@ def plan(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) 
     full_attention = variants.Variant.full_attention()
     known_layouts = {**specification.starts, **specification.given}
     num_layouts = len(known_layouts) + options.trials
-    runs = [*planner.dense(), planner.heldout_pass("scores (at most)", full_attention, 1 + num_layouts, num_tokens)]
+    runs = [
+        *planner.dense(),
+        planner.heldout_pass("scores (at most)", full_attention, 1 + num_layouts, num_tokens),
+    ]
     # Retrain the best, briefly and in full
     number = 1 + len(specification.given) + options.retrain
     short = planner.with_recipe(recipe_evaluator.shortened(specification.recipe))
     for fidelity, planned in (("short", short), ("full", planner)) if options.retrain else ():
-        any_branch = planned.new_branch("", variants.Variant.hybrid(next(iter(known_layouts.values()))))
+        any_branch = planned.new_branch(
+            "", variants.Variant.hybrid(next(iter(known_layouts.values())))
+        )
         runs.append(planned.branch(f"{fidelity}, {FULL_ATTENTION}", full_attention))
-        runs.append(run_plan.summarize_runs(f"{fidelity}, layouts (at most)", [any_branch] * number))
+        runs.append(
+            run_plan.summarize_runs(f"{fidelity}, layouts (at most)", [any_branch] * number)
+        )
     return planner.plan(runs)

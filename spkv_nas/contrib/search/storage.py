@@ -26,12 +26,17 @@ INDEX = "index"  # user attribute of a trial: number of its task
 _SETTINGS = "settings"  # user attribute of a study
 _POLL = 0.2  # seconds between looks at the trials of other workers
 _ATTEMPTS = 10  # to create the tables, which several workers may do at once
-_IF_DAMAGED = "if its file is damaged, remove it: scores and retrained checkpoints are kept in other files"
+_IF_DAMAGED = (
+    "if its file is damaged, remove it: scores and retrained checkpoints are kept in other files"
+)
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 Run = Callable[[Trial, int], Sequence[float]]
 _OPTIONS = {
     "sqlite": {"poolclass": pool.NullPool, "connect_args": {"timeout": 60}},
-    "postgresql": {"poolclass": pool.NullPool, "pool_pre_ping": True},  # reconnect if the server was restarted
+    "postgresql": {
+        "poolclass": pool.NullPool,
+        "pool_pre_ping": True,
+    },  # reconnect if the server was restarted
 }
 
 
@@ -44,10 +49,15 @@ def open_storage(url: str) -> RDBStorage:
             try:
                 with _stable():
                     return RDBStorage(
-                        url, engine_kwargs=_OPTIONS.get(dialect, {}), heartbeat_interval=HEARTBEAT, grace_period=GRACE
+                        url,
+                        engine_kwargs=_OPTIONS.get(dialect, {}),
+                        heartbeat_interval=HEARTBEAT,
+                        grace_period=GRACE,
                     )
             except exc.SQLAlchemyError as error:
-                if attempt + 1 == _ATTEMPTS or not any(word in str(error) for word in ("exist", "UNIQUE")):
+                if attempt + 1 == _ATTEMPTS or not any(
+                    word in str(error) for word in ("exist", "UNIQUE")
+                ):
                     raise
                 time.sleep(random.random())
         raise AssertionError
@@ -55,7 +65,9 @@ def open_storage(url: str) -> RDBStorage:
         raise _cannot_open(url, error) from error
 
 
-def open_study(storage: RDBStorage, name: str, settings: Mapping[str, Any], metrics: Sequence[str]) -> optuna.Study:
+def open_study(
+    storage: RDBStorage, name: str, settings: Mapping[str, Any], metrics: Sequence[str]
+) -> optuna.Study:
     """Open or create a study whose tasks have values of the names ``metrics``, all to be minimised.
 
     ``settings`` are all that results depend on. Raises ``UserError``: the study exists with other settings.
@@ -136,15 +148,23 @@ def _read(study: optuna.Study) -> list[FrozenTrial]:
     try:
         return [*study.get_trials(deepcopy=False)]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise errors.UserError(f"the study cannot be read: {errors.first_line(error)}\n{_IF_DAMAGED}") from error
+        raise errors.UserError(
+            f"the study cannot be read: {errors.first_line(error)}\n{_IF_DAMAGED}"
+        ) from error
 
 
 def _free(trials: Sequence[FrozenTrial], number: int, num_prior: Callable[[int], int]) -> list[int]:
     """Return the tasks that may start, and that none of all trials has finished or is running."""
     done = _finished(trials, number)
     first_unfinished = next(index for index in range(number + 1) if index not in done)
-    taken = done.keys() | {trial.user_attrs.get(INDEX) for trial in trials if trial.state == TrialState.RUNNING}
-    return [index for index in range(number) if index not in taken and num_prior(index) <= first_unfinished]
+    taken = done.keys() | {
+        trial.user_attrs.get(INDEX) for trial in trials if trial.state == TrialState.RUNNING
+    }
+    return [
+        index
+        for index in range(number)
+        if index not in taken and num_prior(index) <= first_unfinished
+    ]
 
 
 def _finished(trials: Sequence[FrozenTrial], number: int) -> dict[int, FrozenTrial]:
@@ -191,4 +211,6 @@ def _cannot_open(url: str, error: Exception) -> errors.UserError:
     remedy = "use an SQLAlchemy URL, such as sqlite:///study.db or postgresql://user@host/database"
     if type(error) is exc.DatabaseError:  # the file exists, but is no database
         remedy = _IF_DAMAGED
-    return errors.UserError(f"cannot open the storage {shown}: {errors.first_line(error)}\n{remedy}")
+    return errors.UserError(
+        f"cannot open the storage {shown}: {errors.first_line(error)}\n{remedy}"
+    )

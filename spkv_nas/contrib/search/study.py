@@ -24,8 +24,21 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.base import arguments, errors
 from spkv_nas.base.progress import LOGGER
-from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Effort, Sampler, StudySampler
-from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, front, result_table, starting_layouts
+from spkv_nas.contrib.search.sampler import (
+    SAMPLERS,
+    TRIALS_PER_ROUND,
+    Effort,
+    Sampler,
+    StudySampler,
+)
+from spkv_nas.contrib.search.space import (
+    LayoutCost,
+    Space,
+    Trial,
+    front,
+    result_table,
+    starting_layouts,
+)
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, zero_shot
 from spkv_nas.model.windows import default_window
@@ -82,7 +95,10 @@ class Study:
                 self._scores[layout.content_hash] = score
             # Record the trials and call back
             for layout in layouts:
-                cost, score = None if self._cost is None else self._cost.of(layout), self._scores[layout.content_hash]
+                cost, score = (
+                    None if self._cost is None else self._cost.of(layout),
+                    self._scores[layout.content_hash],
+                )
                 trial = Trial(self._kind, self._seed, len(self._finished), layout, cost, score)
                 self._finished.append(trial)
                 for callback in callbacks:
@@ -158,7 +174,9 @@ def search_layouts(
     # Define the search space
     budget = table.learned_budget if budget is None else budget
     number = table.num_candidates
-    budgets = parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
+    budgets = (
+        parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
+    )
     window = window or table.window or default_window(model, blocks.block_size)
     space = Space(table, (budgets[0], budgets[-1]), window, Constraints().on(table))
     space.check()
@@ -172,7 +190,9 @@ def search_layouts(
             )
 
     # Run the trials
-    study = Study(space, _scorer(model, blocks, batch_size), first, sampler=sampler, seed=seed, cost=cost)
+    study = Study(
+        space, _scorer(model, blocks, batch_size), first, sampler=sampler, seed=seed, cost=cost
+    )
     return study.optimize(trials, callbacks)
 
 
@@ -188,7 +208,9 @@ def _scorer(
     def score(layouts: Sequence[Layout]) -> list[paired.PairedDifference]:
         document_nlls = zero_shot.zero_shot(model, layouts, blocks, batch_size=batch_size)
         changes = [paired.paired_difference(nll, full_attention()) for nll in document_nlls]
-        LOGGER.info(f"scored {len(changes)} layouts, the best at {min(change.percent for change in changes):+.2f} %")
+        LOGGER.info(
+            f"scored {len(changes)} layouts, the best at {min(change.percent for change in changes):+.2f} %"
+        )
         return changes
 
     return score

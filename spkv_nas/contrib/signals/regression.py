@@ -30,7 +30,11 @@ class Regression(Signal):
         """Score ``num_layouts`` layouts of a ``budget`` and fit the gains."""
         from spkv_nas.contrib.signals.measure.regression import regression
 
-        options: dict[str, Any] = {"budget": self.budget, "num_layouts": self.num_layouts, "seed": self.seed}
+        options: dict[str, Any] = {
+            "budget": self.budget,
+            "num_layouts": self.num_layouts,
+            "seed": self.seed,
+        }
         return regression(model, blocks, window, **options, **run)
 
     def work(self, grid: Grid, tokens: int, block_size: int) -> Work:

@@ -14,7 +14,9 @@ from spkv_nas.data.sources import documents, only_texts
 
 SQUAD, HOTPOT = "qa_1", "qa_2"  # task for each form of file
 _MAX_BYTES = 1 << 30
-Haystack = Callable[[int], list[str]]  # parts of a text, such as lines or sentences, by number of units
+Haystack = Callable[
+    [int], list[str]
+]  # parts of a text, such as lines or sentences, by number of units
 _MAX_DOCUMENTS, _MAX_WORDS = 1000, 500_000
 _LONGEST = 60  # maximum words per sentence; text without full stops is cut
 _MIN_SENTENCES = 20  # minimum number of sentences of essays
@@ -92,7 +94,10 @@ class Questions:
         try:
             content = files.parse_json(files.read_text(file, "questions", max_bytes=_MAX_BYTES))
             questions = _squad(content["data"]) if isinstance(content, dict) else _hotpot(content)
-            for text in (*questions.documents, *(t for q in questions.questions for t in (q.text, *q.answers))):
+            for text in (
+                *questions.documents,
+                *(t for q in questions.questions for t in (q.text, *q.answers)),
+            ):
                 text.encode()  # fails for what a tokenizer does not encode: other types, and lone surrogates
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, errors.UserError):
@@ -112,7 +117,10 @@ def _squad(articles: list[dict[str, Any]]) -> Questions:
     questions = []
     for article in articles:
         # Number the distinct paragraphs
-        numbers = [texts.setdefault(paragraph["context"], len(texts)) for paragraph in article["paragraphs"]]
+        numbers = [
+            texts.setdefault(paragraph["context"], len(texts))
+            for paragraph in article["paragraphs"]
+        ]
         for number, paragraph in zip(numbers, article["paragraphs"], strict=True):
             related = tuple(other for other in dict.fromkeys(numbers) if other != number)
             # Collect the questions that have an answer
@@ -129,7 +137,9 @@ def _hotpot(rows: list[dict[str, Any]]) -> Questions:
     questions = []
     for row in rows:
         paragraphs = [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]]
-        numbers = tuple(dict.fromkeys(texts.setdefault(paragraph, len(texts)) for paragraph in paragraphs))
+        numbers = tuple(
+            dict.fromkeys(texts.setdefault(paragraph, len(texts)) for paragraph in paragraphs)
+        )
         questions.append(Question(row["question"], (row["answer"],), numbers))
     return Questions(HOTPOT, tuple(texts), tuple(questions))
 

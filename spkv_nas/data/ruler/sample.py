@@ -16,7 +16,10 @@ from spkv_nas.data.tokenizer import Tokenizer
 VERSION = 2  # version of the text of samples; 1 had spaces instead of line breaks in noise
 _ENOUGH, _AIM = 0.02, 0.01  # share of the length that may stay empty; share that a guess aims for
 _FIRST, _GROWTH = 4, 16  # units of the first guess; maximum growth factor of the next one
-_GUESSES, _TRIES = 16, 64  # guesses by tokens per unit before bisection, which takes 24 tries for 2^24 units
+_GUESSES, _TRIES = (
+    16,
+    64,
+)  # guesses by tokens per unit before bisection, which takes 24 tries for 2^24 units
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Sample:
     task: str  # name of the task
     prompt: str  # text and question
     answer_prefix: str  # beginning of the answer, on a line of its own
-    answers: tuple[str, ...]  # strings that the answer must contain; for questions on documents any one suffices
+    answers: tuple[
+        str, ...
+    ]  # strings that the answer must contain; for questions on documents any one suffices
     num_tokens: int  # tokens of prompt and prefix, including special tokens
     new_tokens: int  # maximum tokens to generate: RULER's number, or that of the answer if the tokenizer needs more
 
@@ -71,7 +76,9 @@ class Request:
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a text as model input."""
-        return len(special_tokens.encode_text(text, self.tokenizer, add_special_tokens=True)["input_ids"])
+        return len(
+            special_tokens.encode_text(text, self.tokenizer, add_special_tokens=True)["input_ids"]
+        )
 
 
 def fill(
@@ -91,7 +98,9 @@ def fill(
     maximum of generated tokens for the task.
     """
     # Reserve tokens for the answer, and one for the end-of-text token after a known answer
-    answer_tokens = len(special_tokens.encode_text(continuation(answers), request.tokenizer)["input_ids"])
+    answer_tokens = len(
+        special_tokens.encode_text(continuation(answers), request.tokenizer)["input_ids"]
+    )
     reserved = answer_tokens + 1 if request.is_answered else max(new_tokens, answer_tokens)
 
     def sample(number: int) -> Sample:

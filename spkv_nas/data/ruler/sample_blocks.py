@@ -25,12 +25,18 @@ class RulerBlocks:
 
     tokenizer: Tokenizer  # tokenizer of the model
     block_size: int  # tokens per block
-    tasks: tuple[str, ...]  # tasks that each sample is drawn from; a task that does not fit is replaced by another
-    lengths: tuple[int, ...]  # token lengths; each block draws one for its samples, and holds as many as fit
+    tasks: tuple[
+        str, ...
+    ]  # tasks that each sample is drawn from; a task that does not fit is replaced by another
+    lengths: tuple[
+        int, ...
+    ]  # token lengths; each block draws one for its samples, and holds as many as fit
     learns_all: bool  # True if text and question are learned too, not only the answers
     seed: int  # seed of the samples
     material: Material  # essays and questions of the user
-    boundaries: Boundaries = PLAIN  # tokens that every block begins with, and those after each sample
+    boundaries: Boundaries = (
+        PLAIN  # tokens that every block begins with, and those after each sample
+    )
 
     def check(self) -> None:
         """Raise ``UserError`` unless every task fits in the longest samples, and some task in every length."""
@@ -75,8 +81,13 @@ class RulerBlocks:
         held_out_blocks = replace(self, seed=_HELD_OUT_SEED)
         marked = np.stack([held_out_blocks._packed(number)[0] for number in range(num_blocks)])
         owner = np.repeat(np.arange(num_blocks, dtype=np.int32)[:, None], self.block_size, 1)
-        infos = tuple(DocumentInfo(f"{DOMAIN}-{number}", DOMAIN, f"sample {number}") for number in range(num_blocks))
-        return TokenBlocks(unmarked(marked), owner, infos, boundaries=self.boundaries, begins=marked < 0)
+        infos = tuple(
+            DocumentInfo(f"{DOMAIN}-{number}", DOMAIN, f"sample {number}")
+            for number in range(num_blocks)
+        )
+        return TokenBlocks(
+            unmarked(marked), owner, infos, boundaries=self.boundaries, begins=marked < 0
+        )
 
     def _draw(self, rng: Random, index: int, length: int) -> Sample:
         """Generate a sample of the first task, in random order, that fits."""

@@ -21,9 +21,19 @@ from spkv_nas.data.ruler.material import HOTPOT, SQUAD, Haystack, Material, Ques
 from spkv_nas.data.ruler.sample import Request, Sample, fill, first_fitting
 from spkv_nas.data.tokenizer import Tokenizer
 
-_DRAW: dict[str, Callable[[Random], str]] = {"word": words.word_pair, "number": words.number, "uuid": words.uuid}
+_DRAW: dict[str, Callable[[Random], str]] = {
+    "word": words.word_pair,
+    "number": words.number,
+    "uuid": words.uuid,
+}
 _LINE_BREAK, _SPACE = "\n", " "  # between lines of noise or needles; between sentences of essays
-_NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+_NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
 _LETTERS, _EXAMPLE_LETTERS, _EXAMPLE_SENTENCES, _MIN_SENTENCES = 5, 3, 10, 10
 _LONG = 4096  # tokens from which the form with most repetitions is tried
 _ENTRY_TOKENS = 3  # minimum tokens per entry of the list: number, full stop, word
@@ -43,16 +53,26 @@ class Task(Protocol):
 def noise(number: int) -> list[str]:
     """Repeat RULER's noise, five sentences a line, up to ``number`` sentences; the last line may break off."""
     sentences = _NOISE * (number // len(_NOISE) + 1)
-    return [" ".join(sentences[start : min(start + len(_NOISE), number)]) for start in range(0, number, len(_NOISE))]
+    return [
+        " ".join(sentences[start : min(start + len(_NOISE), number)])
+        for start in range(0, number, len(_NOISE))
+    ]
 
 
-def hide(parts: Sequence[str], needles: Sequence[str], depths: Sequence[float], separator: str = _LINE_BREAK) -> str:
+def hide(
+    parts: Sequence[str],
+    needles: Sequence[str],
+    depths: Sequence[float],
+    separator: str = _LINE_BREAK,
+) -> str:
     """Join the parts of a haystack, with each needle at its depth; needles at the same position keep their order.
 
     A needle at depth ``d`` in [0, 1) comes before part ``floor(d * (parts + 1))``, whatever the length. Parts are lines
     of noise or of other needles, joined by line breaks, or sentences of essays, joined by spaces, as in RULER.
     """
-    positions = sorted((int(depth * (len(parts) + 1)), number) for number, depth in enumerate(depths))
+    positions = sorted(
+        (int(depth * (len(parts) + 1)), number) for number, depth in enumerate(depths)
+    )
     joined: list[str] = []
     done = 0
     for position, number in positions:
@@ -71,7 +91,9 @@ class Needles:
     essays that begin at a random sentence.
     """
 
-    haystack: str = "essays"  # or "noise", or "needles": sentences like the hidden one, with other keys
+    haystack: str = (
+        "essays"  # or "noise", or "needles": sentences like the hidden one, with other keys
+    )
     key: str = "word"  # kind of keys: "word", "number" or "uuid"
     value: str = "number"  # kind of values
     num_keys: int = 1  # number of hidden keys
@@ -86,15 +108,23 @@ class Needles:
         # Draw keys, values, depths and queries
         keys = [words.new(draw_key, seen) for _ in range(self.num_keys)]
         values = [[draw_value() for _ in range(self.num_values)] for _ in keys]
-        needles = [self._needle(key, value) for key, drawn in zip(keys, values, strict=True) for value in drawn]
+        needles = [
+            self._needle(key, value)
+            for key, drawn in zip(keys, values, strict=True)
+            for value in drawn
+        ]
         depths = [rng.random() for _ in needles]
         queried = rng.sample(range(self.num_keys), self.num_queries)
         haystack, separator = self._haystack(rng, seen, material)
         # Word the question
         answers = [value for number in queried for value in values[number]]
         is_plural = len(answers) > 1
-        values_of_keys = f"magic {self.value}{'s' if is_plural else ''} of {_listed([keys[i] for i in queried])}"
-        head = f"Remember the magic {self.value}s that this text names. You will be asked for them.\n"
+        values_of_keys = (
+            f"magic {self.value}{'s' if is_plural else ''} of {_listed([keys[i] for i in queried])}"
+        )
+        head = (
+            f"Remember the magic {self.value}s that this text names. You will be asked for them.\n"
+        )
         question = f"\nWhat {'are' if is_plural else 'is'} the {values_of_keys}?"
 
         def render(number: int) -> str:
@@ -145,12 +175,19 @@ class VariableTracking:
         rng = request.rng
         # Write the worked example
         render_example, example_prefix, example_names = self._problem(rng, _EXAMPLE_LETTERS)
-        example = f"{render_example(_EXAMPLE_SENTENCES)}\n{example_prefix} {', '.join(example_names)}\n\n"
+        example = (
+            f"{render_example(_EXAMPLE_SENTENCES)}\n{example_prefix} {', '.join(example_names)}\n\n"
+        )
         render, prefix, names = self._problem(rng, _LETTERS)
 
         def make(text: str) -> Sample:
             return fill(
-                request, lambda number: f"{text}{render(number)}", prefix, names, new_tokens=30, least=_MIN_SENTENCES
+                request,
+                lambda number: f"{text}{render(number)}",
+                prefix,
+                names,
+                new_tokens=30,
+                least=_MIN_SENTENCES,
             )
 
         # Leave the example out if the sample does not fit with it
@@ -163,7 +200,10 @@ class VariableTracking:
         # Assign a number to the first variable, and each variable to the next
         names = [words.new(draw, seen) for _ in range(self.num_hops + 1)]
         value = rng.randint(10_000, 99_999)
-        chain = [f"VAR {names[0]} = {value}.", *(f"VAR {target} = VAR {source}." for source, target in pairwise(names))]
+        chain = [
+            f"VAR {names[0]} = {value}.",
+            *(f"VAR {target} = VAR {source}." for source, target in pairwise(names)),
+        ]
         depths = sorted(rng.random() for _ in chain)
 
         def render(number: int) -> str:
@@ -218,11 +258,19 @@ class CommonWords:
         order = rng.getrandbits(64)
 
         def render(number: int) -> str:
-            return example + self._prompt(Random(order), common * form.often + others[:number] * form.seldom)
+            return example + self._prompt(
+                Random(order), common * form.often + others[:number] * form.seldom
+            )
 
         least = self.num_common
         return fill(
-            request, render, prefix, common, new_tokens=self.new_tokens, least=least, most=max(least, max_words)
+            request,
+            render,
+            prefix,
+            common,
+            new_tokens=self.new_tokens,
+            least=least,
+            most=max(least, max_words),
         )
 
     def _drawn(self, rng: Random, number: int) -> tuple[list[str], list[str]]:
@@ -237,7 +285,9 @@ class CommonWords:
         rng.shuffle(entries)
         listed = " ".join(f"{position}. {word}" for position, word in enumerate(entries, 1))
         head = "Some words of this numbered list are in it more often than others. Remember them."
-        return f"{head}\n{listed}\nQuestion: Which {self.num_common} words are in the list most often?"
+        return (
+            f"{head}\n{listed}\nQuestion: Which {self.num_common} words are in the list most often?"
+        )
 
 
 @dataclass(frozen=True)
@@ -262,14 +312,28 @@ class FrequentWords:
         # Draw the coded words
         seen: set[str] = set()
         num_words = max(request.length // self.tokens_per_word, self.num_answers + 2)
-        coded = [_DOTS, *(words.new(lambda: words.letters(rng, self.num_letters), seen) for _ in range(num_words - 1))]
+        coded = [
+            _DOTS,
+            *(
+                words.new(lambda: words.letters(rng, self.num_letters), seen)
+                for _ in range(num_words - 1)
+            ),
+        ]
         # Let their frequencies follow a power law (Zipf)
-        shares = [rank**-self.exponent / float(zeta(self.exponent)) for rank in range(1, num_words + 1)]
+        shares = [
+            rank**-self.exponent / float(zeta(self.exponent)) for rank in range(1, num_words + 1)
+        ]
         order = rng.getrandbits(64)
-        last = self.num_answers  # rank, from 0, of the last answer, which must occur more often than the next word
+        last = (
+            self.num_answers
+        )  # rank, from 0, of the last answer, which must occur more often than the next word
 
         def render(size: int) -> str:
-            entries = [word for word, share in zip(coded, shares, strict=True) for _ in range(int(size * share))]
+            entries = [
+                word
+                for word, share in zip(coded, shares, strict=True)
+                for _ in range(int(size * share))
+            ]
             Random(order).shuffle(entries)
             head = "Count how often each coded word is in this text; the dots are none."
             return f"{head}\n{' '.join(entries)}\nQuestion: Which {last} coded words are there most often?"
@@ -277,7 +341,9 @@ class FrequentWords:
         # Make the text long enough that the last answer is more frequent than the next word
         least = math.ceil(1 / (shares[last] - shares[last + 1]))
         prefix = f"Answer: The {last} most frequent coded words are"
-        return fill(request, render, prefix, coded[1 : last + 1], new_tokens=self.new_tokens, least=least)
+        return fill(
+            request, render, prefix, coded[1 : last + 1], new_tokens=self.new_tokens, least=least
+        )
 
 
 @dataclass(frozen=True)
@@ -293,20 +359,28 @@ class DocumentQuestions:
     def generate(self, request: Request, material: Material) -> Sample:
         """Generate a sample from the question at its index in a random order, or another if that one does not fit."""
         if request.task not in material.questions:
-            raise UserError(f"RULER's task {request.task} needs documents: give --qa FILE.json in {self.form} format")
+            raise UserError(
+                f"RULER's task {request.task} needs documents: give --qa FILE.json in {self.form} format"
+            )
         questions = material.questions[request.task]
         # Try the question at the sample's index first, then random ones
         order = _order(len(questions.questions), request.seed)
         replacements = (request.rng.randrange(len(order)) for _ in range(_TRIES - 1))
         indices = chain((request.index % len(order),), replacements)
-        return first_fitting(partial(self._ask, request, questions, questions.questions[order[i]]) for i in indices)
+        return first_fitting(
+            partial(self._ask, request, questions, questions.questions[order[i]]) for i in indices
+        )
 
     def _ask(self, request: Request, questions: Questions, question: Question) -> Sample:
         rng, related = request.rng, {*question.documents, *question.related}
         # Choose documents: the question's own, then those of its article, then others
         akin = rng.sample(question.related, len(question.related))
         number = min(len(questions.documents), request.length // _DOCUMENT_TOKENS)
-        unrelated = [index for index in rng.sample(range(len(questions.documents)), number) if index not in related]
+        unrelated = [
+            index
+            for index in rng.sample(range(len(questions.documents)), number)
+            if index not in related
+        ]
         chosen = [*question.documents, *akin, *unrelated]
         order = rng.getrandbits(64)
 
@@ -315,7 +389,8 @@ class DocumentQuestions:
             numbers = chosen[:number]
             Random(order).shuffle(numbers)
             texts = "\n\n".join(
-                f"Document {position}:\n{questions.documents[index]}" for position, index in enumerate(numbers, 1)
+                f"Document {position}:\n{questions.documents[index]}"
+                for position, index in enumerate(numbers, 1)
             )
             return f"Answer the question from these documents, in a few words.\n\n{texts}\n\nQuestion: {question.text}"
 
@@ -329,7 +404,10 @@ def _order(number: int, seed: int) -> tuple[int, ...]:
     return tuple(Random(f"{seed}/questions").sample(range(number), number))
 
 
-_QUESTIONS: dict[str, Task] = {SQUAD: DocumentQuestions("SQuAD"), HOTPOT: DocumentQuestions("HotpotQA")}
+_QUESTIONS: dict[str, Task] = {
+    SQUAD: DocumentQuestions("SQuAD"),
+    HOTPOT: DocumentQuestions("HotpotQA"),
+}
 TASKS: dict[str, Task] = {
     "niah_single_1": Needles("noise"),
     "niah_single_2": Needles(),
@@ -377,4 +455,6 @@ def generate(
     Raises ``UserError`` if there is no such task, its documents are missing, or it does not fit in the length.
     """
     check_task(task)
-    return TASKS[task].generate(Request(task, seed, index, length, tokenizer, is_answered), material)
+    return TASKS[task].generate(
+        Request(task, seed, index, length, tokenizer, is_answered), material
+    )

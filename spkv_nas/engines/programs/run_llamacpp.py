@@ -18,10 +18,17 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     # Load the model, with a cache in float32
     prompt, steps = request["tokens"], request["steps"]
     model = llama_cpp.Llama(
-        str(file), n_ctx=len(prompt) + steps, logits_all=True, swa_full=False, type_k=_FLOAT32, type_v=_FLOAT32
+        str(file),
+        n_ctx=len(prompt) + steps,
+        logits_all=True,
+        swa_full=False,
+        type_k=_FLOAT32,
+        type_v=_FLOAT32,
     )
     if model.metadata.get("general.file_type") != str(_FLOAT32):
-        raise ValueError(f"{file.name} is not in float32, so that it cannot agree: convert it with --outtype f32")
+        raise ValueError(
+            f"{file.name} is not in float32, so that it cannot agree: convert it with --outtype f32"
+        )
     # Generate greedily; the logits [T, V] of all tokens are kept
     model.eval(prompt)
     tokens = [int(np.argmax(model.scores[model.n_tokens - 1]))]
@@ -35,7 +42,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "version": f"llama-cpp-python {llama_cpp.__version__}",
         "tokens": tokens,
-        "logprobs": np.take_along_axis(logprobs, np.array([*prompt[1:], *tokens])[:, None], -1)[:, 0].tolist(),
+        "logprobs": np.take_along_axis(logprobs, np.array([*prompt[1:], *tokens])[:, None], -1)[
+            :, 0
+        ].tolist(),
     }
 
 

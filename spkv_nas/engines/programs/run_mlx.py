@@ -40,5 +40,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 def _cache(cache: list[Any]) -> list[str]:
     """Describe the cache after generation: the classes and keys of its layers, and their bytes."""
     held = Counter((type(layer).__name__, layer.size()) for layer in cache)
-    lines = [f"{name}: {number} layers hold {keys} keys" for (name, keys), number in sorted(held.items())]
+    lines = [
+        f"{name}: {number} layers hold {keys} keys" for (name, keys), number in sorted(held.items())
+    ]
     return [*lines, f"{sum(layer.nbytes for layer in cache) / 1024:.0f} KiB allocated"]

@@ -14,7 +14,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     # Load the model
-    version = f"transformers {transformers.__version__}{' with spkv_nas' * ('spkv_nas' in sys.modules)}"
+    version = (
+        f"transformers {transformers.__version__}{' with spkv_nas' * ('spkv_nas' in sys.modules)}"
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         request["folder"], dtype=torch.float32, local_files_only=True, use_safetensors=True
     ).eval()

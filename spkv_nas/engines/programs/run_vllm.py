@@ -49,7 +49,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     # Look up the log-probabilities of prompt and new tokens
     completion = output.outputs[0]
     new = list(completion.token_ids)
-    pairs = zip([*output.prompt_logprobs[1:], *completion.logprobs], [*prompt[1:], *new], strict=True)
+    pairs = zip(
+        [*output.prompt_logprobs[1:], *completion.logprobs], [*prompt[1:], *new], strict=True
+    )
     return {
         "version": f"vLLM {vllm.__version__}",
         "tokens": new,
@@ -95,14 +97,18 @@ def _cache(engine: Any, held: list[int]) -> list[str]:
     settings = engine.vllm_config
     context, page = settings.model_config.max_model_len, settings.cache_config.block_size
     tokens, requests = get_kv_cache_capacity(settings, config)
-    block_bytes = max(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks  # groups share the blocks
+    block_bytes = (
+        max(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
+    )  # groups share the blocks
     lines.append(
         f"{config.num_blocks:,} blocks of {block_bytes / 1024:,.0f} KiB hold {tokens:,} tokens: {requests:.2f} "
         f"requests of {context:,} tokens, with {settings.max_in_flight_tokens:,} tokens in flight"
     )
     # Bytes that this request held, and that it would hold if every head saw all keys
     token_bytes = sum(
-        len(group.layer_names) * group.kv_cache_spec.real_page_size_bytes // group.kv_cache_spec.block_size
+        len(group.layer_names)
+        * group.kv_cache_spec.real_page_size_bytes
+        // group.kv_cache_spec.block_size
         for group in config.kv_cache_groups
         if not hasattr(group.kv_cache_spec, "sink_tokens")
     )

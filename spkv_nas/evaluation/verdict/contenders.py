@@ -49,7 +49,11 @@ class Contender:
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:
         """Put the layout on the checkpoint's model inside the ``with`` block."""
-        as_it_is = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "hard")
+        as_it_is = (
+            nullcontext()
+            if config_section.gate_config(model) is None
+            else modes.gate_mode(model, "hard")
+        )
         with as_it_is if self.layout is None else windows.layout_applied(model, self.layout):
             yield
 
@@ -68,16 +72,22 @@ class ScoreStore:
     folder: Path | None = None
     load: Callable[[str], PreTrainedModel] | None = None
     setting: tuple[str, ...] = ()
-    num_measured: int = field(default=0, init=False)  # rounds of all contenders that were not known before
+    num_measured: int = field(
+        default=0, init=False
+    )  # rounds of all contenders that were not known before
     _other: tuple[str, PreTrainedModel] | None = field(default=None, init=False)
     _kept: dict[tuple[str, str], Arrays] = field(default_factory=dict, init=False)
 
     def score(self, contender: Contender, rounds: Rounds, number: int) -> NDArray[np.float64]:
         """Return the scores of the samples that rounds 0 to ``number`` - 1 complete, from files where they exist."""
         key = self._key(contender, rounds)
-        return rounds.scores([self._round(contender, rounds, index, key)[SCORE.name] for index in range(number)])
+        return rounds.scores(
+            [self._round(contender, rounds, index, key)[SCORE.name] for index in range(number)]
+        )
 
-    def detail(self, contender: Contender, rounds: Rounds, number: int, name: str) -> NDArray[np.float64]:
+    def detail(
+        self, contender: Contender, rounds: Rounds, number: int, name: str
+    ) -> NDArray[np.float64]:
         """Return the sum over rounds 0 to ``number`` - 1 of a detail that is measured with the scores."""
         key = self._key(contender, rounds)
         details = [self._round(contender, rounds, index, key)[name] for index in range(number)]
@@ -115,9 +125,13 @@ class ScoreStore:
 
         if not rounds.prepared:
             return {}
-        return self._get(self._key(self.contender, rounds), f"prepared-{index:05d}", rounds.prepared, prepare)
+        return self._get(
+            self._key(self.contender, rounds), f"prepared-{index:05d}", rounds.prepared, prepare
+        )
 
-    def _get(self, key: str, name: str, arrays: tuple[Array, ...], make: Callable[[], Arrays]) -> Arrays:
+    def _get(
+        self, key: str, name: str, arrays: tuple[Array, ...], make: Callable[[], Arrays]
+    ) -> Arrays:
         """Return arrays from memory or their file; if they are new, make and write them."""
         if (key, name) not in self._kept:
             file = None if self.folder is None else self.folder / key / f"{name}.npz"

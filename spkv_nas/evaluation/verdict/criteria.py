@@ -31,14 +31,22 @@ if TYPE_CHECKING:
 
 Margins = list[tuple[Criterion, float]]  # criteria with the largest loss allowed in each
 _CUE = 4  # first tokens of a repeated passage, by which a model recognises it
-_CRITERION, _OPTION = re.compile(r",(?=\s*[\w-]+=)"), re.compile(r":(?=[\w-]+=)")  # what stands before one
+_CRITERION, _OPTION = (
+    re.compile(r",(?=\s*[\w-]+=)"),
+    re.compile(r":(?=[\w-]+=)"),
+)  # what stands before one
 NewTokens = Annotated[
     int | None,
-    Flag("Maximum length of a continuation; the rest of a block is its prompt.", low=1, high=limits.MAX_BLOCK_SIZE),
+    Flag(
+        "Maximum length of a continuation; the rest of a block is its prompt.",
+        low=1,
+        high=limits.MAX_BLOCK_SIZE,
+    ),
 ]
 
 Distance = Annotated[
-    int | None, Flag("Tokens from a passage to its repetition.", low=2 * _CUE, high=limits.MAX_BLOCK_SIZE)
+    int | None,
+    Flag("Tokens from a passage to its repetition.", low=2 * _CUE, high=limits.MAX_BLOCK_SIZE),
 ]
 
 
@@ -53,7 +61,9 @@ class DocumentNLLs(Criterion):
         """Return the documents of the text, in rounds of blocks."""
         from spkv_nas.evaluation.micro_batch import fitting_batch
 
-        return DocumentRounds(setting.blocks, setting.text_hash, fitting_batch(setting.dense, setting.blocks))
+        return DocumentRounds(
+            setting.blocks, setting.text_hash, fitting_batch(setting.dense, setting.blocks)
+        )
 
 
 class DocumentRounds(Rounds):
@@ -85,14 +95,19 @@ class DocumentRounds(Rounds):
         """Return the NLL sums of the documents of a round's blocks."""
         return self.measure_all(index, model, prepared)[SCORE.name]
 
-    def measure_all(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> dict[str, NDArray[Any]]:
+    def measure_all(
+        self, index: int, model: "PreTrainedModel", prepared: Prepared
+    ) -> dict[str, NDArray[Any]]:
         """Return the NLL sums of the documents of a round's blocks, and those by position."""
         from spkv_nas.evaluation.nll import PositionSums, document_nll
 
         blocks = self.blocks.part(self.part(index))
         positions = PositionSums(blocks)
         by_document = document_nll(model, blocks, batch_size=self.batch_size, positions=positions)
-        return {SCORE.name: by_document.total[self._documents(index)], POSITIONS.name: positions.result()}
+        return {
+            SCORE.name: by_document.total[self._documents(index)],
+            POSITIONS.name: positions.result(),
+        }
 
     def num_complete(self, number: int) -> int:
         """Return how many documents the first ``number`` rounds complete."""
@@ -123,11 +138,17 @@ class Agreement(Criterion):
         length, temperature = setting.blocks.block_size, self.temperature
         new_tokens = self.new_tokens or length // 2
         if new_tokens >= length:
-            raise UserError(f"new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
+            raise UserError(
+                f"new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer"
+            )
         seed = f" seed {setting.seed}" if temperature else ""
-        identity = f"{setting.text_hash} {setting.identity} {new_tokens} temperature {temperature}{seed}"
+        identity = (
+            f"{setting.text_hash} {setting.identity} {new_tokens} temperature {temperature}{seed}"
+        )
         blocks = one_per_document(setting.blocks, new_tokens)
-        return ContinuationRounds(setting.tokenizer, blocks, new_tokens, temperature, setting.seed, identity)
+        return ContinuationRounds(
+            setting.tokenizer, blocks, new_tokens, temperature, setting.seed, identity
+        )
 
 
 @dataclass(frozen=True)
@@ -178,7 +199,11 @@ class ContinuationRounds(Rounds):
         """Continue the prompts of a round with the dense model, and predict the continuations with it."""
         from spkv_nas.evaluation.continuations import predict, write_continuations
 
-        sampling: dict[str, Any] = {"temperature": self._temperature, "seed": self._seed, "first": index * self.size}
+        sampling: dict[str, Any] = {
+            "temperature": self._temperature,
+            "seed": self._seed,
+            "first": index * self.size,
+        }
         blocks = self._blocks.part(self.part(index))
         lines = write_continuations(dense, self._tokenizer, blocks, self._new_tokens, **sampling)
         predicted = predict(dense, blocks, lines, self._new_tokens, temperature=self._temperature)
@@ -194,14 +219,19 @@ class ContinuationRounds(Rounds):
         from spkv_nas.evaluation.continuations import predict
 
         rows = zip(prepared["tokens"].tolist(), prepared["length"].tolist(), strict=True)
-        lines = [{"block": block, "tokens": tokens[:length]} for block, (tokens, length) in enumerate(rows)]
+        lines = [
+            {"block": block, "tokens": tokens[:length]}
+            for block, (tokens, length) in enumerate(rows)
+        ]
         blocks = self._blocks.part(self.part(index))
         predicted = predict(model, blocks, lines, self._new_tokens, temperature=self._temperature)
         scores = []
         for line, dense in zip(predicted, prepared["predicted"], strict=True):
             values = np.array(line["predicted"])
             difference = values - dense[: len(values)]
-            score = difference == 0 if self._temperature == 0 else np.exp(np.minimum(difference, 0.0))
+            score = (
+                difference == 0 if self._temperature == 0 else np.exp(np.minimum(difference, 0.0))
+            )
             scores.append(score.mean())
         return np.array(scores, dtype=np.float64)
 
@@ -219,7 +249,9 @@ class Recall(Criterion):
     """Share of the tokens of a passage that are predicted when it occurs again, far from where it occurred first."""
 
     name, title = "recall", "Recall of repeated passages"
-    help = "drop of the share of tokens predicted where a passage occurs again, in percentage points"
+    help = (
+        "drop of the share of tokens predicted where a passage occurs again, in percentage points"
+    )
     test = MeanDrop()
 
     distance: Distance = default(None, "nearly a block, less where documents are shorter")
@@ -254,8 +286,12 @@ class RecallRounds(Rounds):
         from spkv_nas.evaluation.continuations import predict
 
         passages = self._passages[self.part(index)]
-        lines = [{"block": block, "tokens": passage.tolist()} for block, passage in enumerate(passages)]
-        predicted = predict(model, self._blocks.part(self.part(index)), lines, passages.shape[1], temperature=0.0)
+        lines = [
+            {"block": block, "tokens": passage.tolist()} for block, passage in enumerate(passages)
+        ]
+        predicted = predict(
+            model, self._blocks.part(self.part(index)), lines, passages.shape[1], temperature=0.0
+        )
         is_right = np.array([line["predicted"] for line in predicted]) == passages
         return np.asarray(is_right[:, _CUE:].mean(1))
 
@@ -282,7 +318,9 @@ def parse_margins(text: str) -> Margins:
         criterion = CRITERIA[name]
         number = _number(amount.removesuffix("%"))
         if not 0.0 < number < 100.0:
-            raise UserError(f"--margin {loss}: expected NAME=LOSS with a loss above 0 and below 100")
+            raise UserError(
+                f"--margin {loss}: expected NAME=LOSS with a loss above 0 and below 100"
+            )
         if name in margins:
             raise UserError(f"--margin {text}: {name} has two margins")
         margins[name] = criterion.with_words(options), number

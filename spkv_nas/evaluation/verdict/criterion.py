@@ -36,9 +36,15 @@ Float = arrays.Float
 Prepared = Mapping[str, NDArray[Any]]  # arrays of a round that the dense model prepared, by name
 NO_SCORE = -1.0  # of a sample that turns out to have none
 SCORE = arrays.Array("score", "number", "samples", low=-1.0)  # of a round, in its file
-POSITIONS = arrays.Array("positions", "number", "ranges columns")  # sum of the NLL and number of tokens, by position
+POSITIONS = arrays.Array(
+    "positions", "number", "ranges columns"
+)  # sum of the NLL and number of tokens, by position
 _BISECTIONS = 40
-_REPEATS = (4, 20, 100)  # times the samples, tried one after another; extrapolation beyond that means nothing
+_REPEATS = (
+    4,
+    20,
+    100,
+)  # times the samples, tried one after another; extrapolation beyond that means nothing
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,9 @@ class RelativeRise(PairedTest):
         """Return the evidence after each document."""
         gain = (1.0 + margin / 100.0) * pairs[:, 1] - pairs[:, 0]
         bounds = statistics.bounds_so_far(gain, pairs[:, 1])
-        return Evidence(statistics.betting_log_e(gain, bounds), statistics.betting_log_e(-gain, bounds))
+        return Evidence(
+            statistics.betting_log_e(gain, bounds), statistics.betting_log_e(-gain, bounds)
+        )
 
 
 class MeanDrop(PairedTest):
@@ -119,7 +127,10 @@ class MeanDrop(PairedTest):
             raise ValueError(f"scores are {pairs.min()} to {pairs.max()}; expected 0 to 1")
         allowed = margin / 100.0
         gain = pairs[:, 0] - pairs[:, 1] + allowed  # in [-1 + allowed, 1 + allowed]
-        return Evidence(statistics.betting_log_e(gain, 1.0 - allowed), statistics.betting_log_e(-gain, 1.0 + allowed))
+        return Evidence(
+            statistics.betting_log_e(gain, 1.0 - allowed),
+            statistics.betting_log_e(-gain, 1.0 + allowed),
+        )
 
 
 class MeanShortfall(MeanDrop):
@@ -140,7 +151,9 @@ class MeanShortfall(MeanDrop):
         return Evidence(passes, statistics.betting_log_e(1.0 - pairs[:, 0] - allowed, allowed))
 
 
-def loss_interval(test: PairedTest, pairs: Float, low_risk: float, high_risk: float) -> tuple[float, float]:
+def loss_interval(
+    test: PairedTest, pairs: Float, low_risk: float, high_risk: float
+) -> tuple[float, float]:
     """Return an interval of the loss whose ends are wrong with a probability of at most these risks, at any time.
 
     It holds the margins that the candidate has neither passed nor failed after any of these samples (the intersection
@@ -150,8 +163,12 @@ def loss_interval(test: PairedTest, pairs: Float, low_risk: float, high_risk: fl
     if not len(pairs):
         return -math.inf, math.inf
     loss = test.loss(pairs)
-    passing = _smallest(lambda distance: test.evidence(pairs, loss + distance).passes.max() >= _target(high_risk))
-    failing = _smallest(lambda distance: test.evidence(pairs, loss - distance).fails.max() >= _target(low_risk))
+    passing = _smallest(
+        lambda distance: test.evidence(pairs, loss + distance).passes.max() >= _target(high_risk)
+    )
+    failing = _smallest(
+        lambda distance: test.evidence(pairs, loss - distance).fails.max() >= _target(low_risk)
+    )
     return max(loss - failing, test.lowest), min(loss + passing, test.highest)
 
 
@@ -173,7 +190,9 @@ def _smallest(is_enough: Callable[[float], bool]) -> float:
     return high
 
 
-def more_samples(test: PairedTest, pairs: Float, margin: float, *, passes: float, fails: float) -> int | None:
+def more_samples(
+    test: PairedTest, pairs: Float, margin: float, *, passes: float, fails: float
+) -> int | None:
     """Estimate how many more samples would decide, by testing those so far again and again.
 
     None without samples, or if the loss is so near to the margin that a hundred times as many would not decide. A
@@ -219,7 +238,9 @@ class Rounds(ABC):
     def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> Float:
         """Measure a round: finite numbers, at least one; ``NO_SCORE`` for samples to leave out."""
 
-    def measure_all(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> dict[str, NDArray[Any]]:
+    def measure_all(
+        self, index: int, model: "PreTrainedModel", prepared: Prepared
+    ) -> dict[str, NDArray[Any]]:
         """Measure a round as ``measure`` does, with ``details`` of it, which no answer depends on."""
         return {SCORE.name: self.measure(index, model, prepared)}
 
@@ -248,7 +269,9 @@ class Setting:
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return the tokenizer. Raises ``UserError`` if it was not given."""
         if self.known_tokenizer is None:
-            raise UserError("a criterion of the margin generates text, so it needs tokenizer, the model's tokenizer")
+            raise UserError(
+                "a criterion of the margin generates text, so it needs tokenizer, the model's tokenizer"
+            )
         return self.known_tokenizer
 
     @property
@@ -291,7 +314,11 @@ class Criterion(registry.Entry, ABC):
         """Return the name, the help and the default of each option; empty without options."""
         return " ".join(
             f"{name.replace('_', '-')}: {option.flag.help}"
-            + ("" if option.default_text in ("None", "False") else f" Default: {option.default_text}.")
+            + (
+                ""
+                if option.default_text in ("None", "False")
+                else f" Default: {option.default_text}."
+            )
             for name, option in cls.options().items()
         )
 
@@ -303,11 +330,18 @@ class Criterion(registry.Entry, ABC):
         for word in words:
             name, _, text = word.partition("=")
             if name not in options:
-                known = f"has no option '{name}'; it has {', '.join(options)}" if options else "takes no options"
+                known = (
+                    f"has no option '{name}'; it has {', '.join(options)}"
+                    if options
+                    else "takes no options"
+                )
                 raise UserError(f"--margin: criterion {self.name} {known}")
             texts.setdefault(name, []).append(text)
         # Parse the values
-        values = {name: _value(name, options[name].type, options[name].flag, texts[name]) for name in texts}
+        values = {
+            name: _value(name, options[name].type, options[name].flag, texts[name])
+            for name in texts
+        }
         return replace(self, **{name.replace("-", "_"): value for name, value in values.items()})
 
 

@@ -29,7 +29,15 @@ from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter
 from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.evaluation.verdict.criteria import Margins
-from spkv_nas.evaluation.verdict.trial import ROUNDS, Answer, Levels, Outcome, Pairs, Trial, nll_alarm
+from spkv_nas.evaluation.verdict.trial import (
+    ROUNDS,
+    Answer,
+    Levels,
+    Outcome,
+    Pairs,
+    Trial,
+    nll_alarm,
+)
 
 Test = Callable[[int, float], Answer]  # position, level -> answer
 # Margins above which a layout's recorded cost rules it out where only unordered losses could let it pass. The costs of
@@ -104,7 +112,9 @@ def critical(
         return has_answer
 
     # Smallest that passes, and those below it
-    _, high, left = _bisect(number, risk, lambda position, level: look(position, level, "passes"), first)
+    _, high, left = _bisect(
+        number, risk, lambda position, level: look(position, level, "passes"), first
+    )
     below = high - 2
     while high < number and below >= 0 and below not in ruled_out and look(below, left, "passes"):
         below -= 1
@@ -116,7 +126,9 @@ def critical(
         """Return whether a candidate is found to fail; one that is not to be measured is not."""
         return (measures_more or position in measured) and look(position, level, "fails")
 
-    largest, _, left = _bisect(number, risk, lambda position, level: not fails(position, level), first)
+    largest, _, left = _bisect(
+        number, risk, lambda position, level: not fails(position, level), first
+    )
     below = largest - 1
     while below in measured and looks[below].answer == "open" and look(below, left, "fails"):
         below -= 1
@@ -161,7 +173,11 @@ class CriticalBudget(Outcome):
     @property
     def budgets(self) -> list[float]:
         """Return the budgets, ascending."""
-        return [layout.num_global for layout in self.layouts] if self.memories is None else [*self.memories]
+        return (
+            [layout.num_global for layout in self.layouts]
+            if self.memories is None
+            else [*self.memories]
+        )
 
     @property
     def layout(self) -> Layout | None:
@@ -217,7 +233,9 @@ def find_critical_budget(
     candidates = list(candidates)
     measured: dict[int, Pairs] = {}
     with reporter.bar("comparing", ROUNDS) as bar:
-        course = _Course(trial, candidates, _budget_names(layouts, memories), bar, first, ruled_out, chooser)
+        course = _Course(
+            trial, candidates, _budget_names(layouts, memories), bar, first, ruled_out, chooser
+        )
 
         def test(position: int, level: float) -> Answer:
             """Measure a budget until its answer at a level is known; keep the larger number of samples."""
@@ -231,8 +249,12 @@ def find_critical_budget(
                 layouts[position] = _named(course.choose(position), memories, position)
                 candidates[position] = Contender.of(layouts[position], candidates[position].source)
             levels = Levels(level, level / len(trial.margins))
-            pairs, answer = trial.measure(candidates[position], levels, course.teller(position), gives_up=True)
-            measured[position] = max(pairs, measured.get(position, {}), key=lambda each: sum(map(len, each.values())))
+            pairs, answer = trial.measure(
+                candidates[position], levels, course.teller(position), gives_up=True
+            )
+            measured[position] = max(
+                pairs, measured.get(position, {}), key=lambda each: sum(map(len, each.values()))
+            )
             course.answers[position] = answer
             return answer
 
@@ -244,8 +266,13 @@ def find_critical_budget(
         rows=_table(trial, candidates, bisection, measured, memories),
         nouns=trial.nouns,
         num_samples=trial.num_samples,
-        by_position={each.name: trial.by_position(each, scores_of[each.name]) for each in looked_at},
-        margins=[f"{margin:g} {criterion.test.unit} ({criterion.name})" for criterion, margin in trial.margins],
+        by_position={
+            each.name: trial.by_position(each, scores_of[each.name]) for each in looked_at
+        },
+        margins=[
+            f"{margin:g} {criterion.test.unit} ({criterion.name})"
+            for criterion, margin in trial.margins
+        ],
         layouts=layouts,
         critical=bisection,
         memories=memories,
@@ -297,7 +324,9 @@ def _table(
     return pd.DataFrame(rows, columns=CRITICAL_BUDGET.header[:-1]).astype({"more_samples": "Int64"})
 
 
-def first_by_costs(margins: Margins, layouts: Sequence[Layout], nll: float | None, factor: float = 1.0) -> int | None:
+def first_by_costs(
+    margins: Margins, layouts: Sequence[Layout], nll: float | None, factor: float = 1.0
+) -> int | None:
     """Return the first layout whose recorded cost is below ``factor`` margins of NLL, or the last; None if unknown.
 
     ``nll`` is the dense model's, in nats per token as the costs.
@@ -306,7 +335,11 @@ def first_by_costs(margins: Margins, layouts: Sequence[Layout], nll: float | Non
     costs = [layout.provenance.get("cost") for layout in layouts]
     if nll is None or margin is None or not all(isinstance(cost, float) for cost in costs):
         return None
-    passing = (index for index, cost in enumerate(costs) if 100.0 * float(str(cost)) <= factor * margin * nll)
+    passing = (
+        index
+        for index, cost in enumerate(costs)
+        if 100.0 * float(str(cost)) <= factor * margin * nll
+    )
     return next(passing, len(layouts) - 1)
 
 
@@ -328,7 +361,9 @@ class _Course:
     ruled_out: Collection[int]
     chooser: Chooser | None
     answers: dict[int, Answer] = field(default_factory=dict)
-    chosen: dict[int, float] = field(default_factory=dict)  # rounds that choosing a layout took, by position
+    chosen: dict[int, float] = field(
+        default_factory=dict
+    )  # rounds that choosing a layout took, by position
 
     def choose(self, position: int) -> Layout:
         """Return the layout that the chooser gives a position, and show its progress."""
@@ -340,7 +375,9 @@ class _Course:
             self.chosen[position] = done / self._round_size
             comparing = self.trial.work([self.candidates[position], self.trial.store.contender])
             left = comparing + (total - done) / self._round_size
-            self._show(left, self._later(position, self.answers), f"{note}: {done} of {total} passes")
+            self._show(
+                left, self._later(position, self.answers), f"{note}: {done} of {total} passes"
+            )
 
         layout = self.chooser.choose(position, tell)
         self.chosen.setdefault(position, 0.0)
@@ -381,9 +418,16 @@ class _Course:
         two the first look, which costs or the middle chose, is where passing begins.
         """
         number = len(self.candidates)
-        high = min((position for position, answer in answers.items() if answer == "passes"), default=number)
+        high = min(
+            (position for position, answer in answers.items() if answer == "passes"), default=number
+        )
         low = max(
-            (position for position, answer in answers.items() if answer != "passes" and position < high), default=-1
+            (
+                position
+                for position, answer in answers.items()
+                if answer != "passes" and position < high
+            ),
+            default=-1,
         )
         middle = (low + high + 1) // 2 if self.first is None else self.first
         border = min(max(middle, low + 1), high)

@@ -26,7 +26,14 @@ from spkv_nas.evaluation import alarms, micro_batch, paired, separators, zero_sh
 from spkv_nas.evaluation.contest import most_tokens
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criteria import DocumentRounds, Margins, parse_margins, parse_risk
-from spkv_nas.evaluation.verdict.criterion import POSITIONS, Evidence, Rounds, Setting, loss_interval, more_samples
+from spkv_nas.evaluation.verdict.criterion import (
+    POSITIONS,
+    Evidence,
+    Rounds,
+    Setting,
+    loss_interval,
+    more_samples,
+)
 
 # Text to compare on by default: one block per document, within limits
 MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
@@ -49,9 +56,14 @@ class Levels:
     fails: float
 
     @classmethod
-    def of(cls, risk: float, answers: Sequence[Answer], *, num_candidates: int, num_criteria: int) -> "Levels":
+    def of(
+        cls, risk: float, answers: Sequence[Answer], *, num_candidates: int, num_criteria: int
+    ) -> "Levels":
         """Return the levels of a candidate, given the answers about others: the steps of Holm's test."""
-        num_open = [num_candidates - sum(other == answer for other in answers) for answer in ("passes", "fails")]
+        num_open = [
+            num_candidates - sum(other == answer for other in answers)
+            for answer in ("passes", "fails")
+        ]
         return cls(risk / num_open[0], risk / (num_open[1] * num_criteria))
 
     def answer(self, evidence: Evidence) -> Answer:
@@ -61,7 +73,9 @@ class Levels:
         return "passes" if self.passes and evidence.p_passes <= self.passes else "open"
 
 
-def decide(evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[str], risk: float) -> dict[str, Answer]:
+def decide(
+    evidence: Mapping[str, Mapping[str, Evidence]], criteria: Sequence[str], risk: float
+) -> dict[str, Answer]:
     """Return the answer about each candidate from its evidence by criterion, which may not be measured yet.
 
     That any candidate passes wrongly, and that any fails wrongly, has a probability of at most ``risk`` each.
@@ -96,7 +110,9 @@ class Outcome(ComparedByValue):
     rows: pd.DataFrame
     nouns: Mapping[str, str]
     num_samples: Mapping[str, int]
-    by_position: Mapping[str, list[list[float]]]  # rows of ``Trial.by_position``, by name of the candidate
+    by_position: Mapping[
+        str, list[list[float]]
+    ]  # rows of ``Trial.by_position``, by name of the candidate
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +130,12 @@ class Verdict(Outcome):
 
 
 def text_in_random_order(
-    blocks: TokenBlocks, *, seed: int, selected: Collection[str] = (), by: str = "head scores", max_tokens: int | None
+    blocks: TokenBlocks,
+    *,
+    seed: int,
+    selected: Collection[str] = (),
+    by: str = "head scores",
+    max_tokens: int | None,
 ) -> TokenBlocks:
     """Return the documents of a text in random order, without those that a layout was selected on (``text_id``).
 
@@ -196,7 +217,11 @@ class Trial:
             rounds = self.samples[criterion.name]
             usual = USUAL_SHARE * rounds.num_rounds
             left += max(0.0, (usual if later else end) - self.store.num_known(candidate, rounds))
-            left += max(0.0, (usual if later else max(end, usual)) - self.store.num_known(self.store.contender, rounds))
+            left += max(
+                0.0,
+                (usual if later else max(end, usual))
+                - self.store.num_known(self.store.contender, rounds),
+            )
         return left
 
     def measure(
@@ -214,15 +239,24 @@ class Trial:
             answer: Answer = "open"
             known = self.store.num_known(candidate, rounds)
             if not known:
-                tell(self._left(candidate, index, USUAL_SHARE * rounds.num_rounds), None, criterion.name)
+                tell(
+                    self._left(candidate, index, USUAL_SHARE * rounds.num_rounds),
+                    None,
+                    criterion.name,
+                )
             # Add samples until the answer is known
             for number in range(1, rounds.num_rounds + 1):
-                scores = [self.store.score(each, rounds, number) for each in (candidate, self.store.contender)]
+                scores = [
+                    self.store.score(each, rounds, number)
+                    for each in (candidate, self.store.contender)
+                ]
                 measured = pairs[criterion.name] = np.stack(scores, 1)
                 answer = levels.answer(criterion.test.evidence(measured, margin))
                 if answer != "open":
                     break
-                more = more_samples(criterion.test, measured, margin, passes=levels.passes, fails=levels.fails)
+                more = more_samples(
+                    criterion.test, measured, margin, passes=levels.passes, fails=levels.fails
+                )
                 left = rounds.num_samples - len(measured)
                 loss = criterion.test.loss(measured) if len(measured) else math.nan
                 # Give up after two rounds and an eighth of all at the earliest: before, the loss is too uncertain
@@ -235,7 +269,11 @@ class Trial:
                 end = number + share * (rounds.num_rounds - number)
                 if is_early:
                     end = max(float(number), USUAL_SHARE * rounds.num_rounds)
-                likely = None if is_early else _likely(loss, margin, is_decided=more is not None and more <= left)
+                likely = (
+                    None
+                    if is_early
+                    else _likely(loss, margin, is_decided=more is not None and more <= left)
+                )
                 note = f"{criterion.name}: {len(measured)} of {rounds.num_samples} {criterion.noun}"
                 note += "" if math.isnan(loss) else f", loss {loss:+.3g} {criterion.test.unit}"
                 if number >= known:
@@ -259,17 +297,25 @@ class Trial:
         if not isinstance(rounds, DocumentRounds) or measured is None or not len(measured):
             return []
         # The first rounds that complete as many documents
-        number = next(each for each in range(1, rounds.num_rounds + 1) if rounds.num_complete(each) >= len(measured))
+        number = next(
+            each
+            for each in range(1, rounds.num_rounds + 1)
+            if rounds.num_complete(each) >= len(measured)
+        )
         sums = self.store.detail(candidate, rounds, number, POSITIONS.name)
         of_dense = self.store.detail(self.store.contender, rounds, number, POSITIONS.name)
         edges = position_edges(rounds.blocks.block_size)
         return [
             [start, end, int(count), float(total / count), float(dense / count)]
-            for start, end, (total, count), (dense, _) in zip(edges, edges[1:], sums, of_dense, strict=False)
+            for start, end, (total, count), (dense, _) in zip(
+                edges, edges[1:], sums, of_dense, strict=False
+            )
             if count
         ]
 
-    def rows(self, pairs: Pairs, levels: Levels, risks: tuple[float, float]) -> Iterator[dict[str, Any]]:
+    def rows(
+        self, pairs: Pairs, levels: Levels, risks: tuple[float, float]
+    ) -> Iterator[dict[str, Any]]:
         """Yield a candidate's columns of ``VERDICT`` from "criterion" on, for each criterion that was measured.
 
         ``risks`` are the largest probabilities that the lower and the upper end of an interval are wrong; 0: unknown.
@@ -283,7 +329,9 @@ class Trial:
             # Estimate how many more samples would decide
             answer, more = levels.answer(tested), None
             if answer == "open":
-                more = more_samples(test, measured, margin, passes=levels.passes, fails=levels.fails)
+                more = more_samples(
+                    test, measured, margin, passes=levels.passes, fails=levels.fails
+                )
             yield {
                 "criterion": criterion.name,
                 "answer": answer,
@@ -308,7 +356,9 @@ def _likely(loss: float, margin: float, *, is_decided: bool) -> Answer | None:
     return None if is_decided else "open"
 
 
-def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT) -> Verdict:
+def decide_all(
+    trial: Trial, candidates: Sequence[Contender], risk: float, reporter: Reporter = SILENT
+) -> Verdict:
     """Decide whether candidates, under different names, pass against the dense model; they are measured in this order.
 
     That any candidate passes wrongly, and that any fails wrongly, has a probability of at most ``risk`` each.
@@ -325,13 +375,18 @@ def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, repor
                 total = store.num_measured + left + trial.work(candidates[index + 1 :])
                 bar(store.num_measured, math.ceil(total), f"{candidates[index].name}, {note}")
 
-            levels = Levels.of(risk, answers, num_candidates=len(candidates), num_criteria=len(trial.margins))
+            levels = Levels.of(
+                risk, answers, num_candidates=len(candidates), num_criteria=len(trial.margins)
+            )
             pairs[candidate.name], answer = trial.measure(candidate, levels, tell)
             answers.append(answer)
     # Decide over all candidates
     margins = {criterion.name: (criterion.test, margin) for criterion, margin in trial.margins}
     evidence = {
-        name: {each: margins[each][0].evidence(measured, margins[each][1]) for each, measured in scores.items()}
+        name: {
+            each: margins[each][0].evidence(measured, margins[each][1])
+            for each, measured in scores.items()
+        }
         for name, scores in pairs.items()
     }
     decided = decide(evidence, list(margins), risk)
@@ -339,21 +394,38 @@ def decide_all(trial: Trial, candidates: Sequence[Contender], risk: float, repor
     rows, share = [], risk / len(candidates)
     for name, scores in pairs.items():
         others = [answer for other, answer in decided.items() if other != name]
-        levels = Levels.of(risk, others, num_candidates=len(candidates), num_criteria=len(trial.margins))
+        levels = Levels.of(
+            risk, others, num_candidates=len(candidates), num_criteria=len(trial.margins)
+        )
         rows += [{"candidate": name, **row} for row in trial.rows(scores, levels, (share, share))]
-    table = pd.DataFrame(rows, columns=result_tables.VERDICT.header).astype({"more_samples": "Int64"})
+    table = pd.DataFrame(rows, columns=result_tables.VERDICT.header).astype(
+        {"more_samples": "Int64"}
+    )
     by_position = {each.name: trial.by_position(each, pairs[each.name]) for each in candidates}
     alarm = nll_alarm(trial, candidates, pairs)
     return Verdict(risk, table, trial.nouns, trial.num_samples, by_position, decided, alarm)
 
 
-def nll_alarm(trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pairs]) -> str | None:
+def nll_alarm(
+    trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pairs]
+) -> str | None:
     """Return a sentence if the NLL of layouts that were not retrained makes no sense, else None."""
     if trial.circumstances is None:
         return None
-    untrained = [pairs[each.name].get("nll", np.empty((0, 2))) for each in candidates if each.layout is not None]
-    ratios = [statistics.jackknife_ratio(scores[:, 0], scores[:, 1]) for scores in untrained if len(scores) > 1]
-    changes = [paired.PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error)) for ratio, error in ratios]
+    untrained = [
+        pairs[each.name].get("nll", np.empty((0, 2)))
+        for each in candidates
+        if each.layout is not None
+    ]
+    ratios = [
+        statistics.jackknife_ratio(scores[:, 0], scores[:, 1])
+        for scores in untrained
+        if len(scores) > 1
+    ]
+    changes = [
+        paired.PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error))
+        for ratio, error in ratios
+    ]
     return alarms.changes_alarm(trial.circumstances, changes)
 
 
@@ -393,8 +465,12 @@ def verdict(
 
     Raises ``UserError``: a layout does not fit the model, the margin or the risk is invalid, or no document is left.
     """
-    trial = trial_in_memory(model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed)
-    candidates = [Contender(name, layout=layout) for name, layout in zero_shot.by_name(layouts).items()]
+    trial = trial_in_memory(
+        model, blocks, margin, scores=scores, tokenizer=tokenizer, max_tokens=max_tokens, seed=seed
+    )
+    candidates = [
+        Contender(name, layout=layout) for name, layout in zero_shot.by_name(layouts).items()
+    ]
     return decide_all(trial, candidates, parse_risk(risk), Reporter.of(progress))
 
 
@@ -420,10 +496,18 @@ def trial_in_memory(
     # Shuffle the text, without the documents that selected heads
     text = contest = None
     if any(criterion.reads_text for criterion, _ in margins):
-        whole = blocks if isinstance(blocks, TokenBlocks) else separators.text_blocks(model, blocks, tokenizer)
+        whole = (
+            blocks
+            if isinstance(blocks, TokenBlocks)
+            else separators.text_blocks(model, blocks, tokenizer)
+        )
         micro_batch.check_blocks(model, whole)
-        selected = frozenset() if scores is None or scores.selected_on is None else scores.selected_on
+        selected = (
+            frozenset() if scores is None or scores.selected_on is None else scores.selected_on
+        )
         if with_contest and (contest := contest_text(whole, selected)) is not None:
             selected |= contest.text_ids
         text = text_in_random_order(whole, seed=seed, selected=selected, max_tokens=max_tokens)
-    return Trial.of(margins, Setting(model, tokenizer, text, seed), ScoreStore(model), contest=contest)
+    return Trial.of(
+        margins, Setting(model, tokenizer, text, seed), ScoreStore(model), contest=contest
+    )

@@ -13,7 +13,10 @@ def conclusion(measured: Sequence[Measurement], answer: str) -> tuple[str, str]:
     if answer == "passes":
         return "passes", f"its loss is below {_limits(measured)}"
     if answer == "fails":
-        return "fails", f"its loss is above {_limits([each for each in measured if each.answer == 'fails'])}"
+        return (
+            "fails",
+            f"its loss is above {_limits([each for each in measured if each.answer == 'fails'])}",
+        )
     # Say which criteria are open, and why
     reasons = []
     for each in measured:
@@ -42,7 +45,11 @@ def _reason(open_one: Measurement) -> str:
 
 
 def basis(
-    risk: float, shared: str, num_left_out: int | None, selected_by: Sequence[str], unrecorded: Sequence[str] = ()
+    risk: float,
+    shared: str,
+    num_left_out: int | None,
+    selected_by: Sequence[str],
+    unrecorded: Sequence[str] = (),
 ) -> str:
     """Return what the error rate is, and what was left out for it to hold.
 
@@ -62,7 +69,9 @@ def basis(
     # Name the layouts whose documents are not known
     if unrecorded or not selected_by:
         layouts = ", ".join(unrecorded) or "the candidates"
-        parts.append(f"the documents used to select {layouts} are not known, so they may be in this text")
+        parts.append(
+            f"the documents used to select {layouts} are not known, so they may be in this text"
+        )
     return "; ".join(parts)
 
 

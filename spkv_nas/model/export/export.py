@@ -99,7 +99,13 @@ class CardFacts:
 
 
 def write_card(
-    folder: Path, hybrid: Hybrid, facts: CardFacts, *, form: str, verified: str | None, engines: Mapping[str, str]
+    folder: Path,
+    hybrid: Hybrid,
+    facts: CardFacts,
+    *,
+    form: str,
+    verified: str | None,
+    engines: Mapping[str, str],
 ) -> None:
     """Write the card of a folder to which a hybrid was exported.
 
@@ -109,15 +115,21 @@ def write_card(
     layout, dtype = hybrid.layout, device.dtype_name(hybrid.model.dtype)
     dtype = dtype if dtype in units.ITEM_BYTES else "float32"
     metadata, name = _base_model(facts.checkpoint)
-    sinks = {0: "", 1: ", and the first token"}.get(layout.sinks, f", and the first {layout.sinks:,} tokens")
+    sinks = {0: "", 1: ", and the first token"}.get(
+        layout.sinks, f", and the first {layout.sinks:,} tokens"
+    )
     checked = [] if verified is None else [f"When it was exported, {verified}."]
     text = _CARD.format(
-        metadata=ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=_TAGS, **metadata),
+        metadata=ModelCardData(
+            library_name="transformers", pipeline_tag="text-generation", tags=_TAGS, **metadata
+        ),
         title=_plain(facts.title),
         name=name,
         layout=layout,
         version=version.__version__,
-        rows="\n".join(f"{layer:>4}  {row}  {row.count('G')}" for layer, row in enumerate(layout.heads)),
+        rows="\n".join(
+            f"{layer:>4}  {row}  {row.count('G')}" for layer, row in enumerate(layout.heads)
+        ),
         legend=_bullets(
             f"`{letter}`: local head, sees the last {window:,} tokens, its own included{sinks}"
             for letter, window in layout.legend.items()
@@ -125,7 +137,9 @@ def write_card(
         dtype=dtype,
         memory="\n".join(_memory(hybrid, dtype)),
         evaluation=_bullets([*map(_plain, facts.evidence or _NOT_MEASURED), *checked]),
-        usage="\n".join([f"{form[:1].upper()}{form[1:]}.", *_usage(folder, engines, is_verified=bool(checked))]),
+        usage="\n".join(
+            [f"{form[:1].upper()}{form[1:]}.", *_usage(folder, engines, is_verified=bool(checked))]
+        ),
         engines=_bullets(f"{engine}: {outcome}" for engine, outcome in engines.items()),
     )
     files.write_atomic(folder / _CARD_FILE, text)
@@ -145,7 +159,9 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
     folder = source.model_folder(str(path))
     # Go on from a run's checkpoint to the model that it was trained from
     if files.is_file(record := folder / result_tables.RUN_RECORD):
-        trained_from = files.read_json(record, "run record").get("recipe", {}).get("model", {}).get("path")
+        trained_from = (
+            files.read_json(record, "run record").get("recipe", {}).get("model", {}).get("path")
+        )
         with suppress(OSError, errors.UserError):  # it may be on another machine
             metadata, name = _base_model(str(trained_from))
             return metadata, f"{name}, retrained,"
@@ -163,12 +179,19 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
     else:
         base = source.split_revision(str(checkpoint))[0]
     # Name the checkpoint without the folders of this machine
-    shown = str(checkpoint) if str(checkpoint).startswith(assets.EMBEDDED_PREFIX) else path.absolute().name
+    shown = (
+        str(checkpoint)
+        if str(checkpoint).startswith(assets.EMBEDDED_PREFIX)
+        else path.absolute().name
+    )
     name = f"`{_plain(shown).replace('`', chr(39))}`"
     if base is None:
         return metadata, name
     link = f"[{base}](https://huggingface.co/{base})"
-    return {**metadata, "base_model": base}, f"{name} (base model {link})" if path.exists() else link
+    return {
+        **metadata,
+        "base_model": base,
+    }, f"{name} (base model {link})" if path.exists() else link
 
 
 def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
@@ -180,8 +203,13 @@ def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
     most = size.positions or _CONTEXTS[-1]
     for context in (*([most] if most < _CONTEXTS[0] else []), *_CONTEXTS):
         cost = CacheCost(context, 1, layout.window, dtype=dtype, sinks=layout.sinks, **facts)
-        used, full = cost.layout_bytes(layout, local_layers.candidate_layers(layers)), cost.full(layout.num_heads)
-        sizes = f"{units.format_bytes(full)} | {units.format_bytes(used)} | {100 * used / full:.1f} %"
+        used, full = (
+            cost.layout_bytes(layout, local_layers.candidate_layers(layers)),
+            cost.full(layout.num_heads),
+        )
+        sizes = (
+            f"{units.format_bytes(full)} | {units.format_bytes(used)} | {100 * used / full:.1f} %"
+        )
         yield f"| {context:,}{' *' if context > most else ''} | {sizes} |"
     if most < _CONTEXTS[-1]:
         yield f"\n\\* more than the {most:,} tokens that the model was made for (`max_position_embeddings`)"
@@ -191,14 +219,19 @@ def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> It
     """Yield how to load and serve a folder of the custom model type, or one that plain transformers was verified on."""
     file = folder / "config.json"
     config = files.read_json(file, "config") if file.is_file() else {}
-    is_custom, has_code = config.get("model_type") == custom_model_type.CUSTOM_MODEL_TYPE, "auto_map" in config
+    is_custom, has_code = (
+        config.get("model_type") == custom_model_type.CUSTOM_MODEL_TYPE,
+        "auto_map" in config,
+    )
     if not is_custom and not (is_verified and config):
         return
     yield "\n```python"
     if is_custom and not has_code:
         yield "import spkv_nas  # adds the model type to transformers"
     yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-    code = ", trust_remote_code=True" if has_code else ""  # without it, the tokenizer asks whether to run the code
+    code = (
+        ", trust_remote_code=True" if has_code else ""
+    )  # without it, the tokenizer asks whether to run the code
     yield f'model = AutoModelForCausalLM.from_pretrained("DIR"{code})'
     yield f'tokenizer = AutoTokenizer.from_pretrained("DIR"{code})\n```'
     if has_code:
@@ -220,16 +253,23 @@ class Exported:
     target: str  # name of the target
     form: str  # what it is, what loads it, and how the weights were written
     rejected: Mapping[str, str]  # why each target that comes before it was not taken, by name
-    engines: Mapping[str, str]  # what each engine does with it, such as "exact" or "refused", by name and version
+    engines: Mapping[
+        str, str
+    ]  # what each engine does with it, such as "exact" or "refused", by name and version
 
     def __str__(self) -> str:
         """Return a sentence on the folder, and lines on the targets that were not taken and on engines."""
         names: dict[str, list[str]] = {}
         for name, reason in self.rejected.items():
             names.setdefault(reason, []).append(name)
-        reasons = [f"not exported as {' and '.join(targets)}: {reason}" for reason, targets in names.items()]
+        reasons = [
+            f"not exported as {' and '.join(targets)}: {reason}"
+            for reason, targets in names.items()
+        ]
         engines = [f"  {engine}: {outcome}" for engine, outcome in self.engines.items()]
-        heading = ["by the support matrix, not run here (serve-check runs an engine):"] if engines else []
+        heading = (
+            ["by the support matrix, not run here (serve-check runs an engine):"] if engines else []
+        )
         return "\n".join([f"{self.folder}: {self.form}", *reasons, *heading, *engines])
 
 
@@ -291,8 +331,12 @@ def export(
             return Exported(Path(out), target.name, form, rejected, cells)
         except TargetError as error:
             rejected[target.name] = str(error)
-    reasons = "\n".join(f"it is not exported as {name}: {reason}" for name, reason in rejected.items())
-    raise errors.UserError(f"{reasons}\n{_REMEDY if engine is None else 'leave the engine out, or name another one'}")
+    reasons = "\n".join(
+        f"it is not exported as {name}: {reason}" for name, reason in rejected.items()
+    )
+    raise errors.UserError(
+        f"{reasons}\n{_REMEDY if engine is None else 'leave the engine out, or name another one'}"
+    )
 
 
 def exported_from(checkpoint: files.StrPath, engine: str | None) -> dict[str, str | None]:
@@ -331,17 +375,26 @@ def _write(
         written = target.write(hybrid, unfinished)
         if engine in written.refused_by:
             raise TargetError(written.form)
-        engines = {**engines, **{ENGINES[name].full_title: str(REFUSED) for name in written.refused_by}}
+        engines = {
+            **engines,
+            **{ENGINES[name].full_title: str(REFUSED) for name in written.refused_by},
+        }
         verified = target.verify(hybrid, unfinished)
         hybrid.layout.write(unfinished / FILE)
         # Keep the list of documents that a retrained checkpoint has learned from
         for file in source.resolve(checkpoint).glob(selection.PATTERN):
             shutil.copyfile(file, unfinished / file.name)
-        manifest.write_manifest(unfinished, written.weights.hashes, origin=exported_from(checkpoint, engine))
+        manifest.write_manifest(
+            unfinished, written.weights.hashes, origin=exported_from(checkpoint, engine)
+        )
         # Write the card last: the manifest does not list it, so it may be edited
         if facts is not None:
-            write_card(unfinished, hybrid, facts, form=written.form, verified=verified, engines=engines)
-    return "; ".join(clause for clause in (written.form, verified, written.weights.done) if clause), engines
+            write_card(
+                unfinished, hybrid, facts, form=written.form, verified=verified, engines=engines
+            )
+    return "; ".join(
+        clause for clause in (written.form, verified, written.weights.done) if clause
+    ), engines
 
 
 def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: files.StrPath) -> Layout:

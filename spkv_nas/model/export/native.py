@@ -52,7 +52,9 @@ class NativeTarget(ExportTarget):
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
         """Return the model type of the architecture, and whether its layers are not those of its family."""
-        return engine.form_name(_SUCCESSOR.get(config.model_type, config.model_type), layer_kinds(config, layout))
+        return engine.form_name(
+            _SUCCESSOR.get(config.model_type, config.model_type), layer_kinds(config, layout)
+        )
 
     def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         """Return the config of the architecture. Raises ``TargetError`` if none can express the layout."""
@@ -66,11 +68,16 @@ class NativeTarget(ExportTarget):
         """Write the checkpoint with the config of the native architecture."""
         from spkv_nas.model.attach import detached
 
-        config, added = self.architecture(hybrid.model.config, hybrid.layout), self.added_weights(hybrid.model)
+        config, added = (
+            self.architecture(hybrid.model.config, hybrid.layout),
+            self.added_weights(hybrid.model),
+        )
         config.dtype = hybrid.model.dtype
         with detached(hybrid.model):
             weights = hybrid.save(folder, added, lambda to: write_native_config(config, to))
-        kind = config.model_type if config.model_type == self.name else f"native {config.model_type}"
+        kind = (
+            config.model_type if config.model_type == self.name else f"native {config.model_type}"
+        )
         form = f"a {kind} checkpoint, which plain transformers loads without spkv-nas"
         return Written(form, weights)
 
@@ -93,7 +100,9 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     # Check that the layout can be expressed
     kind = config.model_type
     if kind not in (*_NATIVE, *_SUCCESSOR):
-        raise TargetError(f"no transformers architecture with layer_types is known for model type '{kind}'")
+        raise TargetError(
+            f"no transformers architecture with layer_types is known for model type '{kind}'"
+        )
     window = layer_window(config, layout)
     if has_learned_sinks(config):
         raise TargetError("its local heads have learned sinks, for which it has no parameters")
@@ -116,9 +125,13 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     if hasattr(target, "use_sliding_window"):
         options["use_sliding_window"] = True
     if hasattr(target, "max_window_layers"):
-        options["max_window_layers"] = 0  # vLLM's native Qwen classes, which ignore layer windows, refuse 0
+        options["max_window_layers"] = (
+            0  # vLLM's native Qwen classes, which ignore layer windows, refuse 0
+        )
     if target.model_type == "olmo3" and kind != "olmo3":
-        options["rope_parameters"] = {layer_type: dict(config.rope_parameters) for layer_type in (_FULL, _SLIDING)}
+        options["rope_parameters"] = {
+            layer_type: dict(config.rope_parameters) for layer_type in (_FULL, _SLIDING)
+        }
     native: PreTrainedConfig = AutoConfig.for_model(**options)
     # Check that position encodings stay the same
     encodings = zip(_positions(config), _positions(native), strict=True)
@@ -131,7 +144,9 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     return native
 
 
-def llama_shaped_config(model_type: str, config: PreTrainedConfig, layout: Layout, **keys: Any) -> PreTrainedConfig:
+def llama_shaped_config(
+    model_type: str, config: PreTrainedConfig, layout: Layout, **keys: Any
+) -> PreTrainedConfig:
     """Build the config of a Llama-shaped architecture with the layers of ``layout`` and further ``keys``.
 
     Raises ``TargetError`` if ``layer_types`` cannot express the layout.
@@ -139,11 +154,14 @@ def llama_shaped_config(model_type: str, config: PreTrainedConfig, layout: Layou
     from transformers import AutoConfig
 
     values, target = config.to_dict(), AutoConfig.for_model(model_type)
-    options: dict[str, Any] = {key: values[key] for key in target.to_dict().keys() & values.keys() - {"model_type"}}
+    options: dict[str, Any] = {
+        key: values[key] for key in target.to_dict().keys() & values.keys() - {"model_type"}
+    }
     options |= {
         "layer_types": layer_kinds(config, layout),
         "sliding_window": layer_window(config, layout),
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
         "attention_bias": config.model_type == "qwen2" or bool(values.get("attention_bias", False)),
         "use_cache": True,  # hooks switch it off
     }
@@ -165,7 +183,9 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
     layers = _layers(config, layout)
     windows = _windows(layers, layout)
     # Refuse what layer_types cannot express
-    if layout.sinks and any(takes_sinks(layer, min(row)) for layer, row in zip(layers, windows, strict=True)):
+    if layout.sinks and any(
+        takes_sinks(layer, min(row)) for layer, row in zip(layers, windows, strict=True)
+    ):
         tokens = f"{layout.sinks} sink token{'s' if layout.sinks > 1 else ''}"
         raise TargetError(
             f"its local heads see {tokens}, which layer_types cannot express (remove them with "
@@ -189,7 +209,9 @@ def _layers(config: PreTrainedConfig, layout: Layout) -> list[ConfigLayer]:
     kinds = getattr(config, "layer_types", None) or [_SLIDING] * layout.num_layers
     if len(kinds) != layout.num_layers:  # not about attention alone
         kinds = [_FULL] * layout.num_layers
-    return config_layers([getattr(config, "sliding_window", None) if kind == _SLIDING else None for kind in kinds])
+    return config_layers(
+        [getattr(config, "sliding_window", None) if kind == _SLIDING else None for kind in kinds]
+    )
 
 
 def _windows(layers: Sequence[ConfigLayer], layout: Layout) -> list[set[int]]:
@@ -206,7 +228,9 @@ def output_biases(model: PreTrainedModel) -> dict[str, Tensor]:
 
     if model.config.model_type != "qwen2":
         return {}
-    names = [f"{name}.bias" for name, _ in model.named_modules() if name.endswith("self_attn.o_proj")]
+    names = [
+        f"{name}.bias" for name, _ in model.named_modules() if name.endswith("self_attn.o_proj")
+    ]
     return {name: torch.zeros(model.config.hidden_size, dtype=model.dtype) for name in names}
 
 
@@ -232,7 +256,9 @@ def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
     if "rope_theta" in rotary and (local is None or local.get("rope_type", "default") == "default"):
         content["rope_theta"] = rotary["rope_theta"]
         if rotary.get("rope_type", "default") != "default":
-            content["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
+            content["rope_scaling"] = {
+                key: value for key, value in rotary.items() if key != "rope_theta"
+            }
     content |= registry.guards(engine.form_name(config.model_type, config.layer_types))
     write_atomic(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
 
@@ -242,7 +268,9 @@ def _positions(config: PreTrainedConfig) -> list[Any]:
     rotary = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers
     if config.model_type in _ROTARY_IF_LOCAL:
-        return [rotary if kind == _SLIDING or config.sliding_window is None else None for kind in kinds]
+        return [
+            rotary if kind == _SLIDING or config.sliding_window is None else None for kind in kinds
+        ]
     return [rotary.get(kind, rotary) for kind in kinds]
 
 
@@ -273,17 +301,27 @@ class GraniteSwaTarget(NativeTarget):
         # Check that the layout and the weights fit
         kind = config.model_type
         if kind not in _LLAMA_SHAPED:
-            raise TargetError(f"weights of model type '{kind}' do not fit a granite_swa, which is shaped like a Llama")
+            raise TargetError(
+                f"weights of model type '{kind}' do not fit a granite_swa, which is shaped like a Llama"
+            )
         layer_window(config, layout)
         if _GRANITE_SWA not in CONFIG_MAPPING:
             raise TargetError("the installed transformers has no granite_swa; version 5.23 has it")
         # Set what other families compute without keys: the scale of the scores, and a RoPE base per layer
         rotary = dict(config.rope_parameters)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         scale = {} if kind == "granite" else {"attention_multiplier": head_dim**-0.5}
-        uses_rope = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers  # 1: the layer has RoPE
+        uses_rope = (
+            getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
+        )  # 1: the layer has RoPE
         bases = [rotary["rope_theta"] if has_rope else 0 for has_rope in uses_rope]
-        options = {"rope_parameters": rotary, "layer_rope_theta": bases, "architectures": ["GraniteSWAForCausalLM"]}
+        options = {
+            "rope_parameters": rotary,
+            "layer_rope_theta": bases,
+            "architectures": ["GraniteSWAForCausalLM"],
+        }
         return llama_shaped_config(_GRANITE_SWA, config, layout, **options, **scale)
 
     def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -308,7 +346,11 @@ def _sinks(model: PreTrainedModel) -> dict[str, Tensor]:
     for name, layer in attention_layers(model).items():
         learned = layer_learned_sinks(layer)
         # Give layers without learned sinks logits without effect
-        logits = torch.full((num_heads,), NO_SINK) if learned is None else learned().detach().cpu().clamp(min=NO_SINK)
+        logits = (
+            torch.full((num_heads,), NO_SINK)
+            if learned is None
+            else learned().detach().cpu().clamp(min=NO_SINK)
+        )
         sinks[f"{name}.sinks"] = logits.to(model.dtype)
     return sinks
 
@@ -344,8 +386,12 @@ class MlxTarget(NativeTarget):
     def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         """Return the config. Raises ``TargetError`` if mlx-lm runs no architecture that can express the layout."""
         is_llama = config.model_type in _SMOLLM3_SHAPED
-        architecture = _smollm3_config(config, layout) if is_llama else native_config(config, layout)
-        if (reason := registry.objection(self.form(config, layout), architecture, _MLX)) is not None:
+        architecture = (
+            _smollm3_config(config, layout) if is_llama else native_config(config, layout)
+        )
+        if (
+            reason := registry.objection(self.form(config, layout), architecture, _MLX)
+        ) is not None:
             raise TargetError(reason)
         return architecture
 

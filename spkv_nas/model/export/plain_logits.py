@@ -77,7 +77,9 @@ def _logits(model: Any, tokens: torch.Tensor, keep: int, steps: int) -> torch.Te
     output = model(input_ids=tokens[:, :-steps], use_cache=True, logits_to_keep=keep - steps)
     parts = [output.logits[0]]
     for token in tokens[0, -steps:]:
-        output = model(input_ids=token.view(1, 1), past_key_values=output.past_key_values, use_cache=True)
+        output = model(
+            input_ids=token.view(1, 1), past_key_values=output.past_key_values, use_cache=True
+        )
         parts.append(output.logits[0])
     return torch.cat(parts).contiguous()
 
@@ -105,7 +107,10 @@ def float32(model: Any) -> Iterator[None]:
     # Hook every part
     handles = []
     for part in parts(model):
-        handles += [part.register_forward_pre_hook(enter), part.register_forward_hook(leave, always_call=True)]
+        handles += [
+            part.register_forward_pre_hook(enter),
+            part.register_forward_hook(leave, always_call=True),
+        ]
     try:
         yield
     finally:

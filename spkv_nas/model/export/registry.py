@@ -34,7 +34,9 @@ class SpkvTarget(ExportTarget):
     """
 
     name = "spkv"
-    help = "a custom model type, which spkv_nas loads, and plain transformers with trust_remote_code"
+    help = (
+        "a custom model type, which spkv_nas loads, and plain transformers with trust_remote_code"
+    )
 
     def form(self, config: "PreTrainedConfig", layout: "Layout") -> str:
         """Return the name, and what local heads have that vLLM may refuse: sinks, and more than three windows."""
@@ -45,7 +47,9 @@ class SpkvTarget(ExportTarget):
             return f"{self.name} with more than {VLLM.max_windows} windows"
         if layout.sinks and has_learned_sinks(config):
             return f"{self.name} with both kinds of sinks"
-        return self.name + {0: "", 1: " with a sink token"}.get(layout.sinks, " with several sink tokens")
+        return self.name + {0: "", 1: " with a sink token"}.get(
+            layout.sinks, " with several sink tokens"
+        )
 
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
         """Write the checkpoint with its section, and the code for plain transformers if it computes the hybrid."""
@@ -79,7 +83,11 @@ def _add_code(hybrid: Hybrid, folder: Path) -> str:
     except (TargetError, errors.UserError) as error:
         code.unlink()
         files.write_atomic(config, before)
-        reason = str(error) if isinstance(error, TargetError) else "they could not be compared on this machine"
+        reason = (
+            str(error)
+            if isinstance(error, TargetError)
+            else "they could not be compared on this machine"
+        )
         return f"plain transformers refuses it, because its code was left out: {reason}"
 
 
@@ -91,7 +99,9 @@ TARGETS: registry.Registry[ExportTarget] = registry.Registry(
 )
 
 
-def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any], engine: str | None = None) -> list[ExportTarget]:
+def chosen_targets(
+    to: str | ExportTarget, options: Mapping[str, Any], engine: str | None = None
+) -> list[ExportTarget]:
     """Return the targets that ``to`` names, in the order in which to try them, with their options.
 
     "auto" names all built-in targets but those that are for another engine than ``engine``. Raises ``UserError``: there
@@ -105,7 +115,9 @@ def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any], engine: s
     elif to in TARGETS.names:
         chosen = [TARGETS[to]]
     else:
-        raise errors.UserError(f"unknown export target '{to}'; expected one of {', '.join((AUTO, *TARGETS.names))}")
+        raise errors.UserError(
+            f"unknown export target '{to}'; expected one of {', '.join((AUTO, *TARGETS.names))}"
+        )
     # Check that a target has each option
     targets = [(target, {field.name for field in fields(target)}) for target in chosen]  # type: ignore[arg-type]
     for name in options:

@@ -37,7 +37,10 @@ class Hybrid:
     link: bool = False  # whether to make hard links to these files instead of copies
 
     def save(
-        self, folder: Path, added: Mapping[str, Tensor] | None = None, complete: Callable[[Path], None] = lambda _: None
+        self,
+        folder: Path,
+        added: Mapping[str, Tensor] | None = None,
+        complete: Callable[[Path], None] = lambda _: None,
     ) -> WrittenWeights:
         """Write the model's weights, config and tokenizer, whose files are carried over where nothing changes.
 
@@ -48,11 +51,15 @@ class Hybrid:
         if added:
             weights = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
             checkpoint.save_files(self.model, None, folder, {**weights, **added})
-            written = checkpoint.WrittenWeights("its weights were written anew, with further tensors", {})
+            written = checkpoint.WrittenWeights(
+                "its weights were written anew, with further tensors", {}
+            )
         else:
             written = checkpoint.save_as_files(self.model, self.files, folder, link=self.link)
         complete(folder)
-        weight_files.save_tokenizer(self.tokenizer, folder)  # last, because the config selects its class
+        weight_files.save_tokenizer(
+            self.tokenizer, folder
+        )  # last, because the config selects its class
         return written
 
 
@@ -62,7 +69,9 @@ class Written:
 
     form: str  # what it is and what loads it, as a clause of a message
     weights: WrittenWeights  # how the weights were written
-    refused_by: tuple[str, ...] = ()  # names of engines that would compute the form, but lack something in this folder
+    refused_by: tuple[
+        str, ...
+    ] = ()  # names of engines that would compute the form, but lack something in this folder
 
 
 class ExportTarget(Entry, ABC):

@@ -45,18 +45,29 @@ def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
     """
     # Check memory
     began = time.monotonic()
-    num_bytes = 4 * max(sum(parameter.numel() for parameter in part.parameters()) for part in plain_logits.parts(model))
+    num_bytes = 4 * max(
+        sum(parameter.numel() for parameter in part.parameters())
+        for part in plain_logits.parts(model)
+    )
     memory.require(
-        num_bytes, "comparing the export with plain transformers in float32", "export on a machine with more memory"
+        num_bytes,
+        "comparing the export with plain transformers in float32",
+        "export on a machine with more memory",
     )
     # Draw tokens
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     length = max(2 * _STEPS, min(window + BEYOND, longest))
-    tokens = torch.randint(model_shape.vocabulary_size(model), (1, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model_shape.vocabulary_size(model), (1, length), generator=torch.Generator().manual_seed(0)
+    )
     # Run the model
     with plain_logits.float32(model), modes.evaluation_mode(model):
         inputs = tokens.to(model.device)
-        logits = model(input_ids=inputs, use_cache=False, logits_to_keep=min(BEYOND, length)).logits[0].cpu()
+        logits = (
+            model(input_ids=inputs, use_cache=False, logits_to_keep=min(BEYOND, length))
+            .logits[0]
+            .cpu()
+        )
     return ReferenceLogits(tokens[0].tolist(), logits, time.monotonic() - began)
 
 
@@ -106,7 +117,9 @@ def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[torch.Tensor | s
         ) from error
 
 
-def _ask(hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float) -> list[torch.Tensor | str]:
+def _ask(
+    hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float
+) -> list[torch.Tensor | str]:
     """Write requests to ``folder``, run the program, and read its answers."""
     # Write the requests
     requests, answers = folder / "requests.json", folder / "answers.json"
@@ -134,8 +147,14 @@ def _run_program(arguments: list[str], folder: Path, seconds: float) -> None:
     """Run ``plain_logits.py`` in ``folder``, where nothing can be imported by accident."""
     # Pass the program as text, so that its folder is not on the import path
     program = Path(__file__).with_name("plain_logits.py").read_text(encoding="utf-8")
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    environment["HF_MODULES_CACHE"] = str(folder / "modules")  # where transformers copies a folder's code to
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    environment["HF_MODULES_CACHE"] = str(
+        folder / "modules"
+    )  # where transformers copies a folder's code to
     try:
         process = subprocess.run(
             [sys.executable, "-c", program, *arguments],

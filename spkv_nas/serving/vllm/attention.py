@@ -30,7 +30,12 @@ class HeadwiseAttention(torch.nn.Module):
     query_return: torch.Tensor
 
     def __init__(
-        self, stock: Any, divided: list[config.Part], first_head: int, layer: config.ServedLayer, vllm_config: Any
+        self,
+        stock: Any,
+        divided: list[config.Part],
+        first_head: int,
+        layer: config.ServedLayer,
+        vllm_config: Any,
     ):
         """Replace ``stock``, an ``Attention``, and take its place among the layers that have a cache.
 
@@ -63,7 +68,9 @@ class HeadwiseAttention(torch.nn.Module):
                 options["sinks"] = torch.nn.Parameter(torch.zeros(num_queries), requires_grad=False)
                 self.register_parameter(f"sinks_{number}", options["sinks"])
             if layer.sinks and layer.takes_sinks(part.window):
-                attention = sink_tokens.SinkTokenAttention(*sizes, stock.layer_name, names, vllm_config, **options)
+                attention = sink_tokens.SinkTokenAttention(
+                    *sizes, stock.layer_name, names, vllm_config, **options
+                )
             else:
                 kind = "G" if part.window is None else "L"
                 attention = Attention(*sizes, prefix=f"{stock.layer_name}.{kind}{names}", **options)
@@ -74,7 +81,9 @@ class HeadwiseAttention(torch.nn.Module):
         heads = [head for part in divided for head in part.heads]
         queries = [head * self.group + query for head in heads for query in range(self.group)]
         self.is_ordered = heads == sorted(heads)
-        self.local_heads = [part.heads if layer.takes_sinks(part.window) else () for part in divided]
+        self.local_heads = [
+            part.heads if layer.takes_sinks(part.window) else () for part in divided
+        ]
         self.first_head = first_head
         self.register_buffer("head_order", torch.tensor(heads), persistent=False)
         self.register_buffer("query_order", torch.tensor(queries), persistent=False)
@@ -89,7 +98,11 @@ class HeadwiseAttention(torch.nn.Module):
         num_tokens = query.shape[0]
         query, key, value = (x.view(num_tokens, -1, self.head_size) for x in (query, key, value))
         if not self.is_ordered:
-            query, key, value = query[:, self.query_order], key[:, self.head_order], value[:, self.head_order]
+            query, key, value = (
+                query[:, self.query_order],
+                key[:, self.head_order],
+                value[:, self.head_order],
+            )
         divided = (
             torch.split(query, self.query_counts, 1),
             torch.split(key, self.head_counts, 1),
@@ -107,14 +120,18 @@ class HeadwiseAttention(torch.nn.Module):
     def load_sinks(self, logits: torch.Tensor, layer: config.ServedLayer) -> set[str]:
         """Copy the learned sinks of all ranks' local heads [local KV heads * group]; return the parameters' names."""
         # Split the logits by local KV head
-        local_heads = [head for head, window in enumerate(layer.windows) if layer.takes_sinks(window)]
+        local_heads = [
+            head for head, window in enumerate(layer.windows) if layer.takes_sinks(window)
+        ]
         by_head = dict(zip(local_heads, torch.split(logits, self.group), strict=True))
         loaded = set()
         # Copy those of this rank's heads, part by part
         for number, heads in enumerate(self.local_heads):
             if heads:
                 name = f"sinks_{number}"
-                self.get_parameter(name).copy_(torch.cat([by_head[self.first_head + head] for head in heads]))
+                self.get_parameter(name).copy_(
+                    torch.cat([by_head[self.first_head + head] for head in heads])
+                )
                 loaded.add(name)
         return loaded
 
@@ -166,7 +183,9 @@ def _starts(layer: config.ServedLayer, ranks: int) -> range:
     return range(0, len(layer.windows), len(layer.windows) // ranks)
 
 
-def _check_layers(stock_layers: dict[int, Any], layers: dict[int, config.ServedLayer], vllm_config: Any) -> None:
+def _check_layers(
+    stock_layers: dict[int, Any], layers: dict[int, config.ServedLayer], vllm_config: Any
+) -> None:
     """Raise ``UserError`` if vLLM's model has other attention layers than the layout."""
     is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
     missing = set(layers) - set(stock_layers) if is_whole else set()
@@ -189,13 +208,16 @@ def _check_layer(index: int, stock: Any, layer: config.ServedLayer, ranks: int) 
     # List the features that the parts of a layer do not support
     reasons = {
         "ALiBi": getattr(stock.impl, "alibi_slopes", None) is not None,
-        "a key-value cache shared with another layer": stock.kv_sharing_target_layer_name is not None,
+        "a key-value cache shared with another layer": stock.kv_sharing_target_layer_name
+        is not None,
         "attention that is not causal": stock.attn_type != AttentionType.DECODER,
         "learned sinks in the dense model": stock.has_sink,
         "values of another size than keys": stock.head_size_v != stock.head_size,
     }
     if layer.sinks:  # which is subtracted from scores, keys and values (sink_tokens.py)
-        reasons["a sink token and soft-capped scores"] = bool(getattr(stock.impl, "logits_soft_cap", None))
+        reasons["a sink token and soft-capped scores"] = bool(
+            getattr(stock.impl, "logits_soft_cap", None)
+        )
         reasons["a sink token and a quantized cache"] = stock.kv_cache_dtype not in _CACHE_DTYPES
     for reason, applies in reasons.items():
         if applies:

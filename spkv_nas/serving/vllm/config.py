@@ -20,7 +20,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from spkv_nas.artifacts.local_layers import ConfigLayer, layout_window, mark_local_layers, takes_sinks
+from spkv_nas.artifacts.local_layers import (
+    ConfigLayer,
+    layout_window,
+    mark_local_layers,
+    takes_sinks,
+)
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_WINDOW
 
@@ -41,16 +46,26 @@ BACKENDS = (
     "TransformersForCausalLM",
     "TransformersMoEForCausalLM",
 )  # every other architecture, by code of transformers
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of mixtures of experts
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)  # keys of mixtures of experts
 _DAMAGED = "the config is damaged: export the checkpoint again"
-_ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's classes refuse layers of several kinds, which mean windows alone here
+_ONE_WINDOW = (
+    "qwen2",
+    "qwen3",
+)  # vLLM's classes refuse layers of several kinds, which mean windows alone here
 
 
 @dataclass
 class ServedLayer(ConfigLayer):
     """Attention layer in the section of a config."""
 
-    windows: tuple[int | None, ...] = ()  # recent keys that each KV head sees, its query's included; None: all
+    windows: tuple[
+        int | None, ...
+    ] = ()  # recent keys that each KV head sees, its query's included; None: all
     learned_sinks: bool = False  # whether its local heads have learned sinks
     sinks: int = 0  # first tokens that its local heads see besides their window
 
@@ -63,7 +78,10 @@ def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     """Return a section's attention layers by their index in the model; ``UserError`` if its rows do not match them."""
     # Match rows and layers
     layout, rows = section["layout"], section["layout"]["heads"]
-    by_index = {layer_index(name): ServedLayer(saved.get("native_window")) for name, saved in section["layers"].items()}
+    by_index = {
+        layer_index(name): ServedLayer(saved.get("native_window"))
+        for name, saved in section["layers"].items()
+    }
     if len(by_index) != len(rows):
         raise UserError(
             f"section 'spkv' of the config has {len(rows)} rows of heads for {len(by_index)} layers\n{_DAMAGED}"
@@ -73,10 +91,15 @@ def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     mark_local_layers(list(layers.values()))
     legend = layout.get("windows") or {"L": layout["window"]}
     for layer, row in zip(layers.values(), rows, strict=True):
-        windows = [layout_window(layer, int(legend.get(head, 0)), is_global=head == "G") for head in row]
+        windows = [
+            layout_window(layer, int(legend.get(head, 0)), is_global=head == "G") for head in row
+        ]
         layer.windows = tuple(None if window == MAX_WINDOW else window for window in windows)
         if any(map(layer.takes_sinks, layer.windows)):
-            layer.learned_sinks, layer.sinks = bool(layout.get("learned_sinks")), int(layout.get("sinks", 0))
+            layer.learned_sinks, layer.sinks = (
+                bool(layout.get("learned_sinks")),
+                int(layout.get("sinks", 0)),
+            )
     return layers
 
 
@@ -97,7 +120,9 @@ def parts(windows: Windows, unit: int) -> list[Part]:
     for window in sorted(set(windows), key=lambda window: window or 0):
         heads = tuple(head for head, other in enumerate(windows) if other == window)
         size = unit or len(heads)
-        divided += [Part(window, heads[start : start + size]) for start in range(0, len(heads), size)]
+        divided += [
+            Part(window, heads[start : start + size]) for start in range(0, len(heads), size)
+        ]
     return divided
 
 
@@ -123,12 +148,17 @@ def prepare(config: Any) -> None:
     section = config.spkv if isinstance(config.spkv, dict) else {}
     _check_section(section)
     if config.get_text_config() is not config:
-        raise UserError("vLLM serves layouts of text models only: this checkpoint is a vision-language model")
+        raise UserError(
+            "vLLM serves layouts of text models only: this checkpoint is a vision-language model"
+        )
     _check_model(config)
     served_layers(section)
     # Drop kinds of layers that mean windows alone, where vLLM's classes refuse them
     if config.model_type in _ONE_WINDOW:
-        config.layer_types, config.sliding_window = ["full_attention"] * config.num_hidden_layers, None
+        config.layer_types, config.sliding_window = (
+            ["full_attention"] * config.num_hidden_layers,
+            None,
+        )
         config.use_sliding_window = False
     # Choose the class that applies the layout
     names = [str(name).removeprefix(PREFIX) for name in config.architectures or []]
@@ -159,7 +189,9 @@ def _check_section(section: Mapping[str, Any]) -> None:
     if not isinstance(layout, dict) or not layout.get("heads") or not section.get("layers"):
         raise UserError(f"section 'spkv' of the config has no layout\n{_DAMAGED}")
     if len({len(row) for row in layout["heads"]}) > 1:
-        raise UserError("vLLM was not tried with layers of different numbers of KV heads: serve it with spkv-nas")
+        raise UserError(
+            "vLLM was not tried with layers of different numbers of KV heads: serve it with spkv-nas"
+        )
     if layout.get("sinks", 0) > MAX_SINKS:
         raise UserError(
             f"the layout's local heads see the first {layout['sinks']} tokens besides their window, but vLLM serves at "
@@ -167,7 +199,9 @@ def _check_section(section: Mapping[str, Any]) -> None:
         )
     windows = layout.get("windows") or "L"
     if unknown := set("".join(layout["heads"])) - {"G", *windows}:
-        raise UserError(f"section 'spkv' of the config has no window for heads {min(unknown)}\n{_DAMAGED}")
+        raise UserError(
+            f"section 'spkv' of the config has no window for heads {min(unknown)}\n{_DAMAGED}"
+        )
     if len(windows) > MAX_WINDOWS:
         raise UserError(
             f"the layout's local heads have {len(windows)} windows, but vLLM serves at most {MAX_WINDOWS}\nchoose "
@@ -192,12 +226,16 @@ def _check_model(config: Any) -> None:
     elif getattr(config, "kv_lora_rank", None):
         keeps = "keep latents, which all heads share"
     if keeps:
-        raise UserError(f"vLLM serves no layouts of models whose layers {keeps}\nserve it with spkv-nas")
+        raise UserError(
+            f"vLLM serves no layouts of models whose layers {keeps}\nserve it with spkv-nas"
+        )
 
 
 def layer_index(name: str) -> int:
     """Return the index in a layer's module name, such as 3 of ``model.layers.3.self_attn``."""
     numbers = re.findall(r"(?<=\.)\d+(?=\.)", f".{name}.")
     if len(numbers) != 1:
-        raise UserError(f"section 'spkv' of the config: expected one number in the layer name {name!r}")
+        raise UserError(
+            f"section 'spkv' of the config: expected one number in the layer name {name!r}"
+        )
     return int(numbers[0])

@@ -7,7 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from spkv_nas.serving.vllm.attention import HeadwiseAttention, replace_attention
-from spkv_nas.serving.vllm.config import NATIVE, PREFIX, ServedLayer, architectures, layer_index, served_layers
+from spkv_nas.serving.vllm.config import (
+    NATIVE,
+    PREFIX,
+    ServedLayer,
+    architectures,
+    layer_index,
+    served_layers,
+)
 
 _SINKS = ".learned_sinks.logits"  # end of the name of a layer's learned sinks in a checkpoint
 
@@ -47,7 +54,10 @@ def _with_layout(class_name: str, base: Any) -> Any:
 
 
 def _without_sinks(
-    model: nn.Module, layers: Mapping[int, ServedLayer], weights: Iterable[tuple[str, Tensor]], loaded: set[str]
+    model: nn.Module,
+    layers: Mapping[int, ServedLayer],
+    weights: Iterable[tuple[str, Tensor]],
+    loaded: set[str],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights but learned sinks, which are loaded, and the names of their parameters added to ``loaded``."""
     # Find the attention that this rank serves
@@ -63,4 +73,6 @@ def _without_sinks(
         index = layer_index(name)
         if index in attention:  # with pipeline parallelism not every layer is here
             prefix, module = attention[index]
-            loaded |= {f"{prefix}.{parameter}" for parameter in module.load_sinks(tensor, layers[index])}
+            loaded |= {
+                f"{prefix}.{parameter}" for parameter in module.load_sinks(tensor, layers[index])
+            }

@@ -31,7 +31,9 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from spkv_nas.base.errors import UserError
 
-_NO_SINK = -1e4  # underflows to a weight of 0 beside the first token in the window, whose score is 0
+_NO_SINK = (
+    -1e4
+)  # underflows to a weight of 0 beside the first token in the window, whose score is 0
 _FIRST, _UNUSED = 0, 1  # slots of a page: of the first token, and one that nobody reads
 
 
@@ -41,7 +43,14 @@ class SinkTokenAttention(torch.nn.Module):
     sinks: torch.Tensor
 
     def __init__(
-        self, num_queries: int, head_size: int, scale: float, prefix: str, names: str, vllm_config: Any, **options: Any
+        self,
+        num_queries: int,
+        head_size: int,
+        scale: float,
+        prefix: str,
+        names: str,
+        vllm_config: Any,
+        **options: Any,
     ):
         """Make the attention over the window, and the cache of the first tokens.
 
@@ -55,7 +64,12 @@ class SinkTokenAttention(torch.nn.Module):
         sinks = torch.tensor([0.0] * self.group + [_NO_SINK] * self.group).repeat(self.num_kv_heads)
         self.register_buffer("sinks", sinks.to(torch.get_default_dtype()), persistent=False)
         self.attention = Attention(
-            2 * num_queries, head_size, scale, prefix=f"{prefix}.L{names}", sinks=self.sinks, **options
+            2 * num_queries,
+            head_size,
+            scale,
+            prefix=f"{prefix}.L{names}",
+            sinks=self.sinks,
+            **options,
         )
         self.first = SinkTokenCache(self.attention, f"{prefix}.S{names}", vllm_config)
 
@@ -67,9 +81,13 @@ class SinkTokenAttention(torch.nn.Module):
         # Attend to keys and values relative to those of the first token
         query = query.view(-1, self.num_kv_heads, self.group, self.head_size)
         twice = torch.cat([query, query], 2).flatten(1)
-        output = self.attention(twice, (key - first_key).flatten(1), (value - first_value).flatten(1))
+        output = self.attention(
+            twice, (key - first_key).flatten(1), (value - first_value).flatten(1)
+        )
         # Choose between both kinds of query heads
-        with_sink, without = output.view(-1, self.num_kv_heads, 2, self.group, self.head_size).unbind(2)
+        with_sink, without = output.view(
+            -1, self.num_kv_heads, 2, self.group, self.head_size
+        ).unbind(2)
         chosen = torch.where(sees_first[:, :, None] > 0, without, with_sink)
         attended: torch.Tensor = (chosen + first_value[:, :, None]).flatten(1)
         return attended
@@ -180,11 +198,15 @@ class SinkTokenBuilder(AttentionMetadataBuilder):
 
     supports_update_block_table = True
 
-    def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any):
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any
+    ):
         """Store what it is for."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SinkTokenMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> SinkTokenMetadata:
         """Find the request of each token, and the requests that begin; without a synchronisation."""
         common = common_attn_metadata
         # Map every token to its request by where requests end
@@ -203,7 +225,9 @@ class SinkTokenBuilder(AttentionMetadataBuilder):
             (num_computed - starts)[requests] + tokens,
         )
 
-    def update_block_table(self, metadata: SinkTokenMetadata, blk_table: torch.Tensor, slot_mapping: Any) -> Any:
+    def update_block_table(
+        self, metadata: SinkTokenMetadata, blk_table: torch.Tensor, slot_mapping: Any
+    ) -> Any:
         """Return the metadata of another group, which differs by its pages alone."""
         return replace(metadata, pages=blk_table[:, 0])
 
@@ -244,14 +268,22 @@ class SinkTokenSpec(AttentionSpec):
 class SinkTokenManager(SingleTypeKVCacheManager):
     """Manager that gives a request one page for its first token, and lets requests with the same prefix share it."""
 
-    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *arguments: Any, **options: Any) -> int:
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *arguments: Any, **options: Any
+    ) -> int:
         """Return 1 for a request without a page, else 0."""
-        number = super().get_num_blocks_to_allocate(request_id, min(num_tokens, self.block_size), *arguments, **options)
+        number = super().get_num_blocks_to_allocate(
+            request_id, min(num_tokens, self.block_size), *arguments, **options
+        )
         return int(number)
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> Any:
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> Any:
         """Allocate the page of a request that has none."""
-        return super().allocate_new_blocks(request_id, min(num_tokens, self.block_size), num_tokens_main_model)
+        return super().allocate_new_blocks(
+            request_id, min(num_tokens, self.block_size), num_tokens_main_model
+        )
 
     def cache_blocks(self, request: Any, num_tokens: int, *arguments: Any, **options: Any) -> None:
         """Let later requests find the page, once the tokens that name it are complete."""
@@ -273,7 +305,10 @@ class SinkTokenManager(SingleTypeKVCacheManager):
         # Look up the page of the first tokens by the hash of the first block
         length = max_length // alignment_tokens * alignment_tokens
         hashes = resolve_block_hashes(
-            block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size, alignment_tokens=alignment_tokens
+            block_hashes,
+            block_pool.hash_block_size,
+            kv_cache_spec.block_size,
+            alignment_tokens=alignment_tokens,
         )
         pages = block_pool.get_cached_block(hashes[0], kv_cache_group_ids) if length else None
         if not pages:
@@ -281,5 +316,7 @@ class SinkTokenManager(SingleTypeKVCacheManager):
         return tuple([page] for page in pages), length
 
 
-KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # vLLM registers its own specs only while there are no others
+KVCacheSpecRegistry.check_kv_cache_spec_registry(
+    {}
+)  # vLLM registers its own specs only while there are no others
 KVCacheSpecRegistry.register(SinkTokenSpec, SinkTokenManager)

@@ -11,7 +11,14 @@ from spkv_nas.artifacts import diagnosis, result_tables
 from spkv_nas.base import assets, console, distributed, locks
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import micro_batch, paired, thresholds
-from spkv_nas.evaluation.nll import Evaluation, checkpoint_table, evaluate, merged, sweep_table, tau_sweep
+from spkv_nas.evaluation.nll import (
+    Evaluation,
+    checkpoint_table,
+    evaluate,
+    merged,
+    sweep_table,
+    tau_sweep,
+)
 from spkv_nas.evaluation.selected import Selected, find_selected
 from spkv_nas.model import config_section
 from spkv_nas.stages import checks, commands, printing
@@ -50,29 +57,43 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> commands.Result:
     measured = subject.load(reporter)
     with reporter.bar("evaluating", "blocks") as progress:
         evaluation = evaluate(
-            measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, progress=progress
+            measured.model,
+            measured.blocks,
+            options.tau,
+            batch_size=measured.batch_size,
+            progress=progress,
         )
     # Caution if gates miss their target density at their own threshold
     gates = config_section.gate_config(measured.model)
     if gates is not None and options.tau in (None, gates.tau):
         reporter.caution(diagnosis.missed_price(gates.target_density, evaluation.density))
     # Measure the baseline
-    pair = None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
+    pair = (
+        None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
+    )
     # Count the documents that selected the model's layout
     layout = config_section.saved_layout(measured.model.config)
-    selected = Selected() if layout is None else find_selected(options.folders, {subject.name: layout})
+    selected = (
+        Selected() if layout is None else find_selected(options.folders, {subject.name: layout})
+    )
     used = (selected.count(measured.blocks), selected.among(measured.blocks))
-    result = NLLResult(subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair)
+    result = NLLResult(
+        subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair
+    )
     return commands.Result(result, show, document)
 
 
-def _pair(options: NLLOptions, subject: Subject, measured: Measured, first: Evaluation, reporter: Reporter) -> Pair:
+def _pair(
+    options: NLLOptions, subject: Subject, measured: Measured, first: Evaluation, reporter: Reporter
+) -> Pair:
     """Measure ``options.against`` on the same blocks and add both to ``evaluation.csv``; call on all ranks."""
     against, blocks = str(options.against), measured.blocks
     # Measure the baseline
     model, _ = load(options, against, reporter)
     with reporter.bar("evaluating --against", "blocks") as progress:
-        baseline = evaluate(model, blocks, batch_size=micro_batch.fitting_batch(model, blocks), progress=progress)
+        baseline = evaluate(
+            model, blocks, batch_size=micro_batch.fitting_batch(model, blocks), progress=progress
+        )
     # Make the rows of both
     key = hashlib.sha256()
     blocks.feed(key)
@@ -86,17 +107,25 @@ def _pair(options: NLLOptions, subject: Subject, measured: Measured, first: Eval
 
 def _variant(source: str) -> str:
     """Return what the run of a checkpoint trained, such as the name of a layout; "" if no run record says it."""
-    origin = None if source.startswith(assets.EMBEDDED_PREFIX) else result_tables.run_origin(Path(source))
+    origin = (
+        None
+        if source.startswith(assets.EMBEDDED_PREFIX)
+        else result_tables.run_origin(Path(source))
+    )
     return "" if origin is None else origin.variant
 
 
-def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> pd.DataFrame:
+def _add_rows(
+    folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter
+) -> pd.DataFrame:
     """Add rows to ``evaluation.csv`` under a lock, and return all of its rows."""
     with locks.locked(folder, "writes evaluation.csv", reporter.announce):
         earlier = result_tables.EVALUATION.read(folder)
         if earlier is not None:
             rows = merged(earlier[0], rows)
-        result_tables.EVALUATION.write(folder, rows, {**origin, "inputs": rows["text"].iloc[0]}, reporter)
+        result_tables.EVALUATION.write(
+            folder, rows, {**origin, "inputs": rows["text"].iloc[0]}, reporter
+        )
     return rows
 
 
@@ -104,12 +133,18 @@ def show(result: NLLResult) -> None:
     """Print the NLL, and the difference to another checkpoint if there is one."""
     # Print the NLL and the density
     measured, nll = result.evaluation, result.evaluation.nll
-    density = "" if measured.density is None else f", density {100 * measured.density:.1f} % at tau {measured.tau:g}"
+    density = (
+        ""
+        if measured.density is None
+        else f", density {100 * measured.density:.1f} % at tau {measured.tau:g}"
+    )
     text = (
         f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents "
         f"(effective number {nll.effective_documents:.1f})"
     )
-    console.out.print(f"[bold]{console.escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}")
+    console.out.print(
+        f"[bold]{console.escape(result.name)}[/bold]: NLL {nll.mean:.4f}{density}; {text}"
+    )
     printing.about_selection(result.num_selection, result.selected_by)
     # Print the difference from the other checkpoint
     if result.pair is not None:
@@ -156,15 +191,21 @@ def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> commands.Result:
     # Measure
     measured = subject.load(reporter)
     with reporter.bar("evaluating", "blocks") as progress:
-        points = tau_sweep(measured.model, measured.blocks, taus, batch_size=measured.batch_size, progress=progress)
+        points = tau_sweep(
+            measured.model, measured.blocks, taus, batch_size=measured.batch_size, progress=progress
+        )
     # Write the table
     rows = sweep_table(points)
     origin = measured_on(subject, measured, points[0].nll)
     distributed.on_main(lambda: _write_sweep(folder, rows, origin, reporter))
-    return commands.Result(SweepResult(subject.name, points[0], rows, folder), show_sweep, sweep_document)
+    return commands.Result(
+        SweepResult(subject.name, points[0], rows, folder), show_sweep, sweep_document
+    )
 
 
-def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> None:
+def _write_sweep(
+    folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter
+) -> None:
     from spkv_nas.report import plot, result_charts
 
     result_tables.ResultTable("tau-sweep").write(folder, rows, origin, reporter)
@@ -175,10 +216,19 @@ def show_sweep(result: SweepResult) -> None:
     """Print NLL and density at every threshold."""
     nll = result.evaluation.nll
     text = f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents"
-    grid = console.Table("tau", "density %", "NLL", "ΔNLL %", title=f"{console.escape(result.name)}: {text}")
+    grid = console.Table(
+        "tau", "density %", "NLL", "ΔNLL %", title=f"{console.escape(result.name)}: {text}"
+    )
     for row in result.rows.itertuples():
-        difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
-        grid.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
+        difference = (
+            printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
+        )
+        grid.add_row(
+            f"{row.tau:.4g}" if row.tau else "open",
+            f"{100 * row.density:.1f}",
+            f"{row.nll:.4f}",
+            difference,
+        )
     console.out.print(grid)
     printing.about_errors(nll.num_documents, nll.effective_documents)
     console.print_path("sweep", result.folder / "tau-sweep.png")

@@ -21,7 +21,9 @@ DEFAULT_PROBE = assets.EMBEDDED.name  # name of the embedded reference's probe
 REFERENCE, DENSE = f"{assets.EMBEDDED_PREFIX}reference", f"{assets.EMBEDDED_PREFIX}dense"
 ONLY_PROBE, EMBEDDED_RECIPE = "the only one in the workspace", "the embedded models' recipe"
 # Defaults of the text that a model is measured on
-TEXT_CONTEXT = f"the model's, up to {defaults.CONTEXT:,}, or less where the text has no documents as long"
+TEXT_CONTEXT = (
+    f"the model's, up to {defaults.CONTEXT:,}, or less where the text has no documents as long"
+)
 SEPARATELY = "separate, where the model can keep them apart; of a recipe, as it says"
 LONGEST, CHECKPOINT_TAU = "128k, or the model's maximum if shorter", "the checkpoint's"
 
@@ -81,7 +83,9 @@ class Trains(InWorkspace, OnDevice):
 class RetrainsLayouts(ChoosesProbe, Trains):
     """Options of a command that retrains layouts by a recipe."""
 
-    recipe: flags.RecipeOption = flag.default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
+    recipe: flags.RecipeOption = flag.default(
+        None, EMBEDDED_RECIPE, note="Its dense model is retrained."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +120,9 @@ class SubjectOptions(Measures):
             return None
         tokens = units.parse_context(self.context)
         if not 2 <= tokens <= limits.MAX_BLOCK_SIZE:
-            raise errors.UserError(f"--context {self.context}: give from 2 to {limits.MAX_BLOCK_SIZE:,} tokens")
+            raise errors.UserError(
+                f"--context {self.context}: give from 2 to {limits.MAX_BLOCK_SIZE:,} tokens"
+            )
         return tokens
 
 

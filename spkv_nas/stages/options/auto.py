@@ -20,7 +20,10 @@ from spkv_nas.stages.options.verdict import Margin, Risk, VerdictOptions, check_
 HELD_OUT_TOKENS = 262_144  # to compare on, at most: 128 blocks of 2,048 tokens
 Memories = Annotated[
     str | None,
-    Flag("Only this share of full attention's KV cache, or the smallest of these: 20%, 10%..40%.", metavar="N%|RANGE"),
+    Flag(
+        "Only this share of full attention's KV cache, or the smallest of these: 20%, 10%..40%.",
+        metavar="N%|RANGE",
+    ),
 ]
 Retrain = Annotated[
     str | None,
@@ -52,14 +55,20 @@ class AutoOptions(Trains):
     margin: Margin = "nll=1%"
     risk: Risk = "5%"
     memory: Memories = default(None, f"{MEMORIES[0]}%..{MEMORIES[-1]}%")
-    budget: flags.OptionalBudget = default(None, "none", note="Replaces --memory; all other heads have one window.")
+    budget: flags.OptionalBudget = default(
+        None, "none", note="Replaces --memory; all other heads have one window."
+    )
     retrain: Retrain = default(None, "no retraining")
     engine: ForEngine = default(None, "none")
-    max_tokens: flags.OptionalMaxTokens = default(None, f"{HELD_OUT_TOKENS:,}", note="Of text not used for selection.")
+    max_tokens: flags.OptionalMaxTokens = default(
+        None, f"{HELD_OUT_TOKENS:,}", note="Of text not used for selection."
+    )
     context: flags.TextContext = default(None, TEXT_CONTEXT)
     documents: flags.Documents = default(None, SEPARATELY)
     batch: flags.Batch = 1
-    minutes: Minutes = default(None, note="Then no further budget is tried; costs of windows are measured in any case.")
+    minutes: Minutes = default(
+        None, note="Then no further budget is tried; costs of windows are measured in any case."
+    )
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -82,17 +91,25 @@ class AutoOptions(Trains):
     def verdict(self, probe: str, checkpoints: list[str]) -> VerdictOptions:
         """Return the options that decide whether retrained hybrids pass, on half of twice as much text."""
         max_tokens = 2 * (self.max_tokens or HELD_OUT_TOKENS)
-        return replace(VerdictOptions(candidates=checkpoints, **self._decision(probe)), max_tokens=max_tokens)
+        return replace(
+            VerdictOptions(candidates=checkpoints, **self._decision(probe)), max_tokens=max_tokens
+        )
 
     def _decision(self, probe: str | None) -> dict[str, Any]:
         """Return the options of a decision; with retraining there are two, which share the risk."""
         risk = self.risk if self.retrain is None else f"{50.0 * parse_risk(self.risk):g}%"
-        limits = {"margin": self.margin, "risk": risk, "max_tokens": self.max_tokens or HELD_OUT_TOKENS}
+        limits = {
+            "margin": self.margin,
+            "risk": risk,
+            "max_tokens": self.max_tokens or HELD_OUT_TOKENS,
+        }
         return {"name": probe, **limits, **self.measured}
 
     def export(self, layout: Path | None, model: str) -> ExportOptions:
         """Return the options that export a model with a layout; None: its own."""
-        return ExportOptions(layout=layout, model=model, out=self.out, engine=self.engine, workspace=self.workspace)
+        return ExportOptions(
+            layout=layout, model=model, out=self.out, engine=self.engine, workspace=self.workspace
+        )
 
 
 def check(options: AutoOptions) -> None:

@@ -50,14 +50,25 @@ class ExportOptions(InWorkspace, TakesLong):
     ] = AUTO
     engine: ForEngine = default(None, "none")
     link: Annotated[
-        bool, Flag("Hard-link the checkpoint's weights; a program that modifies one then changes both.", ("--link",))
+        bool,
+        Flag(
+            "Hard-link the checkpoint's weights; a program that modifies one then changes both.",
+            ("--link",),
+        ),
     ] = False
     card: Annotated[
-        bool, Flag("Write a model card, with what the workspace has measured of the layout.", ("--card/--no-card",))
+        bool,
+        Flag(
+            "Write a model card, with what the workspace has measured of the layout.",
+            ("--card/--no-card",),
+        ),
     ] = True
     push_to_hub: Annotated[
         str | None,
-        Flag("Upload the folder to this repository on the Hugging Face Hub; a new one is private.", metavar="ORG/NAME"),
+        Flag(
+            "Upload the folder to this repository on the Hugging Face Hub; a new one is private.",
+            metavar="ORG/NAME",
+        ),
     ] = default(None, "none")
 
     @property

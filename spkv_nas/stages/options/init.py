@@ -15,11 +15,16 @@ Minutes = Annotated[float | None, Flag("Total time in minutes.", low=1e-4, high=
 ModelArgument = Annotated[
     str,
     Flag(
-        "Hugging Face decoder model to start from: folder, GGUF file, ID, ID@REVISION or embedded:NAME.", argument=True
+        "Hugging Face decoder model to start from: folder, GGUF file, ID, ID@REVISION or embedded:NAME.",
+        argument=True,
     ),
 ]
 Texts = Annotated[
-    list[str], Flag("Text: files or folders, stdlib (Python's library) or installed (pinned packages).", argument=True)
+    list[str],
+    Flag(
+        "Text: files or folders, stdlib (Python's library) or installed (pinned packages).",
+        argument=True,
+    ),
 ]
 
 
@@ -48,7 +53,9 @@ def check(options: InitOptions) -> None:
     from spkv_nas.stages.checks import check_text
 
     if options.out.exists() and not options.force:
-        raise UserError(f"{options.out} already exists: give another --out, or --force to overwrite it")
+        raise UserError(
+            f"{options.out} already exists: give another --out, or --force to overwrite it"
+        )
     if options.steps is not None and options.minutes is not None:
         raise UserError("give --steps or --minutes, not both")
     check_checkpoint(options.model)

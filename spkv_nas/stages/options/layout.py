@@ -51,11 +51,15 @@ class ConvertOptions:
     ]
     target: Annotated[
         Path,
-        Flag("Output: .yaml writes a layout, .tsv a PruLong mask, a folder DuoAttention's two files.", argument=True),
+        Flag(
+            "Output: .yaml writes a layout, .tsv a PruLong mask, a folder DuoAttention's two files.",
+            argument=True,
+        ),
     ]
     budget: flags.OptionalBudget = default(note="Takes the heads with the highest scores.")
     sparsity: Annotated[
-        float | None, Flag("Make heads below this quantile of the scores local, as DuoAttention and PruLong do.")
+        float | None,
+        Flag("Make heads below this quantile of the scores local, as DuoAttention and PruLong do."),
     ] = None
     threshold: Annotated[float | None, Flag("Make heads with at least this score global.")] = None
     window: flags.OptionalWindow = default(None, "the source's")

@@ -27,17 +27,26 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
     model: flags.OptionalModel = flag.default(None, note="A config file is enough.")
     data: flags.Data = None
     block_size: flags.BlockSize = flag.default(
-        None, f"the recipe's, or the model's context, up to {defaults.CONTEXT:,}", note="Also used without --data."
+        None,
+        f"the recipe's, or the model's context, up to {defaults.CONTEXT:,}",
+        note="Also used without --data.",
     )
     steps: flags.Steps = flag.default(
-        None, f"the recipe's, else {defaults.PRICED_STEPS} for gates and {defaults.FIRST_STEPS} per model"
+        None,
+        f"the recipe's, else {defaults.PRICED_STEPS} for gates and {defaults.FIRST_STEPS} per model",
     )
     budget: flags.OptionalBudget = flag.default(None, PAPER_BUDGET)
     context: flags.OptionalContext = flag.default(None, LONGEST, note="Applies to generation.")
-    hardware: flags.Hardware = flag.default(None, "this machine, no times", note="It sets memory and speed.")
+    hardware: flags.Hardware = flag.default(
+        None, "this machine, no times", note="It sets memory and speed."
+    )
     devices: Annotated[
         int,
-        flag.Flag("Number of GPUs that training is sharded across, by the recipe's sharding key.", low=1, high=1024),
+        flag.Flag(
+            "Number of GPUs that training is sharded across, by the recipe's sharding key.",
+            low=1,
+            high=1024,
+        ),
     ] = 1
     kv_bytes: flags.KvBytes = flag.default(None, note="Applies to --engine.")
 
@@ -58,6 +67,8 @@ def check(options: PlanOptions) -> None:
         check_config(str(options.model))
         checks.check_text(options.data or ())
     elif options.data or options.block_size is not None or options.steps is not None:
-        raise UserError("the recipe sets the text, block size and steps: remove --data, --block-size and --steps")
+        raise UserError(
+            "the recipe sets the text, block size and steps: remove --data, --block-size and --steps"
+        )
     else:
         checks.check_recipe(options.recipe)

@@ -26,7 +26,9 @@ class AttentionOptions(InWorkspace, EngineOptions):
     context: flags.OptionalContext = flag.default(None, LONGEST)
     window: flags.Window = flag.default(128, note="Applies to --density.")
     sinks: flags.OptionalSinks = flag.default(None, "0", note="Applies to --density.")
-    calibration: flags.CalibrationName = flag.default(None, "the level's or model's, if one matches")
+    calibration: flags.CalibrationName = flag.default(
+        None, "the level's or model's, if one matches"
+    )
     kv_bytes: flags.KvBytes = flag.default(None, note="Applies to --engine.")
 
 
@@ -41,6 +43,8 @@ def check(options: AttentionOptions) -> None:
     if options.density is not None:
         visible_keys(tokens, density=options.density, window=options.window + (options.sinks or 0))
     elif options.sinks is not None:
-        raise errors.UserError("--sinks applies to --density alone; layouts have their own: remove it")
+        raise errors.UserError(
+            "--sinks applies to --density alone; layouts have their own: remove it"
+        )
     for file in options.layout or ():
         Layout.read(file)

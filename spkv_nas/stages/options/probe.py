@@ -25,9 +25,12 @@ class ProbeOptions(DocumentOptions, Trains):
     """
 
     recipe: flags.OptionalRecipeFile = None
-    max_tokens: flags.OptionalMaxTokens = flag.default(None, f"all; {defaults.SCORING_TOKENS:,} for {_SCORING}")
+    max_tokens: flags.OptionalMaxTokens = flag.default(
+        None, f"all; {defaults.SCORING_TOKENS:,} for {_SCORING}"
+    )
     signal: flags.Signal = flag.default(
-        None, f"{DENSITY.name} if the model has gates, {WINDOW_COSTS.name} with --memory, else {defaults.RECOMMENDED}"
+        None,
+        f"{DENSITY.name} if the model has gates, {WINDOW_COSTS.name} with --memory, else {defaults.RECOMMENDED}",
     )
     window: flags.OptionalWindow = flag.default(
         None, "the model's, else the best for --memory, else 1/16 of a block, at most 128"
@@ -61,7 +64,9 @@ def check(options: ProbeOptions) -> None:
     if options.recipe is None:
         subject.Subject.of(options, REFERENCE, "probe on").check()
     elif options.model is not None or options.data:
-        raise errors.UserError("give a recipe, or --model with --data, not both: the recipe sets model and text")
+        raise errors.UserError(
+            "give a recipe, or --model with --data, not both: the recipe sets model and text"
+        )
     else:
         checks.check_recipe(options.recipe)
 
@@ -74,11 +79,17 @@ def check_memory(options: ProbeOptions) -> None:
         return
     parse_memory(options.memory)
     if options.budget is not None:
-        raise errors.UserError("give --memory or --budget, not both: the memory says how many heads are global")
+        raise errors.UserError(
+            "give --memory or --budget, not both: the memory says how many heads are global"
+        )
     if options.signal is not None and SIGNALS[options.signal].needs_gates:
-        raise errors.UserError(f"signal {options.signal} has the window of its gates: give --memory to propose instead")
+        raise errors.UserError(
+            f"signal {options.signal} has the window of its gates: give --memory to propose instead"
+        )
     if options.granularity == kinds.LAYER:
-        raise errors.UserError("--memory counts single heads: leave out --memory, or --granularity layer")
+        raise errors.UserError(
+            "--memory counts single heads: leave out --memory, or --granularity layer"
+        )
 
 
 def chosen_signal(options: ProbeOptions) -> Signal:
@@ -91,6 +102,9 @@ def chosen_signal(options: ProbeOptions) -> Signal:
         if read_gates(Subject.of(options, REFERENCE, "probe on").source) is None:
             name = defaults.RECOMMENDED if options.memory is None else WINDOW_COSTS.name
     # Give it the options that are set
-    signal, values = SIGNALS[name], {option: getattr(options, option) for option in SIGNALS.shared_options()}
+    signal, values = (
+        SIGNALS[name],
+        {option: getattr(options, option) for option in SIGNALS.shared_options()},
+    )
     SIGNALS.check_options(signal, values)
     return signal.with_options(values)

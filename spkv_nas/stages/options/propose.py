@@ -12,7 +12,9 @@ from spkv_nas.stages import flags, options
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposeOptions(options.LayerOptions, options.EngineOptions, options.ChoosesProbe, options.TakesLong):
+class ProposeOptions(
+    options.LayerOptions, options.EngineOptions, options.ChoosesProbe, options.TakesLong
+):
     """Propose layouts for a budget of global heads, with every strategy. Writes layouts/NAME/.
 
     A constraint, --robust or --head-costs adds the best layout that satisfies it, and costs of windows add one with a
@@ -25,12 +27,18 @@ class ProposeOptions(options.LayerOptions, options.EngineOptions, options.Choose
     tau: flags.ChosenTau = None
     window: flags.OptionalWindow = flag.default(None, "the probe's")
     sinks: flags.OptionalSinks = flag.default(None, "the probe's")
-    num_random: Annotated[int, flag.Flag("Number of random layouts.", low=0, high=limits.MAX_REPEATS)] = 3
+    num_random: Annotated[
+        int, flag.Flag("Number of random layouts.", low=0, high=limits.MAX_REPEATS)
+    ] = 3
     seed: flags.Seed = 0
     memory: flags.Memory = flag.default(None, note="Replaces --budget.")
     robust: Annotated[
         bool,
-        flag.Flag("Maximise the coverage of the worst domain, not of all text.", ("--robust",), panel=flags.MEMORY),
+        flag.Flag(
+            "Maximise the coverage of the worst domain, not of all text.",
+            ("--robust",),
+            panel=flags.MEMORY,
+        ),
     ] = False
     head_costs: Annotated[
         Path | None,

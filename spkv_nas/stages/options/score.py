@@ -29,6 +29,8 @@ def check(options: ScoreOptions) -> None:
     from spkv_nas.stages.subject import Subject
 
     subject = Subject.of(options, DENSE, "score on")
-    family = subject.family if options.probe is None else find_table(options.folders, options.probe).name
+    family = (
+        subject.family if options.probe is None else find_table(options.folders, options.probe).name
+    )
     find_proposal(options.folders, options.name or family, options.layouts)
     subject.check()

@@ -7,7 +7,9 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import InPrecision, RetrainsLayouts
 
-Reference = Annotated[bool, Flag("Also retrain the SP-KV reference, with its gates.", ("--reference/--no-reference",))]
+Reference = Annotated[
+    bool, Flag("Also retrain the SP-KV reference, with its gates.", ("--reference/--no-reference",))
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,13 @@ from typing import Annotated
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import assets, errors, hub
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.evaluation.verdict.criteria import Margins, criteria_help, options_help, parse_margins, parse_risk
+from spkv_nas.evaluation.verdict.criteria import (
+    Margins,
+    criteria_help,
+    options_help,
+    parse_margins,
+    parse_risk,
+)
 from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import DENSE, DocumentOptions
@@ -19,7 +25,10 @@ Margin = Annotated[
         metavar="NAME=LOSS[:OPTION=VALUE...],...",
     ),
 ]
-Risk = Annotated[str, Flag("Largest probability of a wrong pass, and of a wrong failure, such as 5%.", metavar="N%")]
+Risk = Annotated[
+    str,
+    Flag("Largest probability of a wrong pass, and of a wrong failure, such as 5%.", metavar="N%"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +36,18 @@ class DecisionOptions(DocumentOptions):
     """Options of the commands that compare candidates with a dense model until the answer is known."""
 
     model: Annotated[
-        str, Flag("Checkpoint to compare with; layouts are tried on its weights.", ("--against",), "CHECKPOINT")
+        str,
+        Flag(
+            "Checkpoint to compare with; layouts are tried on its weights.",
+            ("--against",),
+            "CHECKPOINT",
+        ),
     ] = DENSE
     margin: Margin = "nll=1%"
     risk: Risk = "5%"
-    max_tokens: flags.OptionalMaxTokens = default(None, "one block per document, at least 128 blocks")
+    max_tokens: flags.OptionalMaxTokens = default(
+        None, "one block per document, at least 128 blocks"
+    )
 
 
 def is_layout(candidate: str) -> bool:
@@ -45,8 +61,14 @@ def check_decision(options: DecisionOptions) -> None:
 
     parse_risk(options.risk)
     margins = parse_margins(options.margin)
-    if reads_text(margins) and not options.model.startswith(assets.EMBEDDED_PREFIX) and not options.data:
-        raise errors.UserError("--against needs --data: files or folders with text that no candidate was selected on")
+    if (
+        reads_text(margins)
+        and not options.model.startswith(assets.EMBEDDED_PREFIX)
+        and not options.data
+    ):
+        raise errors.UserError(
+            "--against needs --data: files or folders with text that no candidate was selected on"
+        )
     Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins)).check()
     for criterion, _ in margins:
         criterion.check()
@@ -72,7 +94,9 @@ class VerdictOptions(DecisionOptions):
     Exits with 0 if a candidate passes, 1 if all fail, 3 otherwise. Samples are kept in runs/NAME/verdict/ and reused.
     """
 
-    candidates: Annotated[list[str], Flag("Checkpoints, and layout files (YAML).", metavar="CANDIDATE", argument=True)]
+    candidates: Annotated[
+        list[str], Flag("Checkpoints, and layout files (YAML).", metavar="CANDIDATE", argument=True)
+    ]
 
 
 VerdictOptions.__doc__ = f"{VerdictOptions.__doc__}\n\n{options_help()}\n"

@@ -54,7 +54,9 @@ def hybrid() -> PreTrainedModel:
 def blocks(number: int = 6) -> TokenBlocks:
     tokens = np.random.default_rng(0).integers(3, 300, (number, BLOCK)).astype(np.int32)
     document = np.repeat(np.arange(number) // 2, BLOCK).reshape(number, BLOCK).astype(np.int32)
-    infos = tuple(DocumentInfo(str(index), "a", f"text-{index}") for index in range((number + 1) // 2))
+    infos = tuple(
+        DocumentInfo(str(index), "a", f"text-{index}") for index in range((number + 1) // 2)
+    )
     return TokenBlocks(tokens, document, infos)
 
 
@@ -70,7 +72,9 @@ def measure(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_model_agrees_with_itself_exactly(tiny_tokenizer: PreTrainedTokenizerBase, temperature: float) -> None:
+def test_a_model_agrees_with_itself_exactly(
+    tiny_tokenizer: PreTrainedTokenizerBase, temperature: float
+) -> None:
     result, _ = measure(dense(), tiny_tokenizer, temperature)
     for values in (result.equal, result.accepted, result.kept):
         assert (values == 1.0).all()
@@ -80,13 +84,23 @@ def test_a_model_agrees_with_itself_exactly(tiny_tokenizer: PreTrainedTokenizerB
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_two_predictions_give_what_compare_gives(tiny_tokenizer: PreTrainedTokenizerBase, temperature: float) -> None:
+def test_two_predictions_give_what_compare_gives(
+    tiny_tokenizer: PreTrainedTokenizerBase, temperature: float
+) -> None:
     expected, texts = measure(hybrid(), tiny_tokenizer, temperature)
     lines = [
-        {"block": block, "document": 0, "name": "", "tokens": tokens[: NEW - block]}  # of unequal lengths
+        {
+            "block": block,
+            "document": 0,
+            "name": "",
+            "tokens": tokens[: NEW - block],
+        }  # of unequal lengths
         for block, tokens in enumerate(texts)
     ]
-    ours, theirs = (predict(model, blocks(), lines, NEW, temperature=temperature) for model in (hybrid(), dense()))
+    ours, theirs = (
+        predict(model, blocks(), lines, NEW, temperature=temperature)
+        for model in (hybrid(), dense())
+    )
     for block, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         length = NEW - block
         assert (mine["block"], len(mine["predicted"])) == (block, length)
@@ -95,7 +109,9 @@ def test_two_predictions_give_what_compare_gives(tiny_tokenizer: PreTrainedToken
         assert scores == pytest.approx(expected.kept[block, :length], abs=1e-5)
 
 
-def test_samples_of_later_blocks_are_those_of_all_blocks(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_samples_of_later_blocks_are_those_of_all_blocks(
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
     """Texts that are continued in parts, each with the number of blocks before it."""
     whole = write_continuations(dense(), tiny_tokenizer, blocks(), NEW, temperature=1.0)
     later = replace(blocks(), tokens=blocks().tokens[4:], document=blocks().document[4:])
@@ -117,10 +133,14 @@ class TestGreedy:
             while len(tokens) < BLOCK:
                 drafted = list(tokens)
                 for _ in range(draft_tokens):
-                    drafted.append(int(logits(draft_model, torch.tensor([drafted]))[0, -1].argmax()))
+                    drafted.append(
+                        int(logits(draft_model, torch.tensor([drafted]))[0, -1].argmax())
+                    )
                 verified = logits(model, torch.tensor([drafted]))[0].argmax(-1).tolist()
                 num_passes += 1
-                while len(tokens) < len(drafted) and drafted[len(tokens)] == verified[len(tokens) - 1]:
+                while (
+                    len(tokens) < len(drafted) and drafted[len(tokens)] == verified[len(tokens) - 1]
+                ):
                     tokens.append(drafted[len(tokens)])
                 tokens.append(verified[len(tokens) - 1])
             assert tokens[BLOCK - NEW : BLOCK] == text
@@ -131,9 +151,13 @@ class TestGreedy:
     ) -> None:
         result, texts = measure(hybrid(), tiny_tokenizer, 0.0)
         prompts = torch.from_numpy(blocks().tokens[:, : BLOCK - NEW].astype(np.int64))
-        for row, tokens in enumerate(continue_tokens(hybrid(), tiny_tokenizer, prompts, torch.ones_like(prompts), NEW)):
+        for row, tokens in enumerate(
+            continue_tokens(hybrid(), tiny_tokenizer, prompts, torch.ones_like(prompts), NEW)
+        ):
             pairs = zip(tokens, texts[row], strict=True)
-            first = next((number for number, (mine, theirs) in enumerate(pairs) if mine != theirs), NEW)
+            first = next(
+                (number for number, (mine, theirs) in enumerate(pairs) if mine != theirs), NEW
+            )
             assert (result.equal[row, :first] == 1.0).all()
             assert first == NEW or result.equal[row, first] == 0.0
 
@@ -146,34 +170,59 @@ class TestSampled:
         for row in range(2):
             prompt = blocks().tokens[row, : BLOCK - NEW].tolist()
             tokens = torch.tensor([[*prompt, *texts[row]]])
-            p, q = ((logits(model, tokens)[0].double() / 0.7).softmax(-1).numpy() for model in (dense(), hybrid()))
+            p, q = (
+                (logits(model, tokens)[0].double() / 0.7).softmax(-1).numpy()
+                for model in (dense(), hybrid())
+            )
             for position in (0, 7, NEW - 1):
                 at = BLOCK - NEW - 1 + position
                 drawn = rng.choice(300, size=20_000, p=q[at] / q[at].sum())
                 accepted = rng.random(20_000) < np.minimum(1.0, p[at, drawn] / q[at, drawn])
                 error = max(accepted.std(), 0.01) / np.sqrt(20_000)
-                assert result.accepted[row, position] == pytest.approx(accepted.mean(), abs=4 * error)
+                assert result.accepted[row, position] == pytest.approx(
+                    accepted.mean(), abs=4 * error
+                )
                 token = texts[row][position]
-                assert result.kept[row, position] == pytest.approx(min(1.0, q[at, token] / p[at, token]), rel=1e-3)
+                assert result.kept[row, position] == pytest.approx(
+                    min(1.0, q[at, token] / p[at, token]), rel=1e-3
+                )
 
-    def test_a_sample_does_not_depend_on_its_batch(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_sample_does_not_depend_on_its_batch(
+        self, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         prompts = torch.randint(3, 300, (5, 6), generator=torch.Generator().manual_seed(0))
         seen, seeds = torch.ones_like(prompts), [(1, row) for row in range(5)]
-        together = continue_tokens(dense(), tiny_tokenizer, prompts, seen, 8, temperature=1.0, seeds=seeds)
+        together = continue_tokens(
+            dense(), tiny_tokenizer, prompts, seen, 8, temperature=1.0, seeds=seeds
+        )
         for row in range(5):
             one = slice(row, row + 1)
             alone = continue_tokens(
-                dense(), tiny_tokenizer, prompts[one], seen[one], 8, temperature=1.0, seeds=seeds[one]
+                dense(),
+                tiny_tokenizer,
+                prompts[one],
+                seen[one],
+                8,
+                temperature=1.0,
+                seeds=seeds[one],
             )
             assert alone == [together[row]]
 
-    def test_samples_have_the_models_distribution(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_samples_have_the_models_distribution(
+        self, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         prompt, number = torch.tensor([[5, 9, 17]]), 2000
         prompts = prompt.expand(number, -1)
         seeds = [(0, row) for row in range(number)]
         model = dense()
         drawn = continue_tokens(
-            model, tiny_tokenizer, prompts, torch.ones_like(prompts), 1, temperature=0.5, seeds=seeds
+            model,
+            tiny_tokenizer,
+            prompts,
+            torch.ones_like(prompts),
+            1,
+            temperature=0.5,
+            seeds=seeds,
         )
         share = np.bincount([token for (token,) in drawn], minlength=300) / number
         expected = (logits(model, prompt)[0, -1].double() / 0.5).softmax(-1).numpy()
@@ -199,7 +248,9 @@ class TestSampled:
         assert expected.mean() == pytest.approx(np.mean(counts), abs=3.5 * error)
 
 
-def _speculative_passes(p: np.ndarray, q: np.ndarray, length: int, draft_tokens: int, rng: np.random.Generator) -> int:
+def _speculative_passes(
+    p: np.ndarray, q: np.ndarray, length: int, draft_tokens: int, rng: np.random.Generator
+) -> int:
     """Write ``length`` tokens by speculative sampling (Leviathan et al., algorithm 1), and count the passes of p."""
     token, written, num_passes = 0, 0, 0
     while written < length:
@@ -232,7 +283,9 @@ class TestTable:
         assert rows["decoding"].tolist() == [GREEDY, GREEDY, SAMPLED, SAMPLED]
         assert (rows[["num_documents", "num_prompts", "num_tokens"]] == [2, 3, 9]).all(axis=None)
         share, error = jackknife_ratio(np.array([5.0, 2.0]), np.array([6, 3]))
-        assert rows.loc[0, ["agreement", "agreement_standard_error"]].tolist() == pytest.approx([share, error])
+        assert rows.loc[0, ["agreement", "agreement_standard_error"]].tolist() == pytest.approx(
+            [share, error]
+        )
         assert rows.loc[0, "acceptance"] == rows.loc[0, "agreement"]
         assert rows.loc[2, "acceptance"] == pytest.approx((0.5 * 6 + 0.9 * 3) / 9)
         # Greedy with one draft: [1 0] [1 1]; [1 1]; [0] [1 1]
@@ -246,12 +299,18 @@ class TestTable:
     def test_an_end_of_text_ends_the_count(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """A continuation that ends early has fewer tokens, and its padding is not compared."""
         reader = dense()
-        first = continue_tokens(reader, tiny_tokenizer, torch.tensor([[5, 9, 17, 4]]), torch.ones(1, 4), 6)[0]
+        first = continue_tokens(
+            reader, tiny_tokenizer, torch.tensor([[5, 9, 17, 4]]), torch.ones(1, 4), 6
+        )[0]
         assert reader.generation_config is not None
         reader.generation_config.eos_token_id = first[2]
-        ended = continue_tokens(reader, tiny_tokenizer, torch.tensor([[5, 9, 17, 4]]), torch.ones(1, 4), 6)[0]
+        ended = continue_tokens(
+            reader, tiny_tokenizer, torch.tensor([[5, 9, 17, 4]]), torch.ones(1, 4), 6
+        )[0]
         assert ended == first[: first.index(first[2]) + 1]
-        short = [{"block": row, "document": 0, "name": "", "tokens": [7] * (row + 1)} for row in range(6)]
+        short = [
+            {"block": row, "document": 0, "name": "", "tokens": [7] * (row + 1)} for row in range(6)
+        ]
         result = Agreement.of(compare(hybrid(), reader, blocks(), short, NEW, temperature=1.0), 1.0)
         assert result.num_tokens.tolist() == [1, 2, 3, 4, 5, 6]
         assert np.isfinite(expected_passes(result.kept, 2)).all()
@@ -268,12 +327,18 @@ class TestCommand:
         save(dense(), tiny_tokenizer, tmp_path / "dense")
         (tmp_path / "text").mkdir()
         for number in range(4):
-            (tmp_path / "text" / f"{number}.txt").write_text(f"the quick brown fox {number} jumps over " * 12)
+            (tmp_path / "text" / f"{number}.txt").write_text(
+                f"the quick brown fox {number} jumps over " * 12
+            )
         options = ["--data", tmp_path / "text", "--context", 32, "--workspace", tmp_path / "w"]
         return ["evaluate", "agreement", "--model", str(tmp_path / "hybrid"), *map(str, options)]
 
     def test_table_and_reuse(
-        self, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self,
+        arguments: list[str],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         against = [*arguments, "--against", str(tmp_path / "dense"), "--name", "mine"]
         main(against)
@@ -287,14 +352,19 @@ class TestCommand:
         assert 0 < rows["agreement"].min() <= rows["acceptance"].max() < 1
         # A finished comparison is read, not computed again
         written = table.read_bytes()
-        for name in ("evaluation.continuations.write_continuations", "contrib.evaluate.agreement.stage.compare"):
+        for name in (
+            "evaluation.continuations.write_continuations",
+            "contrib.evaluate.agreement.stage.compare",
+        ):
             monkeypatch.setattr(f"spkv_nas.{name}", _unexpected)
         main(against)
         assert table.read_bytes() == written
 
     def test_a_checkpoint_against_itself(self, arguments: list[str], tmp_path: Path) -> None:
         main([*arguments, "--against", str(tmp_path / "hybrid"), "--name", "mine"])
-        rows = pd.read_csv(tmp_path / "w" / "reports" / "mine" / "token-agreement.csv").query("decoding == @GREEDY")
+        rows = pd.read_csv(tmp_path / "w" / "reports" / "mine" / "token-agreement.csv").query(
+            "decoding == @GREEDY"
+        )
         assert rows["agreement"].tolist() == [1.0] * 4
         assert rows["tokens_per_pass"].tolist() == pytest.approx([2.0, 16 / 6, 4.0, 8.0], rel=1e-5)
 
@@ -302,8 +372,14 @@ class TestCommand:
         ("options", "message"),
         [
             ((), "needs --against: the dense model"),
-            (("--against", "dense", "--new-tokens", "32"), "leaves no prompt in a block of 32 tokens"),
-            (("--against", "larger"), "the model predicts 300 tokens and the dense model 320 (vocab_size)"),
+            (
+                ("--against", "dense", "--new-tokens", "32"),
+                "leaves no prompt in a block of 32 tokens",
+            ),
+            (
+                ("--against", "larger"),
+                "the model predicts 300 tokens and the dense model 320 (vocab_size)",
+            ),
         ],
     )
     def test_what_is_refused(
@@ -316,5 +392,8 @@ class TestCommand:
         message: str,
     ) -> None:
         save(tiny_model(vocab_size=320), tiny_tokenizer, tmp_path / "larger")
-        named = [str(tmp_path / option) if option in ("dense", "larger") else option for option in options]
+        named = [
+            str(tmp_path / option) if option in ("dense", "larger") else option
+            for option in options
+        ]
         assert message in fails(capsys, *arguments, *named)

@@ -32,10 +32,21 @@ from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.evaluate.baselines import rules as eviction
-from spkv_nas.contrib.evaluate.baselines.expected_attention import ExpectedAttention, Rotation, expected_attention
+from spkv_nas.contrib.evaluate.baselines.expected_attention import (
+    ExpectedAttention,
+    Rotation,
+    expected_attention,
+)
 from spkv_nas.contrib.evaluate.baselines.kvzap import KVzap, fit_kvzap, kvzip_scores, predictor
 from spkv_nas.contrib.evaluate.baselines.options import EXACT, KVPRESS, METHODS
-from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, heavy_hitters, pruned_nll
+from spkv_nas.contrib.evaluate.baselines.rules import (
+    Chunk,
+    Protocol,
+    Read,
+    Rule,
+    heavy_hitters,
+    pruned_nll,
+)
 from spkv_nas.contrib.evaluate.baselines.stage import measure_sp_kv
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.tokenizer import train_bpe
@@ -82,9 +93,20 @@ class TestKvpress:
     @pytest.fixture
     def read(self, golden: dict[str, Tensor]) -> Read:
         hidden, q, k, v = (golden[name][None] for name in ("hidden", "q", "k", "v"))
-        return Read(0, 0, 0, hidden, q.unflatten(1, (len(k[0]), -1)), k[:, :, None], v[:, :, None], q.shape[-1] ** -0.5)
+        return Read(
+            0,
+            0,
+            0,
+            hidden,
+            q.unflatten(1, (len(k[0]), -1)),
+            k[:, :, None],
+            v[:, :, None],
+            q.shape[-1] ** -0.5,
+        )
 
-    def test_observed_attention(self, golden: dict[str, Tensor], read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_observed_attention(
+        self, golden: dict[str, Tensor], read: Read, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         length = read.keys_shape[2]
         everything = Protocol(length, 0, chunk=16)
         monkeypatch.setattr(eviction, "ranking", lambda *given: given)
@@ -106,7 +128,9 @@ class TestKvpress:
 
     def test_kvzip(self, golden: dict[str, Tensor], read: Read) -> None:
         expected = golden["kvzip"]
-        padded = (torch.nn.functional.pad(x, (0, 3)) for x in (read.q, read.k, read.v))  # as values of another size
+        padded = (
+            torch.nn.functional.pad(x, (0, 3)) for x in (read.q, read.k, read.v)
+        )  # as values of another size
         for each in (read._replace(**dict(zip("qkv", padded, strict=True))), read):
             scores, out = kvzip_scores(each, golden["output"], expected.shape[-1])
             assert scores[0].numpy() == pytest.approx(expected.numpy(), rel=1e-5, abs=1e-6)
@@ -126,7 +150,10 @@ class TestProtocol:
     @pytest.mark.parametrize("kind", [EXACT, KVPRESS])
     @pytest.mark.parametrize("method", METHODS)
     def test_a_later_token_does_not_change_earlier_ones(self, method: str, kind: str) -> None:
-        model, tokens = tiny_model(), torch.randint(97, (1, BLOCK), generator=torch.Generator().manual_seed(1))
+        model, tokens = (
+            tiny_model(),
+            torch.randint(97, (1, BLOCK), generator=torch.Generator().manual_seed(1)),
+        )
         rule = rules(model, protocol(kind))[method]
         with eviction.reading(model) as read:
             read.rule = rule
@@ -143,9 +170,13 @@ class TestProtocol:
             with eviction.reading(model := tiny_model("mistral", sliding_window=native)) as read:
                 read.rule = heavy_hitters(protocol(), 1.0)
                 if native == BLOCK:
-                    torch.testing.assert_close(logits(model, tokens), logits(tiny_model("mistral"), tokens))
+                    torch.testing.assert_close(
+                        logits(model, tokens), logits(tiny_model("mistral"), tokens)
+                    )
                 else:
-                    with pytest.raises(UserError, match="longer than the model's own sliding window"):
+                    with pytest.raises(
+                        UserError, match="longer than the model's own sliding window"
+                    ):
                         logits(model, tokens)
 
 
@@ -154,7 +185,9 @@ class ExplicitPruning:
 
     def __init__(self, method: str, how: Protocol, lengths: list[list[int]]) -> None:
         self.method, self.how, self.lengths = method, how, lengths  # of the documents in each row
-        self.masks: list[tuple[Tensor, Tensor, Tensor]] = []  # keys; visible and near ones, bool [B, Hkv, T, T]
+        self.masks: list[
+            tuple[Tensor, Tensor, Tensor]
+        ] = []  # keys; visible and near ones, bool [B, Hkv, T, T]
 
     def __call__(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any
@@ -162,21 +195,31 @@ class ExplicitPruning:
         scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scaling
         if number := module.pruned_heads:
             if all(keys is not k for keys, *_ in self.masks):
-                self.masks.append((k, *self._visible(scores.view(len(q), number, -1, *scores.shape[2:]))))
+                self.masks.append(
+                    (k, *self._visible(scores.view(len(q), number, -1, *scores.shape[2:])))
+                )
             (mask,) = (mask for keys, mask, _ in self.masks if keys is k)
             mask = mask.repeat_interleave(q.shape[1] // number, 1)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        return (weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2).contiguous(), None
+        return (weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(
+            1, 2
+        ).contiguous(), None
 
     def _visible(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return which keys each query sees, and sees anyway, from scores [B, Hkv, G, T, T]."""
         visible, near = torch.zeros(2, *scores[:, :, 0].shape, dtype=torch.bool)
-        documents = [(row, *part) for row, n in enumerate(self.lengths) for part in pairwise(accumulate([0, *n]))]
+        documents = [
+            (row, *part)
+            for row, n in enumerate(self.lengths)
+            for part in pairwise(accumulate([0, *n]))
+        ]
         for row, first, stop in documents:
             held, received = visible.new_ones(scores.shape[1], stop - first), 0.0
             if self.method == "random":
                 outside = self.how.num_outside(stop - first)
-                share = 1.0 - min(1.0, 0.6 * int(outside.sum()) / max(int(outside[SINKS:].sum()), 1))
+                share = 1.0 - min(
+                    1.0, 0.6 * int(outside.sum()) / max(int(outside[SINKS:].sum()), 1)
+                )
                 draw = np.random.default_rng([0, len(self.masks), row, first]).random(held.shape)
                 held = torch.from_numpy(draw < share) | (torch.arange(stop - first) < SINKS)
             for t in range(stop - first):
@@ -185,33 +228,55 @@ class ExplicitPruning:
                     ends = min(t + self.how.chunk, stop - first) if self.how.kind == EXACT else t
                     self._evict(held, received, t, ends - WINDOW)
                 age = torch.arange(t, -1, -1)
-                near[row, :, first + t, part] = age < (WINDOW if self.how.kind == EXACT else WINDOW + t - start + 1)
+                near[row, :, first + t, part] = age < (
+                    WINDOW if self.how.kind == EXACT else WINDOW + t - start + 1
+                )
                 visible[row, :, first + t, part] = near[row, :, first + t, part] | held[:, : t + 1]
                 hidden = ~visible[row, :, None, first + t, first:stop]
-                weights = scores[row, :, :, first + t, first:stop].masked_fill(hidden, -torch.inf).softmax(-1)
+                weights = (
+                    scores[row, :, :, first + t, first:stop]
+                    .masked_fill(hidden, -torch.inf)
+                    .softmax(-1)
+                )
                 received = received + weights.mean(1)
         return visible, near
 
     def _evict(self, held: Tensor, received: Any, num_seen: int, edge: int) -> None:
         """Evict keys before ``edge`` of ``held`` [Hkv, T], by the attention that they ``received`` from each query."""
         for head in range(len(held)):
-            share = {s: float(received[head, s]) / (num_seen - s) for s in range(edge) if held[head, s]}
+            share = {
+                s: float(received[head, s]) / (num_seen - s) for s in range(edge) if held[head, s]
+            }
             order = sorted(share, key=lambda s: (s >= SINKS, -share[s]))
-            held[head, order[SINKS if self.method == "streaming" else max(round(0.4 * edge), SINKS) :]] = False
+            held[
+                head,
+                order[SINKS if self.method == "streaming" else max(round(0.4 * edge), SINKS) :],
+            ] = False
 
 
-PRUNED = {"gemma4_text": SHARED | {"global_head_dim": 8}, "gemma3n_text": SLOW["gemma3n_text"], "llama": {}}
+PRUNED = {
+    "gemma4_text": SHARED | {"global_head_dim": 8},
+    "gemma3n_text": SLOW["gemma3n_text"],
+    "llama": {},
+}
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("kind", [EXACT, KVPRESS])
 @pytest.mark.parametrize("method", ["streaming", "random", "h2o"])
-@pytest.mark.parametrize("family", [*PRUNED, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"])
+@pytest.mark.parametrize(
+    "family", [*PRUNED, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"]
+)
 def test_rules_equal_an_explicit_mask(family: str, method: str, kind: str, is_packed: bool) -> None:
     """Keys are dropped for all layers that read them, and for all heads of a latent; documents are read alone."""
-    model = sharpen_attention(tiny_model(family, **(UNEQUAL | UNEQUAL_SLOW | PRUNED)[family]), 4.0).double()
+    model = sharpen_attention(
+        tiny_model(family, **(UNEQUAL | UNEQUAL_SLOW | PRUNED)[family]), 4.0
+    ).double()
     model.set_experts_implementation("eager")  # others take no float64
-    tokens, how = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0)), protocol(kind)
+    tokens, how = (
+        torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0)),
+        protocol(kind),
+    )
     lengths = [[23, 17], [3, 1, 20, 16]] if is_packed else [[40], [40]]
     position = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
     inputs = {"input_ids": tokens, "use_cache": False, "position_ids": position}
@@ -256,7 +321,9 @@ class TestSeparateDocuments:
         nll, _ = pruned_nll(model, blocks, rule, how, batch_size=3)
         with eviction.reading(model) as read, torch.inference_mode():
             read.rule = rule
-            assert (nll.total.sum(), nll.num_tokens.sum()) == pytest.approx(alone(model, blocks), rel=1e-6)
+            assert (nll.total.sum(), nll.num_tokens.sum()) == pytest.approx(
+                alone(model, blocks), rel=1e-6
+            )
         assert np.abs(nll.total - document_nll(model, blocks).total).max() > 0.02
 
     def test_thresholds_reach_the_density(self, blocks: TokenBlocks) -> None:
@@ -268,9 +335,14 @@ class TestSeparateDocuments:
     def test_rows_of_gates(self, blocks: TokenBlocks) -> None:
         """Open gates equal the ungated model; at a threshold, pairs are counted in each document."""
         model = gated()
-        (opened, half), window = measure_sp_kv(model, blocks, [0.4], batch_size=3), model.config.spkv["gates"]["window"]
+        (opened, half), window = (
+            measure_sp_kv(model, blocks, [0.4], batch_size=3),
+            model.config.spkv["gates"]["window"],
+        )
         assert opened.density == 1.0
-        assert opened.nll.mean == pytest.approx(document_nll(tiny_model(vocab_size=300), blocks).mean, rel=1e-6)
+        assert opened.nll.mean == pytest.approx(
+            document_nll(tiny_model(vocab_size=300), blocks).mean, rel=1e-6
+        )
         assert half.nll.total != pytest.approx(opened.nll.total, rel=1e-4)
         counts: list[tuple[int, int]] = []
 
@@ -280,7 +352,9 @@ class TestSeparateDocuments:
 
         with gate_mode(model, "hard", 0.4), watch_logits(model, count), torch.inference_mode():
             expected = alone(model, blocks)
-        assert (half.nll.total.sum(), half.nll.num_tokens.sum()) == pytest.approx(expected, rel=1e-5)
+        assert (half.nll.total.sum(), half.nll.num_tokens.sum()) == pytest.approx(
+            expected, rel=1e-5
+        )
         assert half.density == pytest.approx(np.divide(*np.sum(counts, 0)), abs=1e-3)
 
 
@@ -297,7 +371,10 @@ def test_density_is_the_requested_one(method: str, sinks: int, blocks: TokenBloc
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_kvzap_learns(
-    family: str, blocks: TokenBlocks, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    blocks: TokenBlocks,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("spkv_nas.contrib.evaluate.baselines.kvzap.PROMPT", "\n")
     model = tiny_model(family, **(UNEQUAL | PRUNED)[family], vocab_size=300)
@@ -305,7 +382,9 @@ def test_kvzap_learns(
     assert 0.05 < zap.explained < 1.0  # of text that it was not fitted on; 135 tokens are few
     again = fit_kvzap(model, tiny_tokenizer, blocks, seed=0, batch_size=4)
     assert again.explained == zap.explained
-    assert not any(parameter.requires_grad for one in zap.predictors for parameter in one.parameters())
+    assert not any(
+        parameter.requires_grad for one in zap.predictors for parameter in one.parameters()
+    )
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -323,10 +402,24 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_all_methods(
-        self, dense: Path, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        dense: Path,
+        checkpoint: Path,
+        text: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         options = ["--model", dense, "--data", text, "--context", 128, "--sinks", "0,2"]
-        options += ["--against", checkpoint, "--taus", "0.6,0.7", "--density", "30%,0.2", "-w", tmp_path / "w"]
+        options += [
+            "--against",
+            checkpoint,
+            "--taus",
+            "0.6,0.7",
+            "--density",
+            "30%,0.2",
+            "-w",
+            tmp_path / "w",
+        ]
         main(["evaluate", "baselines", *map(str, options)])
         folder = tmp_path / "w" / "reports" / "dense"
         kinds = ("csv", "yaml", "png", "svg", "pdf")
@@ -334,19 +427,50 @@ class TestCommand:
         rows = pd.read_csv(folder / "baselines.csv")
         assert list(rows.columns) == BASELINES.header
         chosen = [method for method in METHODS if method != "streaming" for _ in range(2)]
-        assert rows["method"].tolist() == ["full-attention", *["streaming"] * 2, *chosen, *chosen, *["sp-kv"] * 3]
+        assert rows["method"].tolist() == [
+            "full-attention",
+            *["streaming"] * 2,
+            *chosen,
+            *chosen,
+            *["sp-kv"] * 3,
+        ]
         targeted = rows.dropna(subset=["target_density"])
-        assert targeted["density"].to_numpy() == pytest.approx(targeted["target_density"].to_numpy(), abs=0.03)
+        assert targeted["density"].to_numpy() == pytest.approx(
+            targeted["target_density"].to_numpy(), abs=0.03
+        )
         assert rows["tau"].tolist()[-3:] == [0.0, 0.6, 0.7]
         record = yaml.safe_load((folder / "baselines.yaml").read_text())
         assert (record["window"], record["chunk"], record["protocol"]) == (6, 6, "exact")
         assert record["kvzap"]["tokens"] > 0
         assert "expected-attention" in capsys.readouterr().out
 
-    def test_a_single_method(self, dense: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_single_method(
+        self, dense: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """A method without thresholds is printed."""
-        options = ["--model", dense, "--data", text, "--context", BLOCK, "--methods", "streaming", "--sinks", "0,2"]
-        main(["evaluate", "baselines", *map(str, options), "--protocol", "kvpress", "-w", str(tmp_path / "w")])
+        options = [
+            "--model",
+            dense,
+            "--data",
+            text,
+            "--context",
+            BLOCK,
+            "--methods",
+            "streaming",
+            "--sinks",
+            "0,2",
+        ]
+        main(
+            [
+                "evaluate",
+                "baselines",
+                *map(str, options),
+                "--protocol",
+                "kvpress",
+                "-w",
+                str(tmp_path / "w"),
+            ]
+        )
         assert "│ streaming │ 2 " in " ".join(capsys.readouterr().out.replace("│", " │ ").split())
         rows = pd.read_csv(tmp_path / "w" / "reports" / "dense" / "baselines.csv")
         assert rows["density"].tolist() == [1.0, 0.0, pytest.approx(rows["density"][2])]
@@ -357,19 +481,44 @@ class TestCommand:
         [
             ("--density 0", "--density must lie in (0, 1]; found '0'"),
             ("--density nan", "found 'nan'"),
-            ("--window 31 --sinks 4", "32 tokens have no keys to prune beyond a window of 31 keys and 4 sinks"),
+            (
+                "--window 31 --sinks 4",
+                "32 tokens have no keys to prune beyond a window of 31 keys and 4 sinks",
+            ),
             ("--protocol mine --window 20", "--protocol must be exact or kvpress; found 'mine'"),
         ],
     )
     def test_bad_input(
-        self, options: str, message: str, dense: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        options: str,
+        message: str,
+        dense: Path,
+        text: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
-        arguments = ["--model", dense, "--data", text, "--context", str(BLOCK), "--methods", "streaming"]
-        assert message in fails(capsys, "evaluate", "baselines", *arguments, *options.split(), "-w", tmp_path / "w")
+        arguments = [
+            "--model",
+            dense,
+            "--data",
+            text,
+            "--context",
+            str(BLOCK),
+            "--methods",
+            "streaming",
+        ]
+        assert message in fails(
+            capsys, "evaluate", "baselines", *arguments, *options.split(), "-w", tmp_path / "w"
+        )
         assert not list(tmp_path.rglob("*.csv"))
 
     def test_refused_models_and_text(
-        self, dense: Path, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        dense: Path,
+        checkpoint: Path,
+        text: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         hybrid = tiny_model(vocab_size=300)
         apply_layout(hybrid, Layout(("GL", "LL", "LL", "GG"), window=6))
@@ -377,9 +526,29 @@ class TestCommand:
         for model, options, problem in (
             (checkpoint, [], "the model has SP-KV gates"),
             (tmp_path / "hybrid", [], "the model is a hybrid"),
-            (dense, ["--max-tokens", "24"], "--max-tokens 24 keeps 24 tokens, all of a single document"),
+            (
+                dense,
+                ["--max-tokens", "24"],
+                "--max-tokens 24 keeps 24 tokens, all of a single document",
+            ),
             (dense, ["--against", dense], "has no gates"),
-            (dense, ["--against", checkpoint, "--window", "8"], "differs from the window of --against, 6"),
+            (
+                dense,
+                ["--against", checkpoint, "--window", "8"],
+                "differs from the window of --against, 6",
+            ),
         ):
-            command = ["evaluate", "baselines", "--model", model, "--data", text, "--context", "24", *options]
-            assert problem in fails(capsys, *command, "--methods", "streaming", "-w", tmp_path / "w")
+            command = [
+                "evaluate",
+                "baselines",
+                "--model",
+                model,
+                "--data",
+                text,
+                "--context",
+                "24",
+                *options,
+            ]
+            assert problem in fails(
+                capsys, *command, "--methods", "streaming", "-w", tmp_path / "w"
+            )

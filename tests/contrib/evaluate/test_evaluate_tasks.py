@@ -50,7 +50,12 @@ class TestTable:
             self.answers(0, 0, 1, 0, density=0.5, acc_norm=[0] * 4),
         )
         choices = self.entry(folder, "choices")
-        rows = tasks_table([Results(choices, [first], [other]), Results(choices, [self.answers(1, 0, 0, 0)], [other])])
+        rows = tasks_table(
+            [
+                Results(choices, [first], [other]),
+                Results(choices, [self.answers(1, 0, 0, 0)], [other]),
+            ]
+        )
         assert list(rows.columns) == TASKS.header
         assert list(rows["task"]) == ["choices"] * 3 + ["average of 2"]
         error, pair = np.std([1, 0, 1, 1], ddof=1) / 2, np.std([1, 0, 0, 1], ddof=1) / 2
@@ -66,7 +71,9 @@ class TestTable:
             0.5,
             pytest.approx(pair),
         ]
-        alike = pytest.approx(unseen_share(4) / 1.96)  # an error of 0 would say that no other sample differs
+        alike = pytest.approx(
+            unseen_share(4) / 1.96
+        )  # an error of 0 would say that no other sample differs
         assert list(rows.iloc[1, 1:]) == ["acc_norm", 0, 4, 1, alike, 0.25, 0, 0.5, 1, alike]
         second = np.std([1, 0, 0, 0], ddof=1) / 2
         assert list(rows.loc[3, ["num_samples", "value", "difference"]]) == [8, 0.5, 0.25]
@@ -85,7 +92,9 @@ class TestTable:
             0.35,
         ]
         assert rows.iloc[0, 7:].isna().all()
-        rows = tasks_table([Results(replace(both, by_size=False), [self.answers(1, 1, 1), self.answers(0)])])
+        rows = tasks_table(
+            [Results(replace(both, by_size=False), [self.answers(1, 1, 1), self.answers(0)])]
+        )
         assert rows.loc[0, "value"] == 0.5
 
     def test_a_group_without_mean_shows_its_tasks(self, folder: Path) -> None:
@@ -96,13 +105,19 @@ class TestTable:
     def test_measures_other_than_means_have_an_error(self, folder: Path) -> None:
         """Perplexity by words: two models equal in every sample differ by 0 with certainty."""
         rng = np.random.default_rng(0)
-        values = [[-float(size) * 2 - float(rng.normal()), int(size)] for size in rng.integers(5, 50, 40)]
+        values = [
+            [-float(size) * 2 - float(rng.normal()), int(size)] for size in rng.integers(5, 50, 40)
+        ]
         (task,) = self.entry(folder, "reading").tasks
         whole = task.aggregation()["word_perplexity"]
         first = TaskResult({"word_perplexity": values}, 0.5, {"word_perplexity": whole})
-        other = replace(first, values={"word_perplexity": [[2 * total, size] for total, size in values]})
+        other = replace(
+            first, values={"word_perplexity": [[2 * total, size] for total, size in values]}
+        )
         rows = tasks_table([Results(SelectedTasks("reading", [task]), [first], [other])])
-        assert rows.loc[0, "value"] == pytest.approx(math.exp(-sum(t for t, _ in values) / sum(s for _, s in values)))
+        assert rows.loc[0, "value"] == pytest.approx(
+            math.exp(-sum(t for t, _ in values) / sum(s for _, s in values))
+        )
         ratios = np.array([(-total, size) for total, size in values])
         spread = (ratios[:, 0] - ratios[:, 0].sum() / ratios[:, 1].sum() * ratios[:, 1]).std(ddof=1)
         expected = rows.loc[0, "value"] * spread * math.sqrt(40) / ratios[:, 1].sum()
@@ -116,21 +131,31 @@ class TestTable:
                 Results(self.entry(folder, "choices"), [self.answers(1)]),
             ]
         )
-        assert list(mixed["task"]) == ["reading", "choices"]  # a perplexity and a share have no average
+        assert list(mixed["task"]) == [
+            "reading",
+            "choices",
+        ]  # a perplexity and a share have no average
 
 
 class TestData:
     @pytest.mark.slow
-    def test_a_local_copy_is_found_by_its_id(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_local_copy_is_found_by_its_id(
+        self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Two of the paper's tasks: one with few examples, one with a separate index."""
         piqa = tmp_path / "baber" / "piqa"
         piqa.mkdir(parents=True)
-        rows = [{"goal": " ".join(WORDS[:n]), "sol1": "dog", "sol2": "lazy fox", "label": n % 2} for n in range(2, 8)]
+        rows = [
+            {"goal": " ".join(WORDS[:n]), "sol1": "dog", "sol2": "lazy fox", "label": n % 2}
+            for n in range(2, 8)
+        ]
         for split in ("train", "validation"):
             (piqa / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (result,) = load_suite("piqa", [], [str(tmp_path)], allow_code=False)
         assert [len(task.eval_docs) for task in result.tasks] == [6]
-        with pytest.raises(UserError, match=r"no data for 1 of 2 tasks: race_middle \(ehovy/race\)"):
+        with pytest.raises(
+            UserError, match=r"no data for 1 of 2 tasks: race_middle \(ehovy/race\)"
+        ):
             load_suite("piqa,race_middle", [], [str(tmp_path)], allow_code=False)
 
     def test_race_questions_are_grouped_by_article(self, tmp_path: Path) -> None:
@@ -146,7 +171,9 @@ class TestData:
             }
             for n in range(4)
         ]
-        (folder / "middle" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "middle" / "test.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
         (folder / "README.md").write_text(
             "---\nconfigs:\n- config_name: middle\n  data_files:\n  - split: test\n    path: middle/test.jsonl\n---\n"
         )
@@ -186,8 +213,25 @@ class TestCommand:
         """The other checkpoint has another tokenizer, but gets the same questions."""
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "hybrid")
         workspace = tmp_path / "w"
-        options = ["choices,both", "writing", "--model", checkpoint, "--include", folder, "--limit", "4"]
-        command = ["evaluate", "tasks", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(workspace)]
+        options = [
+            "choices,both",
+            "writing",
+            "--model",
+            checkpoint,
+            "--include",
+            folder,
+            "--limit",
+            "4",
+        ]
+        command = [
+            "evaluate",
+            "tasks",
+            *map(str, options),
+            "--against",
+            str(tmp_path / "hybrid"),
+            "-w",
+            str(workspace),
+        ]
         capsys.readouterr()
         main(command)
         shown = capsys.readouterr()
@@ -207,9 +251,21 @@ class TestCommand:
         assert pd.read_csv(workspace / "reports" / "model" / "tasks.csv").equals(rows)
 
     @pytest.mark.slow
-    def test_shipped_tasks_end_to_end(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_shipped_tasks_end_to_end(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """The embedded reference answers them offline, with default options."""
-        main(["evaluate", "tasks", "stdlib_completions,stdlib_names", "--limit", "3", "-w", str(tmp_path)])
+        main(
+            [
+                "evaluate",
+                "tasks",
+                "stdlib_completions,stdlib_names",
+                "--limit",
+                "3",
+                "-w",
+                str(tmp_path),
+            ]
+        )
         rows = pd.read_csv(tmp_path / "reports" / "stdlib-21x3" / "tasks.csv")
         assert list(rows["metric"]) == ["acc", "exact_match", "first metric of each"]
         assert rows["density"].between(0.2, 0.4).all()
@@ -241,11 +297,21 @@ class TestCommand:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         (folder / "code.yaml").write_text("task: code\nunsafe_code: true\n")
-        long = WRITING.replace("task: writing", "task: long").replace("max_gen_toks: 9", "max_gen_toks: 500")
+        long = WRITING.replace("task: writing", "task: long").replace(
+            "max_gen_toks: 9", "max_gen_toks: 500"
+        )
         (folder / "long.yaml").write_text(long.replace("FOLDER", str(folder)))
         include = [] if "--include" in options else ["--include", folder]
         assert message in fails(
-            capsys, "evaluate", "tasks", *options, "--model", checkpoint, *include, "-w", tmp_path / "w"
+            capsys,
+            "evaluate",
+            "tasks",
+            *options,
+            "--model",
+            checkpoint,
+            *include,
+            "-w",
+            tmp_path / "w",
         )
 
     def test_the_papers_tasks_are_listed_with_missing_data(self) -> None:

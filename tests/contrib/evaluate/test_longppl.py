@@ -52,7 +52,9 @@ def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model, tokenizer = load("embedded:dense", dtype=torch.float32)
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend["post_processor"] = None  # the package puts BOS before the first window alone
-    return model.eval(), PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)))
+    return model.eval(), PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend))
+    )
 
 
 class TestPackage:
@@ -68,13 +70,22 @@ class TestPackage:
         self, golden: dict[str, Any], loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]
     ) -> None:
         model, tokenizer = loaded
-        spans = key_spans(model, tokenizer, golden["text"], Criterion(GOLDEN["short"], GOLDEN["stride"]))
+        spans = key_spans(
+            model, tokenizer, golden["text"], Criterion(GOLDEN["short"], GOLDEN["stride"])
+        )
         assert spans == [tuple(span) for span in golden["spans"]]
         for name, judged in (("own", tokenizer), ("by_letter", self.letters(tokenizer))):
             actual, expected = read(model, judged, golden["text"], spans), golden[name]
-            assert (actual.num_keys, actual.num_tokens + 1) == (expected["n_key_token"], expected["n_token"])
-            assert math.exp(actual.key_total / actual.num_keys) == pytest.approx(expected["longppl"], rel=1e-5)
-            assert math.exp(actual.total / actual.num_tokens) == pytest.approx(expected["ppl"], rel=1e-5)
+            assert (actual.num_keys, actual.num_tokens + 1) == (
+                expected["n_key_token"],
+                expected["n_token"],
+            )
+            assert math.exp(actual.key_total / actual.num_keys) == pytest.approx(
+                expected["longppl"], rel=1e-5
+            )
+            assert math.exp(actual.total / actual.num_tokens) == pytest.approx(
+                expected["ppl"], rel=1e-5
+            )
 
 
 def copying(monkeypatch: pytest.MonkeyPatch, context: int = 4) -> PreTrainedModel:
@@ -106,7 +117,9 @@ class TestKeys:
         rng = random.Random(1)
 
         def noise(length: int) -> str:
-            return "".join(rng.choice(string.ascii_uppercase + string.digits) for _ in range(length))
+            return "".join(
+                rng.choice(string.ascii_uppercase + string.digits) for _ in range(length)
+            )
 
         far, once, near = noise(20), noise(20), noise(20)
         text = far + noise(100) + once + near + noise(10) + near + noise(60) + far + noise(40)
@@ -115,12 +128,16 @@ class TestKeys:
         result = key_spans(copying(monkeypatch), tiny_tokenizer, text, Criterion(60, stride))
         assert result == ([(at + 4, at + 20)] if limit < at else [])
 
-    def test_thresholds(self, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_thresholds(
+        self, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The short context costs a copied letter log 300 nats and the other letters nothing."""
         model = copying(monkeypatch)
         text = "ABCDEFGH" + string.digits * 3 + "ABCDEFGH"
         cost = math.log(300)
-        assert key_spans(model, tiny_tokenizer, text, Criterion(20, 5, alpha=cost - 0.01)) == [(42, 46)]
+        assert key_spans(model, tiny_tokenizer, text, Criterion(20, 5, alpha=cost - 0.01)) == [
+            (42, 46)
+        ]
         assert key_spans(model, tiny_tokenizer, text, Criterion(20, 5, alpha=cost + 0.01)) == []
         assert key_spans(model, tiny_tokenizer, text, Criterion(20, 5, beta=-1e-9)) == []
         assert key_spans(model, tiny_tokenizer, text, Criterion(46, 5)) == []
@@ -147,7 +164,9 @@ class TestKeys:
             assert result.density == share if share else 0.05 < result.density < 0.95
         assert read(hybrid(), tiny_tokenizer, string.ascii_letters, []).density == 0.5
 
-    def test_long_documents_are_read_in_chunks(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_long_documents_are_read_in_chunks(
+        self, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """A document or remainder no longer than the short context is left out."""
         documents = [Document(string.ascii_uppercase * n, "text", str(n)) for n in (4, 1, 5, 3)]
         result = stretches(documents, tiny_tokenizer, 40, 26, None)
@@ -162,17 +181,23 @@ class TestKeys:
         ]
         assert result[1].text == (string.ascii_uppercase * 4)[40:80]
 
-    @pytest.mark.parametrize(("most", "lengths"), [(81, [40, 40]), (110, [40, 40, 30]), (80, [40, 40]), (26, [])])
+    @pytest.mark.parametrize(
+        ("most", "lengths"), [(81, [40, 40]), (110, [40, 40, 30]), (80, [40, 40]), (26, [])]
+    )
     def test_no_more_tokens_are_read_than_the_limit(
         self, most: int, lengths: list[int], tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
         """``--max-tokens`` bounds the tokens read, although documents are read whole."""
         documents = [Document(string.ascii_uppercase * n, "text", str(n)) for n in (4, 1, 5, 3)]
-        assert [len(one.text) for one in stretches(documents, tiny_tokenizer, 40, 26, most)] == lengths
+        assert [
+            len(one.text) for one in stretches(documents, tiny_tokenizer, 40, 26, most)
+        ] == lengths
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-def test_no_text_is_too_long_or_ends_within_a_character(tiny_tokenizer: PreTrainedTokenizerBase, prefix: bool) -> None:
+def test_no_text_is_too_long_or_ends_within_a_character(
+    tiny_tokenizer: PreTrainedTokenizerBase, prefix: bool
+) -> None:
     """Cut at the offset of a token, texts repeated a character of several tokens and were longer than the limit.
 
     A tokenizer that begins a text with a space adds a token to a text that begins within a word.
@@ -184,15 +209,22 @@ def test_no_text_is_too_long_or_ends_within_a_character(tiny_tokenizer: PreTrain
     assert "".join(parts) == text
     assert {len(tokenizer(part)["input_ids"]) for part in parts[:-1]} <= set(range(36, 41))
     # A character of more tokens is left out
-    assert [part.text for part in stretches([Document("ab\U0001f98acd", "text", "0")], tokenizer, 3, 1, None)] == [
+    assert [
+        part.text
+        for part in stretches([Document("ab\U0001f98acd", "text", "0")], tokenizer, 3, 1, None)
+    ] == [
         "ab",
         "cd",
     ]
     # A model of another tokenizer may need more tokens than it has positions
     with pytest.raises(UserError, match="longer than the model's table of 16 positions"):
-        read(tiny_model("gpt2", vocab_size=300, max_position_embeddings=16), tokenizer, parts[0], [])
+        read(
+            tiny_model("gpt2", vocab_size=300, max_position_embeddings=16), tokenizer, parts[0], []
+        )
     # The key tokens of a character are one span
-    spans = key_spans(tiny_model(vocab_size=300), tokenizer, text[:20], Criterion(4, 2, alpha=-1e6, beta=-1e6))
+    spans = key_spans(
+        tiny_model(vocab_size=300), tokenizer, text[:20], Criterion(4, 2, alpha=-1e6, beta=-1e6)
+    )
     assert [span[1] for span in spans] == [20]
 
 
@@ -211,7 +243,9 @@ def test_sequences_begin_as_the_tokenizer_begins_a_text(
 
     monkeypatch.setattr(reading.loss, "token_nll", recorded)
     criterion = Criterion(8, 4, alpha=-1e6, beta=-1e6)
-    assert key_spans(model, with_bos, text, criterion) == [(len(with_bos.decode(plain[:8])), len(text))]
+    assert key_spans(model, with_bos, text, criterion) == [
+        (len(with_bos.decode(plain[:8])), len(text))
+    ]
     assert len(seen) > 2
     assert all(row[0] == bos and bos not in row[1:] for rows in seen for row in rows)
     assert {len(row) for rows in seen for row in rows[:1]} >= {1 + 12, 1 + len(plain)}
@@ -223,7 +257,8 @@ def test_sequences_begin_as_the_tokenizer_begins_a_text(
         assert not torch.allclose(token_nll(model, torch.tensor([plain]))[0], expected, atol=1e-4)
     assert result.total == pytest.approx(float(expected.double().sum()), rel=1e-6)
     assert [
-        len(with_bos(one.text)["input_ids"]) for one in stretches([Document(text, "text", "0")], with_bos, 12, 8, None)
+        len(with_bos(one.text)["input_ids"])
+        for one in stretches([Document(text, "text", "0")], with_bos, 12, 8, None)
     ][:1] == [12]
     # Tokenizers that begin a text with nothing read the text alone
     read(model, tiny_tokenizer, text, [])
@@ -255,17 +290,25 @@ class TestTable:
         assert row.longppl == pytest.approx(math.exp(mean))
         assert row.ppl == pytest.approx(math.exp(2.0))
         assert row.density == pytest.approx((0.5 * 150 + 0.1 * 50 + 0.3 * 100) / 300)
-        assert (row.against, row.against_ppl) == pytest.approx((math.exp(126 / 150), math.exp(620 / 300)))
+        assert (row.against, row.against_ppl) == pytest.approx(
+            (math.exp(126 / 150), math.exp(620 / 300))
+        )
         residuals = np.array([80 - mean * 90, 66 - mean * 60])
-        assert row.standard_error == pytest.approx(row.longppl * math.sqrt(2 * (residuals**2).sum()) / 150)
+        assert row.standard_error == pytest.approx(
+            row.longppl * math.sqrt(2 * (residuals**2).sum()) / 150
+        )
         residuals = np.array([14 - difference * 90, 6 - difference * 60])
         ratio = 100 * math.exp(difference)
         assert row.difference_percent == pytest.approx(ratio - 100)
-        assert row.difference_standard_error == pytest.approx(ratio * math.sqrt(2 * (residuals**2).sum()) / 150)
+        assert row.difference_standard_error == pytest.approx(
+            ratio * math.sqrt(2 * (residuals**2).sum()) / 150
+        )
 
     def test_few_keys_give_no_value(self) -> None:
         """Each domain is judged separately; plain perplexity is always reported."""
-        readings = pd.DataFrame([Reading(300.0, 150, 60.0, 99, 0.5), Reading(100.0, 50, 20.0, 1, 0.1)])
+        readings = pd.DataFrame(
+            [Reading(300.0, 150, 60.0, 99, 0.5), Reading(100.0, 50, 20.0, 1, 0.1)]
+        )
         rows, withheld = longppl_table(texts(0, 1, domains="ab"), readings, readings)
         assert list(rows["domain"]) == ["all", "a", "b"]
         assert withheld == {
@@ -273,7 +316,13 @@ class TestTable:
             "b": "LongPPL is not reported: found 1 key tokens, but at least 100 are needed",
         }
         assert list(rows["longppl"].notna()) == [True, False, False]
-        values = ["longppl", "standard_error", "against", "difference_percent", "difference_standard_error"]
+        values = [
+            "longppl",
+            "standard_error",
+            "against",
+            "difference_percent",
+            "difference_standard_error",
+        ]
         assert rows.loc[1:, values].isna().all(axis=None)
         assert list(rows["num_keys"]) == [100, 99, 1]
         assert rows[["ppl", "against_ppl"]].notna().all(axis=None)
@@ -299,7 +348,10 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
-        workspace, others = tmp_path / "w", ["--against", str(tmp_path / "hybrid"), "--evaluator", str(checkpoint)]
+        workspace, others = (
+            tmp_path / "w",
+            ["--against", str(tmp_path / "hybrid"), "--evaluator", str(checkpoint)],
+        )
         command = ["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), *others]
         command += ["-w", str(workspace)]
         main(command)
@@ -315,7 +367,10 @@ class TestCommand:
         assert rows["density"].between(0.05, 0.95).all()
         assert rows.loc[0, "against_density"] == 0.5
         origin = yaml.safe_load((folder / "longppl.yaml").read_text())
-        settings = {key: origin[key] for key in ("tau", "short", "stride", "alpha", "beta", "block_size", "withheld")}
+        settings = {
+            key: origin[key]
+            for key in ("tau", "short", "stride", "alpha", "beta", "block_size", "withheld")
+        }
         assert settings == {
             "tau": 0.4,
             "short": 32,
@@ -330,7 +385,11 @@ class TestCommand:
         kept = sorted((workspace / "runs" / "mine" / "longppl").iterdir())
         assert [file.name.split("-")[0] for file in kept] == ["keys", "nll", "nll"]
         line = json.loads(kept[0].read_text().splitlines()[0])
-        assert (line["text"], line["name"].endswith("0.txt"), len(line["keys"])) == (0, True, len(line["spans"]))
+        assert (line["text"], line["name"].endswith("0.txt"), len(line["keys"])) == (
+            0,
+            True,
+            len(line["spans"]),
+        )
         for name in ("read", "key_spans"):
             monkeypatch.setattr(stage, name, lambda *_, **__: pytest.fail("the text is read again"))
         main(command)  # reads nothing again
@@ -339,21 +398,46 @@ class TestCommand:
     def test_few_key_tokens_are_reported(
         self, checkpoint: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        main(["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), "-w", str(tmp_path / "w")])
+        main(
+            [
+                "evaluate",
+                "longppl",
+                "--model",
+                str(checkpoint),
+                "--data",
+                str(text),
+                "-w",
+                str(tmp_path / "w"),
+            ]
+        )
         shown = capsys.readouterr()
-        assert "all: LongPPL is not reported: found 0 key tokens, but at least 100 are needed" in shown.out + shown.err
+        assert (
+            "all: LongPPL is not reported: found 0 key tokens, but at least 100 are needed"
+            in shown.out + shown.err
+        )
         assert "nan" not in shown.out
         record = yaml.safe_load((tmp_path / "w" / "reports" / "mine" / "longppl.yaml").read_text())
-        assert record["withheld"] == {"all": "LongPPL is not reported: found 0 key tokens, but at least 100 are needed"}
+        assert record["withheld"] == {
+            "all": "LongPPL is not reported: found 0 key tokens, but at least 100 are needed"
+        }
 
     @pytest.mark.filterwarnings("ignore:sequences of")  # the checkpoint has 128 positions
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             (["--tau", "2"], "--tau must lie in [0, 1]"),
-            (["--short-context", "128"], "the short context (128 tokens) must be shorter than a text (128 tokens)"),
-            (["--short-context", "900", "--context", "1000"], "no document is longer than the short context"),
-            (["--short-context", "90", "--max-tokens", "80"], "--max-tokens 80 must exceed the short context"),
+            (
+                ["--short-context", "128"],
+                "the short context (128 tokens) must be shorter than a text (128 tokens)",
+            ),
+            (
+                ["--short-context", "900", "--context", "1000"],
+                "no document is longer than the short context",
+            ),
+            (
+                ["--short-context", "90", "--max-tokens", "80"],
+                "--max-tokens 80 must exceed the short context",
+            ),
             (["--context", "100000"], "more than 16 times as long"),
             (["--samples", "5"], "No such option: --samples"),
         ],
@@ -369,7 +453,16 @@ class TestCommand:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         error = fails(
-            capsys, "evaluate", "longppl", "--model", checkpoint, "--data", text, *options, "-w", tmp_path / "w"
+            capsys,
+            "evaluate",
+            "longppl",
+            "--model",
+            checkpoint,
+            "--data",
+            text,
+            *options,
+            "-w",
+            tmp_path / "w",
         )
         assert message in error
 
@@ -378,7 +471,21 @@ class TestCommand:
         self, checkpoint: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "other")
-        options = ["evaluate", "longppl", "--model", checkpoint, "--data", text, "-w", tmp_path / "w"]
-        assert "has a different tokenizer" in fails(capsys, *options, "--against", tmp_path / "other")
+        options = [
+            "evaluate",
+            "longppl",
+            "--model",
+            checkpoint,
+            "--data",
+            text,
+            "-w",
+            tmp_path / "w",
+        ]
+        assert "has a different tokenizer" in fails(
+            capsys, *options, "--against", tmp_path / "other"
+        )
         main([str(one) for one in (*options, "--evaluator", tmp_path / "other")])
-        assert pd.read_csv(tmp_path / "w" / "reports" / "mine" / "longppl.csv").loc[0, "num_keys"] > 100
+        assert (
+            pd.read_csv(tmp_path / "w" / "reports" / "mine" / "longppl.csv").loc[0, "num_keys"]
+            > 100
+        )

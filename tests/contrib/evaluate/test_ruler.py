@@ -54,14 +54,20 @@ class TestScore:
         cases = []
         for _ in range(1000):
             answers = tuple(rng.sample(words, rng.randint(1, 4)))
-            written = [rng.choice([str.lower, str.upper, str])(word) for word in rng.sample(words, rng.randint(0, 5))]
+            written = [
+                rng.choice([str.lower, str.upper, str])(word)
+                for word in rng.sample(words, rng.randint(0, 5))
+            ]
             cases.append((rng.choice([" ", "", "\x00", "\t "]).join(["", *written, ""]), answers))
 
         def cleaned(output: str) -> str:
             return "".join("\n" if ord(one) < 32 else one for one in output.strip()).strip()
 
         outputs = [cleaned(output).lower() for output, _ in cases]
-        for any_will_do, of_found in ((False, lambda matches: sum(matches) / len(matches)), (True, max)):
+        for any_will_do, of_found in (
+            (False, lambda matches: sum(matches) / len(matches)),
+            (True, max),
+        ):
             expected = [
                 float(of_found([1.0 if one.lower() in output else 0.0 for one in answers]))
                 for output, (_, answers) in zip(outputs, cases, strict=True)
@@ -72,7 +78,10 @@ class TestScore:
 
     def test_rows_are_means_of_samples_with_their_errors(self) -> None:
         def answers(length: int, density: float = 0.25, **scores: list[float]) -> pd.DataFrame:
-            frames = [pd.DataFrame({"task": task, "index": range(4), "score": each}) for task, each in scores.items()]
+            frames = [
+                pd.DataFrame({"task": task, "index": range(4), "score": each})
+                for task, each in scores.items()
+            ]
             return pd.concat(frames).assign(length=length, density=density)
 
         checkpoint = answers(512, vt=[1, 0.5, 0, 1], fwe=[0, 1, 0, 1])
@@ -84,7 +93,9 @@ class TestScore:
         assert list(rows["task"]) == ["vt", "fwe", "average of 2", "vt", "average of 1"]
         error = np.std([1, 0.5, 0, 1], ddof=1) / 2
         pair = np.std([1, 0, 0, 1], ddof=1) / 2
-        assert list(rows.iloc[0, 2:]) == pytest.approx([4, 0.625, error, 0, 0.25, 0.125, 0.5, 0.5, pair])
+        assert list(rows.iloc[0, 2:]) == pytest.approx(
+            [4, 0.625, error, 0, 0.25, 0.125, 0.5, 0.5, pair]
+        )
         other = np.std([0, 1, 0, 1], ddof=1) / 2
         alike = unseen_share(4) / 1.96  # of differences that are all 0
         both = math.hypot(pair, alike) / 2
@@ -95,14 +106,20 @@ class TestScore:
 
 
 class TestContinuation:
-    prompts = ("the quick brown fox jumps over the lazy dog", "the lazy dog", "fox jumps over the quick brown dog and")
+    prompts = (
+        "the quick brown fox jumps over the lazy dog",
+        "the lazy dog",
+        "fox jumps over the quick brown dog and",
+    )
 
     @pytest.mark.parametrize(
         "make",
         [gated, hybrid, lambda: tiny_model(vocab_size=300), tight],
         ids=["gates", "layout", "dense", "positions"],
     )
-    def test_batched_rows_equal_single_rows(self, make: Any, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_batched_rows_equal_single_rows(
+        self, make: Any, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         model, most = make(), [9, 5, 12]
         with gate_mode(model, "hard", 0.5) if make is gated else nullcontext():
             together = continue_greedily(model, tiny_tokenizer, self.prompts, most)
@@ -114,10 +131,14 @@ class TestContinuation:
         assert together.densities == pytest.approx([one.densities[0] for one in alone], nan_ok=True)
         for prompt, number, text in zip(self.prompts, most, together.texts, strict=True):
             tau = {"tau": 0.5} if make is gated else {}
-            assert generate(model, tiny_tokenizer, prompt, max_new_tokens=number, **tau).text == text
+            assert (
+                generate(model, tiny_tokenizer, prompt, max_new_tokens=number, **tau).text == text
+            )
         assert np.isnan(together.densities).all() == (make not in (gated, hybrid))
 
-    def test_the_density_is_that_of_the_prompts(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_the_density_is_that_of_the_prompts(
+        self, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         result = continue_greedily(hybrid(), tiny_tokenizer, ["the", *self.prompts], [20] * 4)
         assert result.densities == pytest.approx([math.nan, 3 / 8, 3 / 8, 3 / 8], nan_ok=True)
 
@@ -173,7 +194,9 @@ def test_answers_match_the_samples_asked(
     monkeypatch.setattr(ruler, "_TOGETHER", 2000)
     updates: list[tuple[int, int]] = []
     lines = answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: updates.append(step))
-    assert [(line["index"], line["score"], line["density"]) for line in lines] == [(n, n % 2, 0.5) for n in range(7)]
+    assert [(line["index"], line["score"], line["density"]) for line in lines] == [
+        (n, n % 2, 0.5) for n in range(7)
+    ]
     assert updates[-1] == (7, 7)
     assert len(updates) > 2
 
@@ -184,12 +207,18 @@ def test_a_sample_that_does_not_fit_is_left_out(
     """The other samples are still scored."""
 
     def make(index: int) -> Sample | None:
-        return None if index in (2, 3, 5) else make_sample("niah_single_1", 0, index, 600, tiny_tokenizer)
+        return (
+            None
+            if index in (2, 3, 5)
+            else make_sample("niah_single_1", 0, index, 600, tiny_tokenizer)
+        )
 
     monkeypatch.setattr(ruler, "_TOGETHER", 1000)
     lines = answer(gated_hard(), tiny_tokenizer, make, 6)
     assert [line["index"] for line in lines] == [0, 1, 4]
-    result = pd.DataFrame(lines)[["index", "score", "density"]].assign(task="niah_single_1", length=600)
+    result = pd.DataFrame(lines)[["index", "score", "density"]].assign(
+        task="niah_single_1", length=600
+    )
     assert result.notna().all(axis=None)
     rows = ruler_table(result, result, result)
     assert list(rows["num_samples"]) == [3, 3]
@@ -242,7 +271,15 @@ class TestCommand:
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
         workspace = tmp_path / "w"
         options = ["--model", checkpoint, "--lengths", "512,600", "--tasks", "vt", "--samples", 2]
-        command = ["evaluate", "ruler", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(workspace)]
+        command = [
+            "evaluate",
+            "ruler",
+            *map(str, options),
+            "--against",
+            str(tmp_path / "hybrid"),
+            "-w",
+            str(workspace),
+        ]
         main(command)
         output = " ".join(capsys.readouterr().out.split())
         assert "average of 1" in output
@@ -257,7 +294,15 @@ class TestCommand:
         origin = yaml.safe_load((folder / "ruler.yaml").read_text())
         assert origin["model"] == str(checkpoint)
         assert origin["against"]["model"] == str(tmp_path / "hybrid")
-        recorded = ("tau", "floor_window", "haystack", "questions", "seed", "samples", "samples_version")
+        recorded = (
+            "tau",
+            "floor_window",
+            "haystack",
+            "questions",
+            "seed",
+            "samples",
+            "samples_version",
+        )
         settings = {key: origin[key] for key in recorded}
         assert settings == {
             "tau": 0.4,
@@ -297,12 +342,25 @@ class TestCommand:
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        assert message in fails(capsys, "evaluate", "ruler", "--model", checkpoint, *options, "-w", tmp_path / "w")
+        assert message in fails(
+            capsys, "evaluate", "ruler", "--model", checkpoint, *options, "-w", tmp_path / "w"
+        )
 
     def test_a_pair_needs_one_tokenizer(
         self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "other")
-        options = ["--lengths", "512", "--tasks", "vt", "--samples", "1", "--against", tmp_path / "other"]
-        message = fails(capsys, "evaluate", "ruler", "--model", checkpoint, *options, "-w", tmp_path / "w")
+        options = [
+            "--lengths",
+            "512",
+            "--tasks",
+            "vt",
+            "--samples",
+            "1",
+            "--against",
+            tmp_path / "other",
+        ]
+        message = fails(
+            capsys, "evaluate", "ruler", "--model", checkpoint, *options, "-w", tmp_path / "w"
+        )
         assert "has a different tokenizer" in message

@@ -46,7 +46,12 @@ def dense() -> PreTrainedModel:
 
 
 def ask(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, names: str, kept: Path, **options: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    names: str,
+    kept: Path,
+    **options: Any,
 ) -> list[TaskResult]:
     """Return the model's answers to tasks, with hard gates if it has any."""
     lm = CheckpointLM(model, tokenizer, **options)
@@ -58,43 +63,67 @@ def ask(
 class TestAnswers:
     @pytest.mark.parametrize("make", [gated, hybrid, dense], ids=["gates", "layout", "dense"])
     def test_one_at_a_time_and_eight_are_the_same(
-        self, make: Callable[[], PreTrainedModel], folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+        self,
+        make: Callable[[], PreTrainedModel],
+        folder: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        tmp_path: Path,
     ) -> None:
         names = "choices,writing,reading"
         alone, together = (
-            ask(make(), tiny_tokenizer, folder, names, tmp_path / str(size), batch_size=size) for size in (1, 8)
+            ask(make(), tiny_tokenizer, folder, names, tmp_path / str(size), batch_size=size)
+            for size in (1, 8)
         )
         for one, other in zip(alone, together, strict=True):
             assert one.values.keys() == other.values.keys()
             for metric in one.values:
-                assert np.array(one.values[metric]) == pytest.approx(np.array(other.values[metric]), rel=1e-5)
+                assert np.array(one.values[metric]) == pytest.approx(
+                    np.array(other.values[metric]), rel=1e-5
+                )
             assert one.density == other.density or math.isnan(one.density)
         expected = {gated: (0.1, 0.9), hybrid: (0.5, 0.5), dense: (math.nan, math.nan)}[make]
         low, high = expected
         assert all(low <= one.density <= high for one in alone) or math.isnan(low)
         assert [math.isnan(one.density) for one in alone] == [math.isnan(low)] * 3
 
-    def test_likelihoods_are_those_of_the_whole_text(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_likelihoods_are_those_of_the_whole_text(
+        self, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         model = gated()
         lm = CheckpointLM(model, tiny_tokenizer, batch_size=3)
-        pairs = [("the quick", " brown fox"), ("the quick brown", " dog"), ("the quick", " brown dog"), ("", "the dog")]
+        pairs = [
+            ("the quick", " brown fox"),
+            ("the quick brown", " dog"),
+            ("the quick", " brown dog"),
+            ("", "the dog"),
+        ]
         requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
         with gate_mode(model, "hard", 0.5), torch.no_grad():
             result = lm.loglikelihood(requests)
             for (before, after), (total, is_greedy) in zip(pairs, result, strict=True):
                 context = tiny_tokenizer(before)["input_ids"] or [lm.prefix_token_id]
-                ids = context + tiny_tokenizer(before + after)["input_ids"][len(context) * bool(before) :]
-                scores = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+                ids = (
+                    context
+                    + tiny_tokenizer(before + after)["input_ids"][len(context) * bool(before) :]
+                )
+                scores = (
+                    model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+                )
                 places = range(len(context), len(ids))
-                assert total == pytest.approx(sum(float(scores[n - 1, ids[n]]) for n in places), abs=1e-4)
+                assert total == pytest.approx(
+                    sum(float(scores[n - 1, ids[n]]) for n in places), abs=1e-4
+                )
                 assert is_greedy == all(int(scores[n - 1].argmax()) == ids[n] for n in places)
 
-    def test_a_prompt_that_does_not_fit_is_cut_at_its_start(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_a_prompt_that_does_not_fit_is_cut_at_its_start(
+        self, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """The model has 128 positions."""
         lm = CheckpointLM(dense(), tiny_tokenizer)
         long = "the quick brown fox " * 60
         with pytest.warns(
-            UserWarning, match="1 prompts do not fit, with their continuations, in the model's context of 128"
+            UserWarning,
+            match="1 prompts do not fit, with their continuations, in the model's context of 128",
         ):
             ((cut, _),) = lm.loglikelihood([Instance("loglikelihood", {}, (long, " dog"), 0)])
         ids = torch.tensor([lm.tok_encode(long.rstrip() + "  dog")[-129:]])
@@ -109,7 +138,10 @@ class TestAnswers:
         (by_itself,) = lm.generate_until(
             [
                 Instance(
-                    "generate_until", {}, (tiny_tokenizer.decode(tiny_tokenizer(long)["input_ids"][-120:]), kwargs), 0
+                    "generate_until",
+                    {},
+                    (tiny_tokenizer.decode(tiny_tokenizer(long)["input_ids"][-120:]), kwargs),
+                    0,
                 )
             ]
         )
@@ -139,18 +171,25 @@ class TestAnswers:
         with pytest.raises(UserError, match="need a tokenizer with an end-of-text token"):
             CheckpointLM(dense(), tokenizer)
 
-    def test_generation_ends_at_its_stop_sequence(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    def test_generation_ends_at_its_stop_sequence(
+        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         model = gated()
         lm = CheckpointLM(model, tiny_tokenizer, batch_size=8)
         kwargs = {"until": ["e", "o"], "max_gen_toks": 20, "do_sample": False}
         prompts = [" ".join(WORDS[: 2 + n]) for n in range(8)]
         with gate_mode(model, "hard", 0.5):
             written = lm.generate_until(
-                [Instance("generate_until", {}, (prompt, kwargs), n) for n, prompt in enumerate(prompts)]
+                [
+                    Instance("generate_until", {}, (prompt, kwargs), n)
+                    for n, prompt in enumerate(prompts)
+                ]
             )
         for prompt, text in zip(prompts, written, strict=True):
             whole = generate(model, tiny_tokenizer, prompt, max_new_tokens=20, tau=0.5).text
-            cut = min((whole.index(stop) for stop in ("e", "o") if stop in whole), default=len(whole))
+            cut = min(
+                (whole.index(stop) for stop in ("e", "o") if stop in whole), default=len(whole)
+            )
             assert text == whole[:cut]
 
     def test_density_counts_real_tokens(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -164,10 +203,15 @@ class TestAnswers:
             for some in ([prompt] for prompt in prompts):
                 lm.start()
                 (text,) = lm.generate_until([Instance("generate_until", {}, (some[0], kwargs), 0)])
-                lengths = len(tiny_tokenizer(some[0])["input_ids"]), len(tiny_tokenizer(text)["input_ids"])
+                lengths = (
+                    len(tiny_tokenizer(some[0])["input_ids"]),
+                    len(tiny_tokenizer(text)["input_ids"]),
+                )
                 counts.append((lm.stop(), sum(lengths)))
             lm.start()
-            lm.generate_until([Instance("generate_until", {}, (one, kwargs), n) for n, one in enumerate(prompts)])
+            lm.generate_until(
+                [Instance("generate_until", {}, (one, kwargs), n) for n, one in enumerate(prompts)]
+            )
             together = lm.stop()
         densities, sizes = np.array(counts).T
         assert densities.min() <= together <= densities.max()
@@ -207,7 +251,9 @@ class TestAnswers:
                 for n, model in enumerate((ours, plain))
             ]
             assert_close(result[0][0].values, result[1][0].values, 1e-5)
-            assert samples(tmp_path / f"{name}0") == pytest.approx(samples(tmp_path / f"{name}1"), abs=1e-4)
+            assert samples(tmp_path / f"{name}0") == pytest.approx(
+                samples(tmp_path / f"{name}1"), abs=1e-4
+            )
 
     @pytest.mark.slow
     @pytest.mark.parametrize("work", ["_read", "_generate"])
@@ -243,7 +289,10 @@ class TestRandomness:
     ) -> None:
         """Requests were built twice from a generator that had moved on, and sampling was not seeded."""
         text = {"choices": CHOICES, "writing": WRITING}[kind].replace("FOLDER", str(folder))
-        text = text.replace(f"task: {kind}", "task: drawn") + "num_fewshot: 2\nfewshot_split: test\nrepeats: 2\n"
+        text = (
+            text.replace(f"task: {kind}", "task: drawn")
+            + "num_fewshot: 2\nfewshot_split: test\nrepeats: 2\n"
+        )
         text = text.replace("do_sample: false", "do_sample: true, temperature: 1.0")
         if kind == "choices":
             text += "process_docs: !function drawn.shuffle\n"
@@ -283,10 +332,14 @@ class TestRandomness:
         monkeypatch.setattr(language_model.distributed, "gathered", lambda results: [results])
         for process in range(2):
             monkeypatch.setattr(
-                language_model.distributed, "own_share", lambda number, start=process: range(start, start + 1)
+                language_model.distributed,
+                "own_share",
+                lambda number, start=process: range(start, start + 1),
             )
             torch.manual_seed(0)
-            texts += lm.generate_until([Instance("generate_until", {}, ("the quick", kwargs), n) for n in range(2)])
+            texts += lm.generate_until(
+                [Instance("generate_until", {}, ("the quick", kwargs), n) for n in range(2)]
+            )
         assert texts[0] != texts[1]
 
 
@@ -302,13 +355,21 @@ def assert_close(first: Any, second: Any, tolerance: float) -> None:
 
 def samples(folder: Path) -> list[float]:
     """Collect all log-probabilities stored below a folder."""
-    rows = [json.loads(line) for file in sorted(folder.glob("choices*")) for line in file.read_text().splitlines()[1:]]
+    rows = [
+        json.loads(line)
+        for file in sorted(folder.glob("choices*"))
+        for line in file.read_text().splitlines()[1:]
+    ]
     return [answer[0] for row in rows for (answer,) in row["resps"]]
 
 
 class TestFinished:
     def test_stored_answers_are_reused(
-        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        folder: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         first = ask(gated(), tiny_tokenizer, folder, "choices,writing,reading", tmp_path / "kept")
         monkeypatch.setattr(CheckpointLM, "_read", None)
@@ -332,10 +393,14 @@ class TestFinished:
         rows = (folder / "choices.jsonl").read_text()
         (folder / "choices.jsonl").write_text(rows.replace("lazy fox", "lazy cat"))
         assert run() == 4
-        (folder / "choices.yaml").write_text(CHOICES.replace("FOLDER", str(folder)).replace("{metric: acc}, ", ""))
+        (folder / "choices.yaml").write_text(
+            CHOICES.replace("FOLDER", str(folder)).replace("{metric: acc}, ", "")
+        )
         assert run() == 5
 
-    def test_every_sample_is_there(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    def test_every_sample_is_there(
+        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
         (result,) = ask(gated(), tiny_tokenizer, folder, "choices", tmp_path / "kept")
         (file,) = (tmp_path / "kept").iterdir()
         head, *rows = map(json.loads, file.read_text().splitlines())

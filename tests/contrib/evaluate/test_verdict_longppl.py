@@ -12,13 +12,20 @@ from verdict_cases import check_resumes, decisive_model, run, write_folder
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.evaluate.longppl import reading
-from spkv_nas.contrib.evaluate.longppl.reading import Criterion, KeyTokenRounds, key_mask, sequence_nll
+from spkv_nas.contrib.evaluate.longppl.reading import (
+    Criterion,
+    KeyTokenRounds,
+    key_mask,
+    sequence_nll,
+)
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.windows import layout_applied
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Write models, a text and layouts; make their folder the current one."""
     monkeypatch.chdir(tmp_path)
     write_folder(tiny_tokenizer)
@@ -36,17 +43,29 @@ def test_full_attention_passes_and_local_layers_fail(folder: Path) -> None:
     result = run("full.yaml", "three-to-one.yaml", margin="longppl=1%")
     assert result.answers == {"full": "passes", "three-to-one": "fails"}
     full, local = result.rows.to_dict("records")
-    assert (full["criterion"], full["unit"], full["loss"]) == ("longppl", "%", pytest.approx(0.0, abs=1e-3))
+    assert (full["criterion"], full["unit"], full["loss"]) == (
+        "longppl",
+        "%",
+        pytest.approx(0.0, abs=1e-3),
+    )
     assert local["low"] > 1.0
 
 
-def test_an_interrupted_verdict_gives_the_same_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_resumes(KeyTokenRounds, monkeypatch, "three-to-one.yaml", margin="longppl=99%:short-context=12")
+def test_an_interrupted_verdict_gives_the_same_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_resumes(
+        KeyTokenRounds, monkeypatch, "three-to-one.yaml", margin="longppl=99%:short-context=12"
+    )
 
 
 def test_scores_are_sums_over_the_parts_of_documents(blocks: TokenBlocks) -> None:
     """Documents of 24 tokens in blocks of 32: only those that a block holds whole are longer than 16."""
-    model, criterion, layout = decisive_model(), Criterion.of(32, 16), Layout(("GG", "GG", "GL", "GG"), window=8)
+    model, criterion, layout = (
+        decisive_model(),
+        Criterion.of(32, 16),
+        Layout(("GG", "GG", "GL", "GG"), window=8),
+    )
     rounds = KeyTokenRounds(blocks, criterion, "text")
     prepared = rounds.prepare(0, model)
     with layout_applied(model, layout):
@@ -71,7 +90,9 @@ def test_scores_are_sums_over_the_parts_of_documents(blocks: TokenBlocks) -> Non
 
 
 def test_no_document_is_long_enough(blocks: TokenBlocks) -> None:
-    with pytest.raises(UserError, match="no document has more than the short context of 24 tokens in a block"):
+    with pytest.raises(
+        UserError, match="no document has more than the short context of 24 tokens in a block"
+    ):
         KeyTokenRounds(blocks, Criterion.of(32, 24), "text")
 
 

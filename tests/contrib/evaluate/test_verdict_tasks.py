@@ -33,7 +33,9 @@ def write_rows(rows: list[dict[str, object]]) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Write tasks whose right answers are those of the dense model; make their folder the current one."""
     monkeypatch.chdir(tmp_path)
     write_folder(tiny_tokenizer)
@@ -41,7 +43,12 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch:
     words = ["fox", "dog", "lazy", "jumps"]
     random = np.random.default_rng(0)
     rows: list[dict[str, object]] = [
-        {"text": " ".join(random.choice(words, 5)), "choices": words, "answer": number % 4, "name": ""}
+        {
+            "text": " ".join(random.choice(words, 5)),
+            "choices": words,
+            "answer": number % 4,
+            "name": "",
+        }
         for number in range(NUMBER)
     ]
     write_rows(rows)
@@ -55,10 +62,17 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch:
         Path("mine", f"{name}.yaml").write_text(text.replace("FOLDER", str(tmp_path / "mine")))
     # Answer with the dense model
     (entry,) = suite("writing")
-    run_task(CheckpointLM(decisive_model(), tiny_tokenizer), entry.tasks[0], Path("answers"), "dense")
+    run_task(
+        CheckpointLM(decisive_model(), tiny_tokenizer), entry.tasks[0], Path("answers"), "dense"
+    )
     (file,) = Path("answers").glob("writing*")
     _, *samples = map(json.loads, file.read_text().splitlines())
-    write_rows([row | {"name": sample["filtered_resps"][0]} for row, sample in zip(rows, samples, strict=True)])
+    write_rows(
+        [
+            row | {"name": sample["filtered_resps"][0]}
+            for row, sample in zip(rows, samples, strict=True)
+        ]
+    )
     return tmp_path
 
 
@@ -71,11 +85,20 @@ def test_full_attention_passes_and_local_layers_fail(folder: Path) -> None:
     assert local["num_samples"] <= 32
 
 
-def test_an_interrupted_verdict_gives_the_same_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_resumes(TaskRounds, monkeypatch, "three-to-one.yaml", margin="tasks=50:names=writing,shots:include=mine")
+def test_an_interrupted_verdict_gives_the_same_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_resumes(
+        TaskRounds,
+        monkeypatch,
+        "three-to-one.yaml",
+        margin="tasks=50:names=writing,shots:include=mine",
+    )
 
 
-def test_scores_are_those_of_the_task(folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_scores_are_those_of_the_task(
+    folder: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """All samples in rounds, each task's in another order, as ``evaluate tasks`` scores them at once."""
     entries, model = suite("choices,writing"), decisive_model()
     layout = Layout(("GG", "GG", "GL", "GG"), window=8)
@@ -83,14 +106,18 @@ def test_scores_are_those_of_the_task(folder: Path, tiny_tokenizer: PreTrainedTo
         lm = CheckpointLM(model, tiny_tokenizer)
         expected = [run_task(lm, entry.tasks[0], Path("kept"), "model").values for entry in entries]
         rounds = TaskRounds(entries, tiny_tokenizer, seed=3, allow_code=False)
-        measured = rounds.scores([rounds.measure(index, model, {}) for index in range(rounds.num_rounds)])
+        measured = rounds.scores(
+            [rounds.measure(index, model, {}) for index in range(rounds.num_rounds)]
+        )
     first, second = expected[0]["acc"], expected[1]["exact_match"]
     assert len(measured) == rounds.num_samples
     assert NUMBER < len(measured) < 2 * NUMBER
     with layout_applied(model, layout):
         lm = CheckpointLM(model, tiny_tokenizer)
         order = [7, 2, 31]
-        assert score_documents(lm, entries[0].tasks[0], order, seed=0) == [first[index] for index in order]
+        assert score_documents(lm, entries[0].tasks[0], order, seed=0) == [
+            first[index] for index in order
+        ]
     # The task that has run out scored all of its samples, and the other one some
     totals = sorted([sum(first), sum(second)])
     assert totals[0] <= sum(measured) <= sum(totals)
@@ -115,9 +142,12 @@ def test_few_shot_examples_do_not_depend_on_earlier_rounds(
     assert prompts[0] != prompts[1] == prompts[2]
 
 
-def test_the_order_is_random_and_of_equal_shares(folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_order_is_random_and_of_equal_shares(
+    folder: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     rounds, again, other = (
-        TaskRounds(suite("choices,writing"), tiny_tokenizer, seed=seed, allow_code=False) for seed in (0, 0, 1)
+        TaskRounds(suite("choices,writing"), tiny_tokenizer, seed=seed, allow_code=False)
+        for seed in (0, 0, 1)
     )
     assert rounds.identity == again.identity != other.identity
     assert rounds.num_samples != other.num_samples

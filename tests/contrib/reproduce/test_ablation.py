@@ -36,7 +36,9 @@ def file(recipe_file: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     workspace = tmp_path / "w"
     arguments = ["reproduce", "ablate", str(file), "--workspace", str(workspace), "--device", "cpu"]
     main(arguments)
@@ -47,7 +49,10 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         *("baseline", "window 4", "soft to the end", "local", "full"),
         *("as it is", "local, as it is"),
     ]
-    assert rows.loc["baseline", ["delta_density_percent", "delta_nll_percent"]].tolist() == [0.0, 0.0]
+    assert rows.loc["baseline", ["delta_density_percent", "delta_nll_percent"]].tolist() == [
+        0.0,
+        0.0,
+    ]
     assert rows.loc[["local", "full"], "density_percent"].tolist() == [25.0, 100.0]
     untrained = rows.loc[["as it is", "local, as it is"]]
     assert untrained["density_percent"].tolist() == [100.0, 25.0]
@@ -57,7 +62,9 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert rows["delta_density_percent"].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
     expected = 100 * (rows["nll"] / base["nll"] - 1)
     assert rows["delta_nll_percent"].tolist() == pytest.approx(expected.tolist(), abs=2e-3)
-    assert rows.loc[["window 4", "local", "full", "as it is", "local, as it is"], "nll"].nunique() == 5
+    assert (
+        rows.loc[["window 4", "local", "full", "as it is", "local, as it is"], "nll"].nunique() == 5
+    )
     assert (untrained["nll"] > rows["nll"].iloc[:5].max()).all()
     assert "window 4" in output
     assert "relative to the first row" in " ".join(output.split())
@@ -69,7 +76,11 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("window: 4", "windw: 4", "row 'window 4': unknown key 'gates.windw'; did you mean 'window'?"),
+        (
+            "window: 4",
+            "windw: 4",
+            "row 'window 4': unknown key 'gates.windw'; did you mean 'window'?",
+        ),
         ("{variant: full-attention}", "{variant: dense}", "variant"),
         ("soft_fraction: 1.0", "soft_fraction: 3", "row 'soft to the end'"),
         ("local.yaml", "nowhere.yaml", "layout not found"),

@@ -27,7 +27,13 @@ from spkv_nas.contrib.reproduce.palindrome.stage import (
     palindrome_charts,
     train_variant,
 )
-from spkv_nas.contrib.reproduce.palindrome.task import INSTRUCTION, VOCABULARY, Palindromes, output_nll, take_measures
+from spkv_nas.contrib.reproduce.palindrome.task import (
+    INSTRUCTION,
+    VOCABULARY,
+    Palindromes,
+    output_nll,
+    take_measures,
+)
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.modes import set_gate_mode
 from spkv_nas.report.plot import save_chart
@@ -74,7 +80,8 @@ class TestSequences:
         sequences = Palindromes(1)
         words = [VOCABULARY[token] for token in sequences[0]["input_ids"]]
         by_kind = {
-            kind: [w for w, k in zip(words, sequences.kinds, strict=True) if k == kind] for kind in sequences.kinds
+            kind: [w for w, k in zip(words, sequences.kinds, strict=True) if k == kind]
+            for kind in sequences.kinds
         }
         assert {kind: len(members) for kind, members in by_kind.items()} == {
             "start": 1,
@@ -92,14 +99,23 @@ class TestSequences:
             return [tuple(sequences[index]["input_ids"].tolist()) for index in range(50)]
 
         assert drawn(3, False) == drawn(3, False, size=80)
-        everything = [sequence for seed in (0, 3) for heldout in (False, True) for sequence in drawn(seed, heldout)]
+        everything = [
+            sequence
+            for seed in (0, 3)
+            for heldout in (False, True)
+            for sequence in drawn(seed, heldout)
+        ]
         assert len(set(everything)) == 200
 
     def test_every_number_is_as_likely(self) -> None:
         sequences = Palindromes(500)
-        counts = np.bincount(np.concatenate([sequences[i]["input_ids"][1:64:2] for i in range(500)]), minlength=100)
+        counts = np.bincount(
+            np.concatenate([sequences[i]["input_ids"][1:64:2] for i in range(500)]), minlength=100
+        )
         assert len(counts) == 100
-        assert ((counts - 160) ** 2 / 160).sum() < 160  # chi-square, 99 degrees of freedom: p < 1e-4
+        assert (
+            (counts - 160) ** 2 / 160
+        ).sum() < 160  # chi-square, 99 degrees of freedom: p < 1e-4
 
     def test_outside(self) -> None:
         with pytest.raises(IndexError):
@@ -119,7 +135,9 @@ class TestMeasure:
         assert output_nll(model, self.sequences, 2) == pytest.approx(loss, rel=1e-5)
 
     def test_chance_is_a_uniform_guess_of_the_numbers(self) -> None:
-        assert self.sequences.chance_nll == pytest.approx((32 * math.log(100) + 31 * math.log(1)) / 63)
+        assert self.sequences.chance_nll == pytest.approx(
+            (32 * math.log(100) + 31 * math.log(1)) / 63
+        )
 
     def test_gates_are_measured_soft_and_hard(self) -> None:
         model = new_model(TINY, SP_KV)
@@ -131,7 +149,9 @@ class TestMeasure:
         result = take_measures(model, self.sequences, 0.6, batch_size=2)
         for mode, tau in (("soft", None), ("hard", 0.6)):
             set_gate_mode(model, mode, tau)
-            assert (result.nll if mode == "soft" else result.hard_nll) == output_nll(model, self.sequences, 2)
+            assert (result.nll if mode == "soft" else result.hard_nll) == output_nll(
+                model, self.sequences, 2
+            )
             logits.clear()
             with torch.inference_mode():
                 model(input_ids=tokens, use_cache=False)
@@ -163,7 +183,9 @@ class TestModels:
         for variant in VARIANTS:
             model = new_model(TINY, variant).eval()
             with torch.inference_mode():
-                outputs = [model(input_ids=x[None], use_cache=False).logits[0, -64:] for x in (one, mixed)]
+                outputs = [
+                    model(input_ids=x[None], use_cache=False).logits[0, -64:] for x in (one, mixed)
+                ]
             assert equal_up_to_rounding(*outputs) == (variant == SLIDING_WINDOW)
 
     def test_all_start_from_the_same_weights(self) -> None:
@@ -189,7 +211,9 @@ class TestCommand:
                 seen.setdefault(current, []).append(index)
             return draw(self, index)
 
-        def note(settings: PalindromeSettings, variant: str, *args: object, **options: object) -> object:
+        def note(
+            settings: PalindromeSettings, variant: str, *args: object, **options: object
+        ) -> object:
             nonlocal current
             current = variant
             return train(settings, variant, *args, **options)  # type: ignore[arg-type]
@@ -210,7 +234,11 @@ class TestCommand:
         assert (rows["steps"] == 7).all()
         assert (rows["seconds"] > 0).all()
         assert rows["density"].tolist()[:2] == [1.0, 0.0]
-        assert rows["hard_nll"].notna().tolist() == rows["mean_utility"].notna().tolist() == [False, False, True]
+        assert (
+            rows["hard_nll"].notna().tolist()
+            == rows["mean_utility"].notna().tolist()
+            == [False, False, True]
+        )
         curves = pd.read_csv(folder / "palindrome-curves.csv")
         assert tuple(curves.columns) == CURVE_COLUMNS
         assert curves["step"].tolist() == list(range(1, 8)) * 3
@@ -224,7 +252,9 @@ class TestCommand:
         assert "mean utility" in (folder / "palindrome.svg").read_text()
 
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        monkeypatch.setattr(trainer.SPKVTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
+        monkeypatch.setattr(
+            trainer.SPKVTrainer, "train", lambda *_, **__: pytest.fail("trained again")
+        )
         main(["reproduce", "palindrome", *self.options, *name])
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -246,17 +276,25 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        assert message in fails(capsys, "reproduce", "palindrome", *options, "--workspace", tmp_path / "w")
+        assert message in fails(
+            capsys, "reproduce", "palindrome", *options, "--workspace", tmp_path / "w"
+        )
         assert not list(tmp_path.rglob("*.csv"))
 
-    def test_a_workspace_that_is_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_workspace_that_is_a_file(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (tmp_path / "w").write_text("")
-        assert "cannot be written" in fails(capsys, "reproduce", "palindrome", "--workspace", tmp_path / "w")
+        assert "cannot be written" in fails(
+            capsys, "reproduce", "palindrome", "--workspace", tmp_path / "w"
+        )
 
 
 class TestResume:
     @pytest.mark.slow
-    def test_an_interrupted_run_resumes_bit_for_bit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_interrupted_run_resumes_bit_for_bit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(palindrome, "SAVE_STEPS", 3)
 
         def die_at_5(self: object, args: object, state: object, *_: object, **__: object) -> None:
@@ -273,7 +311,11 @@ class TestResume:
         assert newest.name == "checkpoint-3"
         resumed = train_variant(TINY, SP_KV, tmp_path / "torn")
         pd.testing.assert_frame_equal(resumed.curve, whole.curve)
-        assert (resumed.nll, resumed.hard_nll, resumed.kept) == (whole.nll, whole.hard_nll, whole.kept)
+        assert (resumed.nll, resumed.hard_nll, resumed.kept) == (
+            whole.nll,
+            whole.hard_nll,
+            whole.kept,
+        )
         assert not list((tmp_path / "torn").glob("checkpoint-*"))
 
     def test_another_setting_is_another_run(self) -> None:

@@ -86,8 +86,14 @@ class TestLaw:
 
 class TestScalingCommand:
     def runs(self, path: Path, **columns: Any) -> Path:
-        table = {"train_flops": [1e18, 1e19, 1e20, 1e21, 1e22], "nll": [3.0, 2.7, 2.5, 2.36, 2.26], **columns}
-        pd.DataFrame({key: value for key, value in table.items() if value is not None}).to_csv(path, index=False)
+        table = {
+            "train_flops": [1e18, 1e19, 1e20, 1e21, 1e22],
+            "nll": [3.0, 2.7, 2.5, 2.36, 2.26],
+            **columns,
+        }
+        pd.DataFrame({key: value for key, value in table.items() if value is not None}).to_csv(
+            path, index=False
+        )
         return path
 
     def test_the_papers_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +103,12 @@ class TestScalingCommand:
         assert "held out: level-13 predicted 1.9365" in output
         assert "1.9500 (-0.69 %)" in output
         folder = tmp_path / "reports" / "paper"
-        assert {p.name for p in folder.glob("[!.]*")} == {"scaling.yaml", "scaling.png", "scaling.svg", "scaling.pdf"}
+        assert {p.name for p in folder.glob("[!.]*")} == {
+            "scaling.yaml",
+            "scaling.png",
+            "scaling.svg",
+            "scaling.pdf",
+        }
         written = yaml.safe_load((folder / "scaling.yaml").read_text())
         law = written["fits"][0]
         assert law["r_squared"] > 0.999
@@ -112,7 +123,9 @@ class TestScalingCommand:
         table = pd.read_csv(self.runs(tmp_path / "a.csv"))
         sparse = table.assign(nll=table["nll"] + 0.5, variant="sp-kv")
         path = tmp_path / "ladders.csv"
-        pd.concat([table.assign(variant="dense"), sparse]).sample(frac=1, random_state=0).to_csv(path, index=False)
+        pd.concat([table.assign(variant="dense"), sparse]).sample(frac=1, random_state=0).to_csv(
+            path, index=False
+        )
         runs = read_runs(path)
         laws = fit_runs(runs)
         assert set(laws) == {"dense", "sp-kv"}
@@ -148,7 +161,9 @@ class TestScalingCommand:
         """With one degree of freedom, three points of an exact law predict the fourth."""
         path = self.runs(tmp_path / "four.csv", held_out=[0, 0, 0, 0, 1])
         main(["reproduce", "scaling", str(path), "--workspace", str(tmp_path)])
-        law = yaml.safe_load((tmp_path / "reports" / "four" / "scaling.yaml").read_text())["fits"][0]
+        law = yaml.safe_load((tmp_path / "reports" / "four" / "scaling.yaml").read_text())["fits"][
+            0
+        ]
         assert law["num_runs"] == 4
 
     @pytest.mark.parametrize(
@@ -165,19 +180,35 @@ class TestScalingCommand:
             ),
             ({"train_flops": [1e18, 1e18, 1e19, 1e19, 1e20]}, "3 different amounts of compute"),
             ({"variant": ["a", "a", "a", "a", "b"]}, "variant 'b': 1 different amounts of compute"),
-            ({"nll": [3.0, 2.7, float("nan"), 2.4, 2.3]}, "line 4: column 'nll' must be a number above 0; found ''"),
-            ({"nll": [3.0, 2.7, "inf", 2.4, 2.3]}, "line 4: column 'nll' must be a number above 0; found 'inf'"),
-            ({"nll": [3.0, 2.7, "x", 2.4, 2.3]}, "line 4: column 'nll' must be a number above 0; found 'x'"),
+            (
+                {"nll": [3.0, 2.7, float("nan"), 2.4, 2.3]},
+                "line 4: column 'nll' must be a number above 0; found ''",
+            ),
+            (
+                {"nll": [3.0, 2.7, "inf", 2.4, 2.3]},
+                "line 4: column 'nll' must be a number above 0; found 'inf'",
+            ),
+            (
+                {"nll": [3.0, 2.7, "x", 2.4, 2.3]},
+                "line 4: column 'nll' must be a number above 0; found 'x'",
+            ),
             (
                 {"train_flops": [-1e18, 1e19, 1e20, 1e21, 1e22]},
                 "line 2: column 'train_flops' must be a number above 0",
             ),
-            ({"held_out": [0, 0, 0, 0, "yes"]}, "line 6: column 'held_out' must be 0 or 1; found 'yes'"),
+            (
+                {"held_out": [0, 0, 0, 0, "yes"]},
+                "line 6: column 'held_out' must be 0 or 1; found 'yes'",
+            ),
             ({"nll": [2.0, 2.1, 2.2, 2.3, 2.4]}, "does not fall"),
         ],
     )
     def test_bad_runs(
-        self, columns: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        columns: dict[str, Any],
+        message: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         base = {} if columns.get("loss") is None else {"train_flops": None}
         path = self.runs(tmp_path / "runs.csv", **{**base, **columns})
@@ -185,7 +216,9 @@ class TestScalingCommand:
         assert not (tmp_path / "w").exists()
 
     def test_no_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "runs not found" in fails(capsys, "reproduce", "scaling", tmp_path / "none.csv", "--workspace", tmp_path)
+        assert "runs not found" in fails(
+            capsys, "reproduce", "scaling", tmp_path / "none.csv", "--workspace", tmp_path
+        )
         (tmp_path / "empty.csv").write_text("")
         assert "the file is empty" in fails(
             capsys, "reproduce", "scaling", tmp_path / "empty.csv", "--workspace", tmp_path
@@ -197,8 +230,17 @@ def test_the_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert all(f" {number} " in output for number in ("10.57", "2.114", "12.68", "4.22"))
     folder = tmp_path / "reports" / "paper"
-    assert {p.name for p in folder.iterdir()} == {"flops.csv", "flops.png", "flops.svg", "flops.pdf"}
+    assert {p.name for p in folder.iterdir()} == {
+        "flops.csv",
+        "flops.png",
+        "flops.svg",
+        "flops.pdf",
+    }
     rows = pd.read_csv(folder / "flops.csv").set_index("name")
     assert len(rows) == 13
-    assert (rows["attention_dense"] / rows["attention_sparse"]).tolist() == pytest.approx([5.0] * 13, rel=1e-4)
-    assert rows.loc["llama-3-8b", "total_dense"] == pytest.approx(2 * 6.98e9 + 2 * 32 * 4096 * 131072, rel=1e-3)
+    assert (rows["attention_dense"] / rows["attention_sparse"]).tolist() == pytest.approx(
+        [5.0] * 13, rel=1e-4
+    )
+    assert rows.loc["llama-3-8b", "total_dense"] == pytest.approx(
+        2 * 6.98e9 + 2 * 32 * 4096 * 131072, rel=1e-3
+    )

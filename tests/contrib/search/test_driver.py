@@ -25,7 +25,13 @@ from spkv_nas.base.progress import SILENT
 from spkv_nas.base.records import read_record
 from spkv_nas.contrib.search.driver import Search
 from spkv_nas.contrib.search.options import SearchSpecification, _budgets
-from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, Effort, Sampler, StudySampler
+from spkv_nas.contrib.search.sampler import (
+    SAMPLERS,
+    TRIALS_PER_ROUND,
+    Effort,
+    Sampler,
+    StudySampler,
+)
 from spkv_nas.contrib.search.space import LayoutCost, Space, Trial, front, ranked
 from spkv_nas.contrib.search.stage import write_results
 from spkv_nas.evaluation.paired import PairedDifference
@@ -42,7 +48,9 @@ def table() -> HeadScores:
 
 def value(layout: Layout, table: HeadScores) -> float:
     """Return an objective: the weight of a second grid that the global heads do not cover."""
-    weights = np.random.default_rng(5).random((table.num_layers, table.num_kv_heads)) + table.density
+    weights = (
+        np.random.default_rng(5).random((table.num_layers, table.num_kv_heads)) + table.density
+    )
     return -float(weights[layout.global_mask].sum())
 
 
@@ -57,18 +65,27 @@ class TestSpace:
         ],
         ids=["none", "layers", "per layer", "uniform"],
     )
-    def test_random_layouts_are_of_the_space(self, table: HeadScores, constraints: Constraints) -> None:
+    def test_random_layouts_are_of_the_space(
+        self, table: HeadScores, constraints: Constraints
+    ) -> None:
         space = Space(table, (6, 6), 8, constraints)
         generator = np.random.default_rng(0)
         for _ in range(10):
             result = space.random(generator)
             rows = result.heads
-            free = [r for i, r in enumerate(rows) if i not in (*constraints.global_layers, *constraints.local_layers)]
+            free = [
+                r
+                for i, r in enumerate(rows)
+                if i not in (*constraints.global_layers, *constraints.local_layers)
+            ]
             assert result.num_global <= 6
             assert all(rows[i] == "GGG" for i in constraints.global_layers)
             assert all(rows[i] == "LLL" for i in constraints.local_layers)
             assert constraints.granularity == "head" or result.is_layerwise
-            assert constraints.max_per_layer is None or max(r.count("G") for r in free) <= constraints.max_per_layer
+            assert (
+                constraints.max_per_layer is None
+                or max(r.count("G") for r in free) <= constraints.max_per_layer
+            )
             assert not constraints.uniform or len({r.count("G") for r in rows} - {0, 3}) <= 1
 
     def test_contains(self, table: HeadScores) -> None:
@@ -111,7 +128,9 @@ class TestSpace:
 
 class TestSampler:
     @pytest.mark.parametrize("sampler", list(SAMPLERS), ids=lambda sampler: sampler.name)
-    def test_only_a_sampler_that_takes_starts_begins_with_them(self, table: HeadScores, sampler: Sampler) -> None:
+    def test_only_a_sampler_that_takes_starts_begins_with_them(
+        self, table: HeadScores, sampler: Sampler
+    ) -> None:
         space = Space(table, (6, 6), 8)
         start = Layout(("GGG", "GGG", "LLL", "LLL", "LLL", "LLL"), 8)
         first = StudySampler(space, sampler, 0, [start]).layout(0, [])
@@ -182,7 +201,12 @@ class TableEvaluator:
         return None
 
     def __init__(self, table: HeadScores, num_documents: int = 20, error: float = 0.1) -> None:
-        self._table, self.settings, self.done, self._error = table, {"name": "no model"}, list[str](), error
+        self._table, self.settings, self.done, self._error = (
+            table,
+            {"name": "no model"},
+            list[str](),
+            error,
+        )
         self.num_selection_documents = num_documents
 
     def documents(self, fidelity: Fidelity) -> Selection:
@@ -191,9 +215,13 @@ class TableEvaluator:
     def steps(self, fidelity: Retraining) -> int:
         return {"short": 1, "full": 4}[fidelity]
 
-    def score(self, layouts: Sequence[Layout], baseline: Layout | None = None) -> list[PairedDifference]:
+    def score(
+        self, layouts: Sequence[Layout], baseline: Layout | None = None
+    ) -> list[PairedDifference]:
         least = 0.0 if baseline is None else value(baseline, self._table)
-        return [PairedDifference(value(layout, self._table) - least, self._error) for layout in layouts]
+        return [
+            PairedDifference(value(layout, self._table) - least, self._error) for layout in layouts
+        ]
 
     def run_name(self, layout: Layout | None) -> str:
         return "full-attention" if layout is None else layout.content_hash
@@ -208,8 +236,13 @@ class TableEvaluator:
     def retrained(
         self, fidelity: Retraining, layouts: Sequence[Layout], baseline: Layout | None = None
     ) -> list[PairedDifference]:
-        assert {f"{fidelity} {self.run_name(layout)}" for layout in (baseline, *layouts)} <= set(self.done)
-        return [PairedDifference(score.percent / 2, self._error) for score in self.score(layouts, baseline)]
+        assert {f"{fidelity} {self.run_name(layout)}" for layout in (baseline, *layouts)} <= set(
+            self.done
+        )
+        return [
+            PairedDifference(score.percent / 2, self._error)
+            for score in self.score(layouts, baseline)
+        ]
 
 
 class TestSearch:
@@ -230,7 +263,9 @@ class TestSearch:
         specification = SearchSpecification(effort, None, space, Path(), None, "x", starts, others)
         return Search(evaluator, specification, folder, **options), evaluator
 
-    def test_the_best_are_retrained_and_a_finished_search_is_idle(self, table: HeadScores, tmp_path: Path) -> None:
+    def test_the_best_are_retrained_and_a_finished_search_is_idle(
+        self, table: HeadScores, tmp_path: Path
+    ) -> None:
         effort = Effort(trials=20, num_retrained=3)
         search, evaluator = self.search(table, tmp_path / "study", effort)
         trials = search.run()
@@ -238,7 +273,9 @@ class TestSearch:
         assert best.full is not None
         assert best.full.percent == best.zero_shot.percent / 2
         kinds = [name.partition(" ")[0] for name in evaluator.done]
-        assert kinds == ["short", "short", "full", "full"] + ["short", "full"] * 3  # first with the control
+        assert (
+            kinds == ["short", "short", "full", "full"] + ["short", "full"] * 3
+        )  # first with the control
         assert sum(trial.short is not None for trial in trials if trial.sampler == "surrogate") >= 3
         again, idle = self.search(table, tmp_path / "study", effort)
         idle.done = evaluator.done[:]
@@ -249,11 +286,18 @@ class TestSearch:
         assert read_record(tmp_path / "report" / "search.yaml", "search")[SELECTION] == selection
         names = sorted(path.name for path in (tmp_path / "report").glob("[!.]*"))
         assert names == ["search.csv", "search.yaml", f"selection-{selection}.txt"]
-        assert read_search(tmp_path / "report" / "search.csv")["name"].tolist() == rows["name"].tolist()
+        assert (
+            read_search(tmp_path / "report" / "search.csv")["name"].tolist()
+            == rows["name"].tolist()
+        )
 
-    def test_an_interrupted_search_goes_on_as_if_it_had_not_been(self, table: HeadScores, tmp_path: Path) -> None:
+    def test_an_interrupted_search_goes_on_as_if_it_had_not_been(
+        self, table: HeadScores, tmp_path: Path
+    ) -> None:
         whole, _ = self.search(table, tmp_path / "whole", Effort(trials=15, num_retrained=0))
-        parts, evaluator = self.search(table, tmp_path / "parts", Effort(trials=15, num_retrained=0))
+        parts, evaluator = self.search(
+            table, tmp_path / "parts", Effort(trials=15, num_retrained=0)
+        )
         score, count = evaluator.score, iter(range(100))
 
         def interrupted(*arguments: Any) -> list[PairedDifference]:
@@ -276,18 +320,26 @@ class TestSearch:
             "trial_user_attributes set key = 'scorf' where key = 'score'",
         ],
     )
-    def test_a_damaged_study_is_refused(self, change: str, table: HeadScores, tmp_path: Path) -> None:
+    def test_a_damaged_study_is_refused(
+        self, change: str, table: HeadScores, tmp_path: Path
+    ) -> None:
         """A database has no checksums; a changed trial is a user error."""
         self.search(table, tmp_path, Effort(trials=4, sampler="random", num_retrained=0))[0].run()
         with closing(sqlite3.connect(tmp_path / "study.db")) as database:
             assert database.execute(f"update {change}").rowcount
             database.commit()
-        search, _ = self.search(table, tmp_path, Effort(trials=4, sampler="random", num_retrained=0))
+        search, _ = self.search(
+            table, tmp_path, Effort(trials=4, sampler="random", num_retrained=0)
+        )
         with pytest.raises(UserError, match=r"is damaged|cannot be read"):
             search.run()
 
-    def test_layouts_behind_the_median_are_retrained_briefly_only(self, table: HeadScores, tmp_path: Path) -> None:
-        search, _ = self.search(table, tmp_path, Effort(trials=12, sampler="random", num_retrained=9))
+    def test_layouts_behind_the_median_are_retrained_briefly_only(
+        self, table: HeadScores, tmp_path: Path
+    ) -> None:
+        search, _ = self.search(
+            table, tmp_path, Effort(trials=12, sampler="random", num_retrained=9)
+        )
         trials = search.run()
         short = {trial.layout.heads for trial in trials if trial.short is not None}
         full = {trial.layout.heads for trial in trials if trial.full is not None}
@@ -295,7 +347,9 @@ class TestSearch:
         assert 4 <= len(full) < 10
         assert self.start.heads in full
 
-    def test_without_other_layouts_only_the_start_is_retrained(self, table: HeadScores, tmp_path: Path) -> None:
+    def test_without_other_layouts_only_the_start_is_retrained(
+        self, table: HeadScores, tmp_path: Path
+    ) -> None:
         search, evaluator = self.search(table, tmp_path, Effort(trials=1, num_retrained=2))
         trials = search.run()
         assert [trial.layout.heads for trial in trials] == [self.start.heads] * 2
@@ -311,11 +365,17 @@ class TestSearch:
         assert start.heads == self.start.heads
         assert best.heads == min(sampled, key=lambda trial: trial.values).layout.heads
         assert cost.of(second) < cost.of(best)  # the next of the front costs less
-        assert all(trial.short is not None for trial in sampled if trial.layout.heads in (best.heads, second.heads))
+        assert all(
+            trial.short is not None
+            for trial in sampled
+            if trial.layout.heads in (best.heads, second.heads)
+        )
 
     def test_layouts_to_compare_with_are_retrained(self, table: HeadScores, tmp_path: Path) -> None:
         other = Layout(("GGG", "GGG", "GGG", "LLL", "LLL", "LLL"), 8, "other")  # of more heads
-        search, _ = self.search(table, tmp_path, Effort(trials=3, num_retrained=1), others={"other": other})
+        search, _ = self.search(
+            table, tmp_path, Effort(trials=3, num_retrained=1), others={"other": other}
+        )
         by_name = {trial.name: trial for trial in search.run()}
         assert by_name["other"].full is not None
         assert by_name["start"].full is not None
@@ -329,18 +389,33 @@ class TestSearch:
                 True,
                 "beats start, the best start: .* after full retraining, on 20 documents that selected nothing",
             ),
-            ({}, 0, True, "on the 20 documents that selected it among [0-9]+ layouts, without training"),
+            (
+                {},
+                0,
+                True,
+                "on the 20 documents that selected it among [0-9]+ layouts, without training",
+            ),
             ({"error": 9.0}, 3, False, "surrogate-0-[0-9]+ does not beat start, the best start: "),
             ({"documents": 7}, 3, False, r"7 documents are too few to rank layouts \(at least 8\)"),
         ],
         ids=["retrained", "scored", "within the error", "few documents"],
     )
     def test_one_layout_is_recommended(
-        self, options: Any, retrained: int, beats: bool, words: str, table: HeadScores, tmp_path: Path
+        self,
+        options: Any,
+        retrained: int,
+        beats: bool,
+        words: str,
+        table: HeadScores,
+        tmp_path: Path,
     ) -> None:
-        search, _ = self.search(table, tmp_path / "study", Effort(trials=20, num_retrained=retrained), **options)
+        search, _ = self.search(
+            table, tmp_path / "study", Effort(trials=20, num_retrained=retrained), **options
+        )
         trials = search.run()
-        _, _, result = write_results(search, trials, tmp_path / "report", tmp_path / "layouts", SILENT)
+        _, _, result = write_results(
+            search, trials, tmp_path / "report", tmp_path / "layouts", SILENT
+        )
         assert result is not None
         assert re.search(words, result.reason)
         assert (result.layout.strategy != "start") is beats

@@ -20,7 +20,9 @@ from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.recipe import Recipe
 
-SEARCH_RECIPE = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5").replace("window: 8", "window: 4")
+SEARCH_RECIPE = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5").replace(
+    "window: 8", "window: 4"
+)
 
 
 @pytest.fixture
@@ -36,7 +38,18 @@ def project(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def command(recipe: Path, workspace: Path, *more: str) -> list[str]:
-    return ["search", "--recipe", str(recipe), "-w", str(workspace), "--probe", "tiny", "--max-tokens", "640", *more]
+    return [
+        "search",
+        "--recipe",
+        str(recipe),
+        "-w",
+        str(workspace),
+        "--probe",
+        "tiny",
+        "--max-tokens",
+        "640",
+        *more,
+    ]
 
 
 class TestCommand:
@@ -51,22 +64,34 @@ class TestCommand:
         arguments += ["--budget", "4", "--trials", "12", "--retrain", "2"]
         main(command(recipe, workspace, *arguments, "--dry-run"))
         output = capsys.readouterr()
-        assert re.search(r"selects on 640 of [0-9,]+ held-out tokens of about [0-9]+ documents", output.err)
+        assert re.search(
+            r"selects on 640 of [0-9,]+ held-out tokens of about [0-9]+ documents", output.err
+        )
         assert "full, layouts (at most), 5" in output.out
         main(command(recipe, workspace, *arguments))
         shown = capsys.readouterr()
         out = " ".join(shown.out.split())
         assert "best layouts, scored on 9 documents" in out
         assert "zero-shot and short on the 9 documents that select, full on others" in out
-        assert shown.err.count("full attention retrained (the control) has") == 2  # briefly and in full
+        assert (
+            shown.err.count("full attention retrained (the control) has") == 2
+        )  # briefly and in full
         reports = workspace / "reports" / "tiny"
         rows = pd.read_csv(reports / "search.csv")
         assert (rows["num_global"] == np.where(rows["name"] == "other", 6, 4)).all()
         starts = rows[rows["sampler"] == BASELINE].set_index("name")
-        assert rows.groupby("sampler").size().to_dict() == {"baseline": len(starts), "surrogate": 12}
-        assert {"densest", "interleaved-first", "interleaved-last", "mine", "other"} == set(starts.index)
+        assert rows.groupby("sampler").size().to_dict() == {
+            "baseline": len(starts),
+            "surrogate": 12,
+        }
+        assert {"densest", "interleaved-first", "interleaved-last", "mine", "other"} == set(
+            starts.index
+        )
         assert starts.loc[["mine", "other"], "short_delta_percent"].notna().all()
-        assert starts.drop("other")["hash"].tolist() == rows[rows["sampler"] == "surrogate"]["hash"].iloc[:4].tolist()
+        assert (
+            starts.drop("other")["hash"].tolist()
+            == rows[rows["sampler"] == "surrogate"]["hash"].iloc[:4].tolist()
+        )
         assert rows.drop_duplicates("hash")["full_delta_percent"].notna().sum() >= 4
         summary = yaml.safe_load((reports / "search.yaml").read_text())
         assert (summary["tokens"]["chosen_on"], summary["documents"]["chosen_on"]) == (640, 9)
@@ -88,9 +113,14 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_it_ends_with_one_layout_and_one_command(
-        self, project: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self,
+        project: tuple[Path, Path],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
-        monkeypatch.setattr(RecipeEvaluator, "alarm", lambda *_: None)  # the tiny model has learned nothing
+        monkeypatch.setattr(
+            RecipeEvaluator, "alarm", lambda *_: None
+        )  # the tiny model has learned nothing
         main(command(*project, "--budget", "4", "--trials", "5", "--retrain", "0", "--json"))
         result = json.loads(capsys.readouterr().out)
         file = Path(result["recommended"]["layout"])
@@ -98,14 +128,23 @@ class TestCommand:
         assert Layout.read(file).num_global == 4
         assert "documents that selected it among" in result["recommended"]["reason"]
         (following,) = result["next"]
-        assert following.startswith(f"spkv-nas train-hybrid {file} --probe tiny --recipe {project[0]}")
+        assert following.startswith(
+            f"spkv-nas train-hybrid {file} --probe tiny --recipe {project[0]}"
+        )
 
     @pytest.mark.slow
     def test_few_documents_rank_nothing(
-        self, project: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self,
+        project: tuple[Path, Path],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.setattr(RecipeEvaluator, "alarm", lambda *_: None)
-        main(command(*project, "--budget", "4", "--trials", "3", "--retrain", "1", "--max-tokens", "64"))
+        main(
+            command(
+                *project, "--budget", "4", "--trials", "3", "--retrain", "1", "--max-tokens", "64"
+            )
+        )
         shown = capsys.readouterr()
         out = " ".join(shown.out.split())
         assert "first layouts, scored on 2 documents" in out
@@ -124,9 +163,20 @@ class TestCommand:
         assert counts == [8, 5, 12]
 
     @pytest.mark.slow
-    def test_a_front_of_nll_and_bytes(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_front_of_nll_and_bytes(
+        self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    ) -> None:
         recipe, workspace = project
-        more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--trials", "15", "--retrain", "0"]
+        more = [
+            "--budget",
+            "2..8",
+            "--objective",
+            "nll,kv-bytes",
+            "--trials",
+            "15",
+            "--retrain",
+            "0",
+        ]
         more += ["--constraint", "global-layers=0", "--context"]
         main(command(recipe, workspace, *more, "1k"))
         assert "KV bytes" in capsys.readouterr().out
@@ -134,7 +184,10 @@ class TestCommand:
         assert rows["num_global"].between(2, 8).all()
         assert rows["heads"].str.startswith("GG").all()
         entry = 2 * 4 * 2  # key and value, D 4, bfloat16
-        assert rows["cost"].tolist() == (entry * (1024 * rows["num_global"] + 4 * (10 - rows["num_global"]))).tolist()
+        assert (
+            rows["cost"].tolist()
+            == (entry * (1024 * rows["num_global"] + 4 * (10 - rows["num_global"]))).tolist()
+        )
         assert (workspace / "reports" / "tiny" / "search-front.png").is_file()
         assert "another objective" in fails(capsys, *command(recipe, workspace, *more, "2k"))
 
@@ -145,10 +198,16 @@ class TestCommand:
             (["--sampler", "sobol"], "'sobol'"),
             (["--budget", "3", "--objective", "nll,watts"], "--objective 'nll,watts' is unknown"),
             (["--budget", "3", "--objective", "nll,kv-bytes"], "needs --context"),
-            (["--budget", "3", "--granularity", "layer", "--constraint", "min-per-layer=1"], "no layout meets"),
+            (
+                ["--budget", "3", "--granularity", "layer", "--constraint", "min-per-layer=1"],
+                "no layout meets",
+            ),
             (["--budget", "3", "--storage", "nowhere://x"], "cannot open the storage"),
             (["--budget", "3", "narrow.yaml"], "is for 2 layers x 2 KV heads"),
-            (["--budget", "3", "wide.yaml"], "has a window of 9 tokens and 0 sink tokens, the search 4 and 0"),
+            (
+                ["--budget", "3", "wide.yaml"],
+                "has a window of 9 tokens and 0 sink tokens, the search 4 and 0",
+            ),
             (["--budget", "3", "full.yaml", "full.yaml"], "two layouts are called"),
             (
                 ["--budget", "3", "--recipe", "small/recipe.yaml"],
@@ -184,7 +243,9 @@ class TestCommand:
         assert message in fails(capsys, *command(*project, *more))
 
     @pytest.mark.slow
-    def test_the_text_that_judges_is_not_the_text_that_chose(self, project: tuple[Path, Path]) -> None:
+    def test_the_text_that_judges_is_not_the_text_that_chose(
+        self, project: tuple[Path, Path]
+    ) -> None:
         recipe, workspace = Recipe.read(project[0]), project[1]
         runs = workspace / "runs" / "tiny"
         judge = RecipeEvaluator(recipe, project[0].parent, runs, max_tokens=640)

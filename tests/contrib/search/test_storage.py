@@ -29,7 +29,9 @@ from spkv_nas.contrib.search.storage import open_storage, open_study, storage_er
 
 psycopg = pytest.importorskip("psycopg")
 
-_AS_OTHER: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+_AS_OTHER: dict[str, Any] = (
+    {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+)
 _WORKER = """
 import sys
 from spkv_nas.cli import main
@@ -63,7 +65,9 @@ class Server:
     def start(self) -> None:
         """Start the server and wait until it answers."""
         with (self._data.parent / "log").open("a") as log:
-            self._process = subprocess.Popen(self._start, cwd=self._data.parent, stderr=log, **_AS_OTHER)
+            self._process = subprocess.Popen(
+                self._start, cwd=self._data.parent, stderr=log, **_AS_OTHER
+            )
         while True:
             assert self._process.poll() is None, (self._data.parent / "log").read_text()
             with suppress(psycopg.OperationalError):
@@ -101,14 +105,24 @@ def server() -> Iterator[Server]:
 
 def project(folder: Path) -> list[str]:
     """Write a project with a workspace to a new folder; return the arguments of its search."""
-    recipe = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5").replace("window: 8", "window: 4")
+    recipe = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5").replace(
+        "window: 8", "window: 4"
+    )
     file = write_project(folder / "project", recipe)
     probe = folder / "workspace" / "probes" / "tiny"
     probe.mkdir(parents=True)
     density = np.random.default_rng(0).random((5, 2)).round(3)
     lines = [f"{layer},{head},{density[layer, head]}" for layer, head in np.ndindex(5, 2)]
     (probe / "density.csv").write_text("layer,kv_head,density\n" + "\n".join(lines) + "\n")
-    arguments = ["search", "--recipe", str(file), "--workspace", str(folder / "workspace"), "--probe", "tiny"]
+    arguments = [
+        "search",
+        "--recipe",
+        str(file),
+        "--workspace",
+        str(folder / "workspace"),
+        "--probe",
+        "tiny",
+    ]
     return [*arguments, "--max-tokens", "1280", "--budget", "4", "--trials", "30", "--retrain", "0"]
 
 
@@ -131,11 +145,15 @@ def test_one_of_three_machines_is_lost(server: Server, tmp_path: Path) -> None:
         search = [*project(tmp_path / name), "--storage", server.url]
         with (tmp_path / f"{name}.log").open("w") as log:
             run = [sys.executable, "-c", _WORKER, name, *search]
-            workers[name] = subprocess.Popen(run, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            workers[name] = subprocess.Popen(
+                run, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
     logs = {name: tmp_path / f"{name}.log" for name in names}
     try:
         while not server.rows(DONE):
-            assert all(worker.poll() is None for worker in workers.values()), logs["one"].read_text()[-2000:]
+            assert all(worker.poll() is None for worker in workers.values()), logs[
+                "one"
+            ].read_text()[-2000:]
             time.sleep(0.02)
         workers["one"].kill()
         for name in names[1:]:
@@ -160,7 +178,9 @@ def test_a_restarted_server_and_a_lost_one(server: Server) -> None:
         assert list(work(study, 2, lambda trial, index: [1.0])) == [0, 1]
         server.stop()
         with (
-            pytest.raises(UserError, match=r"cannot be read or written.*\nrun the same command again"),
+            pytest.raises(
+                UserError, match=r"cannot be read or written.*\nrun the same command again"
+            ),
             storage_errors(),
         ):
             work(study, 3, lambda trial, index: [1.0])
@@ -175,14 +195,22 @@ def test_a_missing_server(tmp_path: Path) -> None:
     assert "secret" not in str(error.value)
 
 
-def test_a_trial_whose_worker_died_before_its_first_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_whose_worker_died_before_its_first_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Optuna never fails it; it kept the only task that may start from all other trials."""
     monkeypatch.setattr(storage_of_studies, "GRACE", 0.2)
     monkeypatch.setattr(storage_of_studies, "_POLL", 0.05)
     study = open_study(open_storage(f"sqlite:///{tmp_path}/study.db"), "study", {}, ["value"])
     study._storage.create_new_trial(study._study_id)  # what Study.optimize does first
     calls = count()
-    done = work(study, 3, lambda trial, index: [1.0], lambda *_: assert_few(next(calls)), lambda index: index)
+    done = work(
+        study,
+        3,
+        lambda trial, index: [1.0],
+        lambda *_: assert_few(next(calls)),
+        lambda index: index,
+    )
     assert list(done) == [0, 1, 2]
 
 

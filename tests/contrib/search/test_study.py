@@ -62,7 +62,14 @@ def test_resumes_with_equal_results(blocks: TokenBlocks) -> None:
 def test_a_second_objective(blocks: TokenBlocks) -> None:
     cost = LayoutCost("global heads", lambda layout: float(layout.num_global))
     study = search_layouts(
-        tiny_model(), blocks, make_table(DENSITY), "1..6", trials=12, window=6, cost=cost, sampler="random"
+        tiny_model(),
+        blocks,
+        make_table(DENSITY),
+        "1..6",
+        trials=12,
+        window=6,
+        cost=cost,
+        sampler="random",
     )
     heads = [trial.cost for trial in study.front]
     assert heads == sorted(heads, reverse=True)
@@ -85,7 +92,9 @@ def test_wrong_arguments(blocks: TokenBlocks) -> None:
     with pytest.raises(UserError, match=r"^cost must be a LayoutCost or None; found 3$"):
         search_layouts(tiny_model(), blocks, table, cost=3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="longer than the model's table of 16 positions"):
-        search_layouts(tiny_model("gpt2", max_position_embeddings=16), blocks, table, trials=1, window=4)
+        search_layouts(
+            tiny_model("gpt2", max_position_embeddings=16), blocks, table, trials=1, window=4
+        )
     with pytest.raises(UserError, match="but the model knows 50"):
         search_layouts(tiny_model(vocab_size=50), blocks, table, trials=1, window=4)
     with pytest.raises(UserError, match="there is no text"):
@@ -94,7 +103,9 @@ def test_wrong_arguments(blocks: TokenBlocks) -> None:
 
 def test_progress_is_logged(blocks: TokenBlocks, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "spkv_nas"):
-        search_layouts(tiny_model(), blocks, make_table(DENSITY), trials=2, window=6, sampler="random")
+        search_layouts(
+            tiny_model(), blocks, make_table(DENSITY), trials=2, window=6, sampler="random"
+        )
     assert "search_layouts: done in" in caplog.text
     assert "scored 2 layouts" in caplog.text
 
@@ -103,7 +114,9 @@ def test_a_sampler_as_an_object(blocks: TokenBlocks) -> None:
     class Mine(RandomSearch):
         name = "mine"
 
-    study = search_layouts(tiny_model(), blocks, make_table(DENSITY), 3, trials=3, window=6, sampler=Mine())
+    study = search_layouts(
+        tiny_model(), blocks, make_table(DENSITY), 3, trials=3, window=6, sampler=Mine()
+    )
     assert study.best_trial.name.startswith("mine-")
 
 

@@ -16,7 +16,12 @@ from scipy.stats import multivariate_normal
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.contrib.search.head_weights import Evidence, HeadWeights
-from spkv_nas.contrib.search.sampler import SAMPLERS, TRIALS_PER_ROUND, StudySampler, ThompsonSampling
+from spkv_nas.contrib.search.sampler import (
+    SAMPLERS,
+    TRIALS_PER_ROUND,
+    StudySampler,
+    ThompsonSampling,
+)
 from spkv_nas.contrib.search.space import Space, Trial
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
@@ -35,7 +40,11 @@ class TestEvidence:
     @pytest.fixture
     def data(self) -> tuple[Float, Float, Float]:
         generator = np.random.default_rng(0)
-        return generator.normal(size=(12, 7)), generator.normal(size=12), np.stack([np.ones(12), np.arange(12.0)], 1)
+        return (
+            generator.normal(size=(12, 7)),
+            generator.normal(size=12),
+            np.stack([np.ones(12), np.arange(12.0)], 1),
+        )
 
     @staticmethod
     def direct(data: tuple[Float, Float, Float], prior: Float) -> tuple[float, Float, Float]:
@@ -70,7 +79,9 @@ class TestEvidence:
         features = generator.normal(size=(60, 12))
         truth = 0.3 * generator.normal(size=12)
         truth[4] = 9.0
-        evidence = Evidence.of(features, features @ truth + generator.normal(size=60), np.ones((60, 1)))
+        evidence = Evidence.of(
+            features, features @ truth + generator.normal(size=60), np.ones((60, 1))
+        )
         assert evidence is not None
         prior = evidence.best_prior()
         best = evidence.log(prior)[0]
@@ -82,11 +93,15 @@ class TestEvidence:
             other[4] *= factor
             assert evidence.log(other)[0] < best
             assert evidence.log(np.where(np.arange(12) == 4, prior, factor * prior))[0] < best
-        assert best > max(evidence.log(np.full(12, scale))[0] for scale in np.geomspace(1e-4, 1e4, 50)) + np.log(12)
+        assert best > max(
+            evidence.log(np.full(12, scale))[0] for scale in np.geomspace(1e-4, 1e4, 50)
+        ) + np.log(12)
 
     def test_the_weights_are_the_posterior(self) -> None:
         """One scale, no signal, layouts of one budget: the posterior has a closed form."""
-        layouts = np.array([np.isin(np.arange(8), some) for some in ([0, 1, 2], [2, 3, 4], [5, 6, 7], [0, 3, 6])])
+        layouts = np.array(
+            [np.isin(np.arange(8), some) for some in ([0, 1, 2], [2, 3, 4], [5, 6, 7], [0, 3, 6])]
+        )
         scores = np.array([1.0, 1.2, 1.1, 0.9])
         result = HeadWeights.of(layouts, scores, np.zeros((8, 0)))
         evidence = Evidence.of(layouts.astype(float), -scores, np.ones((4, 1)))
@@ -114,7 +129,10 @@ class TestHeadWeights:
         """A reversed signal is used too, and a useless one does no harm."""
         layouts, generator = drawn(25, 80), np.random.default_rng(1)
         weights = generator.normal(size=80)
-        good, useless = sign * weights + 0.3 * generator.normal(size=80), generator.normal(size=(80, 1))
+        good, useless = (
+            sign * weights + 0.3 * generator.normal(size=80),
+            generator.normal(size=(80, 1)),
+        )
         scores = -(layouts @ weights)
         agreement = []
         for signals in (np.column_stack([good, useless]), useless):
@@ -129,7 +147,9 @@ class TestHeadWeights:
         layouts = drawn(60, 20)
         number = layouts.sum(1)
         weights = 0.1 * np.random.default_rng(2).normal(size=20)
-        result = HeadWeights.of(layouts, 30.0 - 2 * number + 0.05 * number**2 - layouts @ weights, np.zeros((20, 0)))
+        result = HeadWeights.of(
+            layouts, 30.0 - 2 * number + 0.05 * number**2 - layouts @ weights, np.zeros((20, 0))
+        )
         assert result is not None
         assert np.corrcoef(result.mean, weights)[0, 1] > 0.99
         assert result.mean - result.mean.mean() == pytest.approx(weights - weights.mean(), abs=0.02)
@@ -139,7 +159,9 @@ class TestHeadWeights:
         assert HeadWeights.of(drawn(number, 6), np.full(number, 1.5), np.zeros((6, 0))) is None
 
     def test_draws_have_the_posterior_distribution(self) -> None:
-        model = HeadWeights(np.array([1.0, -2.0]), np.array([[1.0, 0.0, 0.5], [0.3, 0.2, 0.0]]), 0.1)
+        model = HeadWeights(
+            np.array([1.0, -2.0]), np.array([[1.0, 0.0, 0.5], [0.3, 0.2, 0.0]]), 0.1
+        )
         generator = np.random.default_rng(0)
         draws = np.array([model.draw(generator, 0.5) for _ in range(20000)])
         assert draws.mean(0) == pytest.approx(model.mean, abs=0.02)
@@ -164,7 +186,9 @@ def study(
     return scored
 
 
-def propose(space: Space, numbers: range, results: Sequence[Trial] = (), starts: Sequence[Layout] = ()) -> list[Layout]:
+def propose(
+    space: Space, numbers: range, results: Sequence[Trial] = (), starts: Sequence[Layout] = ()
+) -> list[Layout]:
     return ThompsonSampling().layouts(space, numbers, results, seed=0, starts=starts)
 
 
@@ -187,7 +211,11 @@ class TestSearch:
 
     @pytest.mark.parametrize(
         ("constraints", "budget", "layouts"),
-        [(Constraints(), 2, 36), (Constraints(granularity="layer"), 3, 3), (Constraints(max_per_layer=1), 3, 27)],
+        [
+            (Constraints(), 2, 36),
+            (Constraints(granularity="layer"), 3, 3),
+            (Constraints(max_per_layer=1), 3, 27),
+        ],
         ids=["none", "layers", "per layer"],
     )
     def test_proposes_everything_before_anything_twice(
@@ -197,11 +225,15 @@ class TestSearch:
         space = Space(table, (budget, budget), 8, constraints)
         weights = np.arange(9.0).reshape(3, 3)
         trials = -(-layouts // TRIALS_PER_ROUND) * TRIALS_PER_ROUND
-        scored = study(space, "surrogate", 0, trials, lambda layout: -float(weights[layout.global_mask].sum()))
+        scored = study(
+            space, "surrogate", 0, trials, lambda layout: -float(weights[layout.global_mask].sum())
+        )
         heads = [layout.heads for layout, _ in scored]
         assert {(layout.window, layout.sinks) for layout, _ in scored} == {(8, 4)}
         assert not space.contains(replace(scored[0][0], sinks=0))
-        before = trials - TRIALS_PER_ROUND  # the last generation has all that is left, sorted among repetitions
+        before = (
+            trials - TRIALS_PER_ROUND
+        )  # the last generation has all that is left, sorted among repetitions
         assert len(set(heads[:before])) == before
         assert len(set(heads)) == layouts
         assert all(space.contains(layout) for layout, _ in scored)
@@ -224,7 +256,8 @@ class TestSearch:
     def test_a_score_that_is_infinite_is_left_out(self) -> None:
         space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
         results = [
-            tried(layout, -float(space.table.density[layout.global_mask].sum())) for layout in propose(space, range(20))
+            tried(layout, -float(space.table.density[layout.global_mask].sum()))
+            for layout in propose(space, range(20))
         ]
         worst = tried(space.optimum(-space.table.density, 6), np.inf)
         numbers = range(20, 30)

@@ -17,7 +17,14 @@ from optuna.trial import Trial, TrialState
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.search import storage as storage_module
-from spkv_nas.contrib.search.storage import INDEX, finished, open_storage, open_study, storage_errors, work
+from spkv_nas.contrib.search.storage import (
+    INDEX,
+    finished,
+    open_storage,
+    open_study,
+    storage_errors,
+    work,
+)
 
 _WORKER = """
 import sys, time
@@ -66,7 +73,9 @@ def test_tasks_run_in_order_and_once(make_study: Callable[..., optuna.Study]) ->
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
-def test_a_task_that_fails_is_free_again(make_study: Callable[..., optuna.Study], error: BaseException) -> None:
+def test_a_task_that_fails_is_free_again(
+    make_study: Callable[..., optuna.Study], error: BaseException
+) -> None:
     def run(trial: Trial, index: int) -> list[float]:
         if index == 1:
             raise error
@@ -78,7 +87,9 @@ def test_a_task_that_fails_is_free_again(make_study: Callable[..., optuna.Study]
     assert [trial.value for trial in work(make_study(), 3, value).values()] == [0.0, 1.0, 2.0]
 
 
-def test_workers_share_the_tasks_and_those_of_a_dead_one(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_the_tasks_and_those_of_a_dead_one(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two processes and this one; a fourth holds a task when it is killed."""
     monkeypatch.setattr(storage_module, "HEARTBEAT", 1)
     monkeypatch.setattr(storage_module, "GRACE", 2)
@@ -101,7 +112,9 @@ def test_workers_share_the_tasks_and_those_of_a_dead_one(url: str, monkeypatch: 
 
 def test_a_task_is_taken_with_a_heartbeat(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Optuna's thread beats later: a worker that was killed before held its task forever, and all others waited."""
-    monkeypatch.setattr("optuna.storages._heartbeat.HeartbeatThread._record_heartbeat", lambda *_: None)
+    monkeypatch.setattr(
+        "optuna.storages._heartbeat.HeartbeatThread._record_heartbeat", lambda *_: None
+    )
     study, beats = open_study(open_storage(url), "study", {}, ["value"]), list[int]()
 
     def run(trial: Trial, index: int) -> list[float]:
@@ -161,10 +174,14 @@ def test_layouts_behind_the_median_are_pruned(make_study: Callable[..., optuna.S
     assert pruned == [5, 6]  # the first four never; then the median is 2.5 and 2
 
 
-def test_another_search_of_the_same_name_is_refused(make_study: Callable[..., optuna.Study]) -> None:
+def test_another_search_of_the_same_name_is_refused(
+    make_study: Callable[..., optuna.Study],
+) -> None:
     make_study(budget=[3, 3])
     make_study(budget=[3, 3])
-    with pytest.raises(UserError, match=r"'study' exists with another budget: \[3, 3\], not \[4, 4\]"):
+    with pytest.raises(
+        UserError, match=r"'study' exists with another budget: \[3, 3\], not \[4, 4\]"
+    ):
         make_study(budget=[4, 4])
 
 
@@ -188,5 +205,7 @@ def test_a_storage_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(UserError, match="if its file is damaged, remove it"):
         open_storage(f"sqlite:///{tmp_path / 'study.db'}")
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with pytest.raises(UserError, match=r"psycopg is not installed\npip install 'spkv-nas\[postgresql\]'"):
+    with pytest.raises(
+        UserError, match=r"psycopg is not installed\npip install 'spkv-nas\[postgresql\]'"
+    ):
         open_storage("postgresql://me@localhost/x")

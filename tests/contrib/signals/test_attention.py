@@ -33,7 +33,9 @@ def blocks() -> TokenBlocks:
     """Token blocks: 6 of 40 tokens; 10 documents of 24 tokens in two domains, so that documents cross blocks."""
     tokens = np.random.default_rng(0).integers(3, 290, size=(6, LENGTH)).astype(np.int32)
     owner = np.repeat(np.arange(10, dtype=np.int32), 24).reshape(6, LENGTH)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
+    return TokenBlocks(
+        tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10))
+    )
 
 
 def attentions(family: str, tokens: np.ndarray, **options: Any) -> np.ndarray:
@@ -49,7 +51,9 @@ def copying(family: str, blocks: TokenBlocks, **options: Any) -> np.ndarray:
     """Return the attention [N, 7, L, Hq] on the tokens to copy of needles of 8 tokens."""
     tokens, depth = texts_with_needles(blocks, WINDOW, 8, 3)
     weights, queries = attentions(family, tokens, **options), np.arange(LENGTH - 8, LENGTH - 1)
-    return np.stack([weights[:, i, :, queries, at + 1 + np.arange(7)] for i, at in enumerate(depth)])
+    return np.stack(
+        [weights[:, i, :, queries, at + 1 + np.arange(7)] for i, at in enumerate(depth)]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
@@ -58,10 +62,14 @@ def test_queries_that_read_the_keys_of_another_layer(family: str, blocks: TokenB
     """They count for the heads whose keys they read: layer 5 reads those of layer 3, and layer 4 those of layer 2."""
     options = {**FAMILIES, **SLOW}[family] | {"vocab_size_per_layer_input": 300}
     model = tiny_model(family, vocab_size=300, **options)
-    mass = (attentions(family, blocks.tokens, **options) * np.tril(np.ones((LENGTH, LENGTH)), -WINDOW)).sum(-1)
+    mass = (
+        attentions(family, blocks.tokens, **options) * np.tril(np.ones((LENGTH, LENGTH)), -WINDOW)
+    ).sum(-1)
     mass = mass[..., WINDOW:].reshape(6, 6, 2, 2, -1).mean((1, 3, 4))  # [L, Hkv]
     expected = [np.zeros(2), mass[1], np.zeros(2), (mass[3] + mass[5]) / 2]
-    assert attention_mass(model, blocks, WINDOW).density == pytest.approx(np.stack(expected), abs=1e-6)
+    assert attention_mass(model, blocks, WINDOW).density == pytest.approx(
+        np.stack(expected), abs=1e-6
+    )
     # Retrieval: the best query head that reads a KV head
     score = copying(family, blocks, **options).mean((0, 1)).reshape(6, 2, 2).max(-1)
     expected = [np.zeros(2), score[1], np.zeros(2), np.maximum(score[3], score[5])]
@@ -84,7 +92,9 @@ class TestAttentionMass:
         table = attention_mass(model, blocks, window, sinks=sinks, batch_size=4)
         far = np.tril(np.ones((LENGTH, LENGTH)), -window)
         far[:, :sinks] = 0
-        mass = (attentions(family, blocks.tokens) * far).sum(-1).reshape(4, 6, 2, 2, LENGTH).mean(3)  # [L, N, Hkv, T]
+        mass = (
+            (attentions(family, blocks.tokens) * far).sum(-1).reshape(4, 6, 2, 2, LENGTH).mean(3)
+        )  # [L, N, Hkv, T]
         assert 0.1 < mass[0].mean() < mass[1].mean() * 1.1 < 0.99
         if family == "gemma3_text":
             mass[::2] = 0
@@ -111,13 +121,17 @@ class TestAttentionMass:
         apply_layout(hybrid, Layout(("LL",) * 4, window=3))
         for model in (gated(), hybrid):
             before = copy.deepcopy([(s.settings, s.windows) for s in layer_states(model)])
-            assert attention_mass(model, blocks, WINDOW).density == pytest.approx(expected, abs=1e-6)
+            assert attention_mass(model, blocks, WINDOW).density == pytest.approx(
+                expected, abs=1e-6
+            )
             states = layer_states(model)
             assert [(s.settings, s.windows) for s in states] == before
             assert all(s.observer is None for s in states)
 
 
-def texts_with_needles(blocks: TokenBlocks, window: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def texts_with_needles(
+    blocks: TokenBlocks, window: int, length: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids int64 [N, T] and the needles' positions [N]."""
     return needles(blocks, window, length, seed).rows(0, blocks.num_blocks)
 
@@ -152,10 +166,16 @@ class TestRetrieval:
             assert tokens.shape == blocks.tokens.shape
             for row, text, at in zip(tokens, blocks.tokens, depth, strict=True):
                 assert np.array_equal(row[at : at + length], row[-length:])
-                assert LENGTH - length - at - 1 >= 12  # from a token of the repetition back to the one it copies
-                assert np.array_equal(np.delete(row, slice(at, at + length))[:-length], text[: LENGTH - 2 * length])
+                assert (
+                    LENGTH - length - at - 1 >= 12
+                )  # from a token of the repetition back to the one it copies
+                assert np.array_equal(
+                    np.delete(row, slice(at, at + length))[:-length], text[: LENGTH - 2 * length]
+                )
                 assert len(set(row[-length:])) == length
-        assert not np.array_equal(texts_with_needles(blocks, 12, 8, 0)[0], texts_with_needles(blocks, 12, 8, 1)[0])
+        assert not np.array_equal(
+            texts_with_needles(blocks, 12, 8, 0)[0], texts_with_needles(blocks, 12, 8, 1)[0]
+        )
         assert needles(blocks, 25, 14, 0).depth.tolist() == [0] * 6  # there is one place left
         with pytest.raises(UserError, match="cannot hold a needle of 14 tokens"):
             needles(blocks, 26, 14, 0)
@@ -173,7 +193,14 @@ class TestRetrieval:
 
     @pytest.mark.parametrize("family", ["llama", "granite"])
     def test_is_the_attention_on_the_token_to_copy(self, family: str, blocks: TokenBlocks) -> None:
-        table = retrieval(tiny_model(family, vocab_size=300), blocks, WINDOW, needle_length=8, batch_size=4, seed=3)
+        table = retrieval(
+            tiny_model(family, vocab_size=300),
+            blocks,
+            WINDOW,
+            needle_length=8,
+            batch_size=4,
+            seed=3,
+        )
         scores, owner = copying(family, blocks), blocks.document[:, LENGTH - 8 : LENGTH - 1]
         expected = scores.mean((0, 1)).reshape(4, 2, 2)
         assert table.density == pytest.approx(expected.max(-1), abs=1e-6)
@@ -200,4 +227,6 @@ class TestRetrieval:
         ).float()
         answers[:, 4:] = answers[:, 4:].roll(1, -1)
         model.lm_head.register_forward_hook(lambda *_: answers)
-        assert retrieval(model, blocks, WINDOW, needle_length=8).metadata["copy_accuracy"] == round(4 / 7, 4)
+        assert retrieval(model, blocks, WINDOW, needle_length=8).metadata["copy_accuracy"] == round(
+            4 / 7, 4
+        )

@@ -27,7 +27,9 @@ def blocks() -> TokenBlocks:
     """Token blocks: 5 of 40 tokens; 10 documents of 20 tokens in two domains."""
     tokens = np.random.default_rng(0).integers(3, 290, size=(5, 40)).astype(np.int32)
     owner = np.repeat(np.arange(10, dtype=np.int32), 20).reshape(5, 40)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
+    return TokenBlocks(
+        tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10))
+    )
 
 
 def loud() -> PreTrainedModel:
@@ -55,8 +57,15 @@ class TestRidge:
             kept = np.arange(30) != out
             x, y = letters[kept], responses[kept]
             centred = x - x.mean(0)
-            slope = np.linalg.solve(centred.T @ centred + result.penalty * np.eye(63), centred.T @ (y - y.mean()))
-            missed.append((responses[out] - y.mean() - (letters[out] - x.mean(0)) @ slope, responses[out] - y.mean()))
+            slope = np.linalg.solve(
+                centred.T @ centred + result.penalty * np.eye(63), centred.T @ (y - y.mean())
+            )
+            missed.append(
+                (
+                    responses[out] - y.mean() - (letters[out] - x.mean(0)) @ slope,
+                    responses[out] - y.mean(),
+                )
+            )
         fitted, mean = np.square(missed).sum(0)
         assert result.explained == pytest.approx(1 - fitted / mean, abs=1e-9)
 
@@ -66,7 +75,11 @@ class TestRidge:
         inside = []
         for seed in range(40):
             letters = design(200, seed)
-            responses = 4.0 - letters @ gains + np.random.default_rng(100 + seed).normal(scale=0.01, size=200)
+            responses = (
+                4.0
+                - letters @ gains
+                + np.random.default_rng(100 + seed).normal(scale=0.01, size=200)
+            )
             result = Ridge.fit(letters, responses)
             wrong = -result.operator @ responses - (gains - gains.mean())
             inside.append(np.abs(wrong) < 2 * result.error(responses))
@@ -83,28 +96,38 @@ class Evaluator:
 
     def __init__(self, gains: np.ndarray, num_documents: int) -> None:
         rng = np.random.default_rng(4)
-        self.gains = gains * rng.uniform(0.5, 1.5, size=(num_documents, 1, 1))  # [documents, L, Hkv]
+        self.gains = gains * rng.uniform(
+            0.5, 1.5, size=(num_documents, 1, 1)
+        )  # [documents, L, Hkv]
         self.counts = np.arange(10, 10 + num_documents)
         self.seen: list[Layout] = []
 
-    def __call__(self, _model: object, layouts: list[Layout], *_: object, **__: object) -> list[DocumentNLL]:
+    def __call__(
+        self, _model: object, layouts: list[Layout], *_: object, **__: object
+    ) -> list[DocumentNLL]:
         self.seen = layouts
         saved = np.stack([self.gains[:, layout.global_mask].sum(1) for layout in layouts])
         return [DocumentNLL((4.0 - row) * self.counts, self.counts) for row in saved]
 
 
 class TestTable:
-    def test_planted_gains_by_domain(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_planted_gains_by_domain(
+        self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         evaluator = Evaluator(np.random.default_rng(5).uniform(0, 0.1, size=(4, 2)), 10)
         monkeypatch.setattr(module, "zero_shot", evaluator)
         table = regression(tiny_model(vocab_size=300), blocks, WINDOW, budget=3, num_layouts=200)
         assert all(layout.num_global == 3 and layout.window == WINDOW for layout in evaluator.seen)
-        assert 40 < len(evaluator.seen) == len(set(evaluator.seen)) == table.metadata["layouts"] <= 56
+        assert (
+            40 < len(evaluator.seen) == len(set(evaluator.seen)) == table.metadata["layouts"] <= 56
+        )
         share = evaluator.counts / evaluator.counts.sum()
         gains = np.tensordot(share, evaluator.gains, 1)
         assert table.values == pytest.approx(gains - gains.min(), abs=1e-4)
         odd = np.arange(10) % 2 == 1
-        expected = np.tensordot(evaluator.counts[odd] / evaluator.counts[odd].sum(), evaluator.gains[odd], 1)
+        expected = np.tensordot(
+            evaluator.counts[odd] / evaluator.counts[odd].sum(), evaluator.gains[odd], 1
+        )
         result = table.rows.query("domain == 'b'")["score"].to_numpy().reshape(4, 2)
         assert result - result.mean() == pytest.approx(expected - expected.mean(), abs=1e-4)
         assert np.isfinite(table.standard_error).all()
@@ -116,12 +139,18 @@ class TestTable:
         table = regression(loud(), blocks, WINDOW, cache=tmp_path, **options)
         assert alone.metadata["reused_scores"] == table.metadata["reused_scores"] == 0
         again = regression(loud(), blocks, WINDOW, cache=tmp_path, **options)
-        assert (again.metadata["passes"], again.metadata["reused_scores"]) == (0, table.metadata["layouts"])
+        assert (again.metadata["passes"], again.metadata["reused_scores"]) == (
+            0,
+            table.metadata["layouts"],
+        )
         assert np.array_equal(again.values, table.values)
 
     def test_passes_equal_those_of_zero_shot(self, blocks: TokenBlocks) -> None:
         work = Work()
-        layouts = [Layout(tuple(grid.split()), WINDOW) for grid in ("GL LL LG LL", "GL LL LG GG", "LL LL LL LL")]
+        layouts = [
+            Layout(tuple(grid.split()), WINDOW)
+            for grid in ("GL LL LG LL", "GL LL LG GG", "LL LL LL LL")
+        ]
         zero_shot(loud(), layouts, blocks, work=work)
         assert work == Work(passes=1 + 1 + 1 / 4, reused=0)
         zero_shot(loud(), [None], blocks, work=work)
@@ -136,7 +165,9 @@ class TestTable:
     def test_scores_that_no_head_explains_are_called_out(
         self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def noise(_model: object, layouts: list[Layout], *_: object, **__: object) -> list[DocumentNLL]:
+        def noise(
+            _model: object, layouts: list[Layout], *_: object, **__: object
+        ) -> list[DocumentNLL]:
             totals = np.random.default_rng(0).uniform(3, 4, size=(len(layouts), 10))
             return [DocumentNLL(row, np.ones(10, dtype=int)) for row in totals]
 

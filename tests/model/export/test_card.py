@@ -46,9 +46,15 @@ def test_the_card_of_a_custom_model_type(dense: Path, tmp_path: Path) -> None:
         "pipeline_tag": "text-generation",
         "tags": ["hybrid-attention", "sliding-window-attention", "spkv-nas"],
     }
-    assert "`dense` (base model [org/base](https://huggingface.co/org/base)) with hybrid attention: 3 of 8 KV" in text
+    assert (
+        "`dense` (base model [org/base](https://huggingface.co/org/base)) with hybrid attention: 3 of 8 KV"
+        in text
+    )
     assert f"{MIXED.description}\n   0  GL  1\n   1  LM  0\n   2  LL  0\n   3  GG  2\n" in text
-    assert "- `M`: local head, sees the last 20 tokens, its own included, and the first 2 tokens" in text
+    assert (
+        "- `M`: local head, sees the last 20 tokens, its own included, and the first 2 tokens"
+        in text
+    )
     assert "## Evaluation\n\n- NLL: +1 %.\n\n" in text
     assert "import spkv_nas" in text
     assert "vllm serve" not in text  # it refuses several sink tokens
@@ -57,9 +63,15 @@ def test_the_card_of_a_custom_model_type(dense: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stated", "base"),
-    [("<script>alert(1)</script>", None), ("'org/base)\\n# x'", None), ("[org/base, org/other]", "org/base")],
+    [
+        ("<script>alert(1)</script>", None),
+        ("'org/base)\\n# x'", None),
+        ("[org/base, org/other]", "org/base"),
+    ],
 )
-def test_names_by_other_people_are_text(dense: Path, tmp_path: Path, stated: str, base: str | None) -> None:
+def test_names_by_other_people_are_text(
+    dense: Path, tmp_path: Path, stated: str, base: str | None
+) -> None:
     """A card's HTML, or a second heading, came from names of models, folders and measurements."""
     model = dense.rename(tmp_path / "`<b>\n# x")
     (model / "README.md").write_text(f"---\nbase_model: {stated}\n---\n")
@@ -75,9 +87,13 @@ def test_names_by_other_people_are_text(dense: Path, tmp_path: Path, stated: str
 def test_memory_is_that_of_the_cache(dense: Path, tmp_path: Path) -> None:
     """Compute the sizes: of 8 heads, 2 keep all keys and 6 keep 6."""
     export(Layout(("GL", "LL", "LL", "GL"), 6), dense, tmp_path / "out")
-    text, most = (tmp_path / "out/README.md").read_text(), tiny_model().config.max_position_embeddings
+    text, most = (
+        (tmp_path / "out/README.md").read_text(),
+        tiny_model().config.max_position_embeddings,
+    )
     assert [float(share) for share in re.findall(r"([\d.]+) % \|$", text, re.MULTILINE)] == [
-        round(100 * (2 * tokens + 6 * 6) / (8 * tokens), 1) for tokens in (most, 8_192, 32_768, 131_072)
+        round(100 * (2 * tokens + 6 * 6) / (8 * tokens), 1)
+        for tokens in (most, 8_192, 32_768, 131_072)
     ]
     assert f"\\* more than the {most:,} tokens that the model was made for" in text
     assert "`vllm serve DIR`, with spkv-nas installed beside vLLM." in text
@@ -87,7 +103,9 @@ def test_memory_is_that_of_the_cache(dense: Path, tmp_path: Path) -> None:
 def test_the_card_of_a_native_architecture_may_be_edited(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_export, "check", lambda *_: 1e-7)  # model/export/test_families.py is about it
+    monkeypatch.setattr(
+        verify_export, "check", lambda *_: 1e-7
+    )  # model/export/test_families.py is about it
     change_config(dense, lambda config: config.update(_name_or_path="org/saved"))
     layout = Layout(("GG", "LL", "LL", "GG"), 6)
     export(layout, dense, tmp_path / "out")
@@ -107,11 +125,15 @@ def test_a_folder_that_cannot_be_pushed_is_complete(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     MIXED.write("layout.yaml")
-    options = ExportOptions(layout=Path("layout.yaml"), model=str(dense), out=Path("out"), push_to_hub="org/new")
+    options = ExportOptions(
+        layout=Path("layout.yaml"), model=str(dense), out=Path("out"), push_to_hub="org/new"
+    )
     results = run(options, SILENT)
     assert not isinstance(results, Result)
     assert next(results).value.target == "spkv"
-    with pytest.raises(UserError, match=r"out is complete; push it later with: hf upload org/new out"):
+    with pytest.raises(
+        UserError, match=r"out is complete; push it later with: hf upload org/new out"
+    ):
         next(results)
     load(tmp_path / "out")
     bare = run(replace(options, out=Path("bare"), push_to_hub=None, card=False), SILENT)

@@ -62,7 +62,9 @@ def test_every_form_that_is_written_has_a_row() -> None:
     for form in FORMS:
         known = {engine.name: cell.outcome for engine, cell in cells(form).items()}
         assert known.keys() == {*ENGINES.names}
-        run = {engine.name: cell.outcome for engine, cell in cells(form).items() if not cell.is_read}
+        run = {
+            engine.name: cell.outcome for engine, cell in cells(form).items() if not cell.is_read
+        }
         assert Outcome.DENSE not in run.values()
         different = [name for name, outcome in run.items() if outcome is Outcome.DIFFERENT]
         assert different == (["vllm"] if form.startswith("cohere2") else [])
@@ -78,18 +80,28 @@ def test_layers_of_a_family_are_told_from_others() -> None:
     assert form_name("gpt_oss", [SLIDING, FULL] * 2) == "gpt_oss"
     assert form_name("qwen3", [SLIDING, FULL] * 2) == "qwen3"
     assert guards("gemma3_text") == guards("ministral") == guards("olmo3") == {}
-    assert guards("smollm3") == {"lm_config": {"architectures": ["layer_types of smollm3 are ignored by llama.cpp"]}}
+    assert guards("smollm3") == {
+        "lm_config": {"architectures": ["layer_types of smollm3 are ignored by llama.cpp"]}
+    }
     assert guards("cohere2 with other layers").keys() == set(GUARD_KEYS)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_loaders_that_ignore_windows_are_stopped(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    exported = export(LAYERWISE, dense("qwen3", tmp_path / "dense", tiny_tokenizer), tmp_path / "out")
+def test_loaders_that_ignore_windows_are_stopped(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    exported = export(
+        LAYERWISE, dense("qwen3", tmp_path / "dense", tiny_tokenizer), tmp_path / "out"
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_file"] == "layer_types of qwen3 are ignored by mlx-lm"
-    assert config["lm_config"] == {"architectures": ["layer_types of qwen3 are ignored by llama.cpp"]}
+    assert config["lm_config"] == {
+        "architectures": ["layer_types of qwen3 are ignored by llama.cpp"]
+    }
     assert exported.engines["mlx-lm 0.32.2"] == "refused"
-    assert exported.engines["vLLM 0.32"] == "exact (with --model-impl transformers; refused without)"
+    assert (
+        exported.engines["vLLM 0.32"] == "exact (with --model-impl transformers; refused without)"
+    )
     assert exported.engines["SGLang 0.5.23"] == "dense (read, not run)"
 
 
@@ -103,7 +115,9 @@ def test_keys_of_an_earlier_export_are_not_kept() -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_olmo_has_a_rope_base_in_both_formats(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_olmo_has_a_rope_base_in_both_formats(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """mlx-lm refuses OLMo 3 without the older one."""
     folder = dense("olmo2", tmp_path / "dense", tiny_tokenizer)
     exported = export(LAYERWISE, folder, tmp_path / "out", engine="mlx")
@@ -122,15 +136,23 @@ def test_the_command_prints_what_engines_do(
     arguments = ["export", str(tmp_path / "layout.yaml"), "--model", str(model), "--out"]
     main([*arguments, str(tmp_path / "out"), "--for", "vllm"])
     printed = capsys.readouterr().out
-    assert "not run here (serve-check runs an engine):\n  vLLM 0.32: exact\n  transformers 5.23.0: exact\n" in printed
+    assert (
+        "not run here (serve-check runs an engine):\n  vLLM 0.32: exact\n  transformers 5.23.0: exact\n"
+        in printed
+    )
     assert "\n  mlx-lm 0.32.2: refused\n" in printed
     assert printed.endswith("target: native\n")
     message = fails(capsys, *arguments, tmp_path / "other", "--for", "openvino")
     assert "not exported as native: OpenVINO GenAI 2026.4.1 refuses the form ministral" in message
-    assert "not exported as granite_swa: OpenVINO GenAI 2026.4.1 was not tried with the form granite_swa" in message
+    assert (
+        "not exported as granite_swa: OpenVINO GenAI 2026.4.1 was not tried with the form granite_swa"
+        in message
+    )
     assert "leave the engine out, or name another one" in message
     assert not (tmp_path / "other").exists()
-    assert "unknown engine 'gpt4all'" in fails(capsys, *arguments, tmp_path / "other", "--for", "gpt4all")
+    assert "unknown engine 'gpt4all'" in fails(
+        capsys, *arguments, tmp_path / "other", "--for", "gpt4all"
+    )
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -146,7 +168,11 @@ def test_the_command_prints_what_engines_do(
     ],
 )
 def test_several_sink_tokens_and_four_windows_are_not_for_vllm(
-    refused: Layout, served: Layout, form: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    refused: Layout,
+    served: Layout,
+    form: str,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """The plug-in refuses them, so ``--for`` must not promise otherwise."""
     model = dense("llama", tmp_path / "dense", tiny_tokenizer)
@@ -169,10 +195,17 @@ def test_a_sink_token_beside_learned_sinks_is_not_for_vllm(
 
 
 def test_what_an_engine_would_run_wrong_is_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind, outcome in ((Vllm, Outcome.DENSE), (Transformers, Outcome.DIFFERENT), (Mlx, Outcome.EXACT)):
+    for kind, outcome in (
+        (Vllm, Outcome.DENSE),
+        (Transformers, Outcome.DIFFERENT),
+        (Mlx, Outcome.EXACT),
+    ):
         monkeypatch.setattr(kind, "outcomes", {"old": Cell(outcome)})
     config = tiny_model("olmo3").config
-    assert objection("old", config, "vllm") == "vLLM 0.32 runs, dense and without an error, the form old"
+    assert (
+        objection("old", config, "vllm")
+        == "vLLM 0.32 runs, dense and without an error, the form old"
+    )
     assert objection("old", config, "transformers") == (
         "transformers 5.23.0 computes, without an error, something else with the form old"
     )
@@ -182,13 +215,29 @@ def test_what_an_engine_would_run_wrong_is_not_for_it(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_mlx_is_a_smollm3_for_weights_like_llama(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    exported = export(LAYERWISE, dense("llama", tmp_path / "dense", tiny_tokenizer), tmp_path / "out", engine="mlx")
-    assert (exported.target, list(exported.rejected)) == ("mlx", [one.name for one in chosen_targets(AUTO, {})])
+def test_mlx_is_a_smollm3_for_weights_like_llama(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    exported = export(
+        LAYERWISE,
+        dense("llama", tmp_path / "dense", tiny_tokenizer),
+        tmp_path / "out",
+        engine="mlx",
+    )
+    assert (exported.target, list(exported.rejected)) == (
+        "mlx",
+        [one.name for one in chosen_targets(AUTO, {})],
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["model_type"], config["no_rope_layers"], config["sliding_window"]) == ("smollm3", [1] * 4, 6)
+    assert (config["model_type"], config["no_rope_layers"], config["sliding_window"]) == (
+        "smollm3",
+        [1] * 4,
+        6,
+    )
     assert config["layer_types"] == [FULL, SLIDING, SLIDING, FULL]
-    assert config["lm_config"] == {"architectures": ["layer_types of smollm3 are ignored by llama.cpp"]}
+    assert config["lm_config"] == {
+        "architectures": ["layer_types of smollm3 are ignored by llama.cpp"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -197,10 +246,17 @@ def test_mlx_is_a_smollm3_for_weights_like_llama(tmp_path: Path, tiny_tokenizer:
         ("qwen3", {}, LAYERWISE, "mlx-lm 0.32.2 refuses the form qwen3"),
         ("llama", {}, Layout(("LL",) * 4, 6), "mlx-lm needs a layer of global heads"),
         ("llama", {}, Layout(("GL", "LL", "LL", "GG"), 6), "layer 0 mixes global and local heads"),
-        ("llama", {"hidden_act": "gelu"}, LAYERWISE, "was not checked with hidden_act gelu in the form smollm3"),
+        (
+            "llama",
+            {"hidden_act": "gelu"},
+            LAYERWISE,
+            "was not checked with hidden_act gelu in the form smollm3",
+        ),
     ],
 )
-def test_what_mlx_cannot_express(family: str, options: dict[str, object], layout: Layout, message: str) -> None:
+def test_what_mlx_cannot_express(
+    family: str, options: dict[str, object], layout: Layout, message: str
+) -> None:
     from spkv_nas.model.export.native import MlxTarget
 
     assert message in (MlxTarget().can_express(tiny_model(family, **options).config, layout) or "")
@@ -210,11 +266,20 @@ def test_mlx_takes_native_forms_that_mlx_lm_runs() -> None:
     from spkv_nas.model.export.native import MlxTarget
 
     config = tiny_model("olmo2").config
-    assert MlxTarget().architecture(config, LAYERWISE).to_dict() == native_config(config, LAYERWISE).to_dict()
+    assert (
+        MlxTarget().architecture(config, LAYERWISE).to_dict()
+        == native_config(config, LAYERWISE).to_dict()
+    )
 
 
 def rope(kind: str, **parameters: object) -> dict[str, object]:
-    return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, **parameters}
+    return {
+        "rope_type": kind,
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        **parameters,
+    }
 
 
 LOW_HIGH = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -254,7 +319,9 @@ def test_settings_that_an_engine_was_not_run_with(
     outcome = outcomes(form, architecture)["mlx-lm 0.32.2"]
     if unchecked:
         assert reason is not None
-        assert re.fullmatch(f"mlx-lm 0.32.2 was not checked with {unchecked}.* in the form {form}", reason)
+        assert re.fullmatch(
+            f"mlx-lm 0.32.2 was not checked with {unchecked}.* in the form {form}", reason
+        )
         assert outcome.startswith("not checked (with ")
         assert form == "gemma3_text" or reason in (MlxTarget().can_express(config, LAYERWISE) or "")
     else:
@@ -267,25 +334,45 @@ def test_exact_needs_settings() -> None:
     for form in FORMS:
         for engine, cell in cells(form).items():
             is_compared = engine.name == "transformers" or form.startswith("spkv")
-            assert is_compared or cell.outcome is not Outcome.EXACT or form.split(" ")[0] in engine.tried
+            assert (
+                is_compared
+                or cell.outcome is not Outcome.EXACT
+                or form.split(" ")[0] in engine.tried
+            )
     config = tiny_model("qwen3").config
     assert outcomes("qwen3", config)["OpenVINO GenAI 2026.4.1"].startswith("exact")
     yarn = tiny_model("olmo3", rope_parameters={FULL: rope("yarn"), SLIDING: rope("yarn")}).config
     assert outcomes("olmo3", yarn)["vLLM 0.32"] == "exact"
     config.new_multiplier = 2.0
-    assert outcomes("qwen3", config)["OpenVINO GenAI 2026.4.1"] == "not checked (with new_multiplier 2.0)"
+    assert (
+        outcomes("qwen3", config)["OpenVINO GenAI 2026.4.1"]
+        == "not checked (with new_multiplier 2.0)"
+    )
     assert outcomes("qwen3", config)["mlx-lm 0.32.2"] == "refused"
-    assert outcomes("spkv", tiny_model("opt").config)["vLLM 0.32"] == "not checked (with model type opt)"
+    assert (
+        outcomes("spkv", tiny_model("opt").config)["vLLM 0.32"]
+        == "not checked (with model type opt)"
+    )
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_gemma_has_its_rope_in_both_formats(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_gemma_has_its_rope_in_both_formats(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """mlx-lm reads the older keys alone, without which it used its default bases, unscaled."""
     rotary = {FULL: {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0}, SLIDING: LOCAL}
     kinds = [SLIDING] * 5 + [FULL]
-    model = tiny_model("gemma3_text", vocab_size=300, num_hidden_layers=6, layer_types=kinds, rope_parameters=rotary)
+    model = tiny_model(
+        "gemma3_text",
+        vocab_size=300,
+        num_hidden_layers=6,
+        layer_types=kinds,
+        rope_parameters=rotary,
+    )
     save(model, tiny_tokenizer, tmp_path / "dense")
-    exported = export(Layout(("LL",) * 5 + ("GG",), 4), tmp_path / "dense", tmp_path / "out", engine="mlx")
+    exported = export(
+        Layout(("LL",) * 5 + ("GG",), 4), tmp_path / "dense", tmp_path / "out", engine="mlx"
+    )
     assert exported.engines["mlx-lm 0.32.2"].startswith("exact")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["rope_theta"], config["rope_local_base_freq"]) == (1e5, 5e3)
@@ -303,7 +390,8 @@ def test_the_documentation_has_the_table() -> None:
     for engine in ENGINES:
         for form, settings in engine.tried.items():
             values = {
-                key: "" if tried is None else f" ({', '.join(map(str, tried))})" for key, tried in settings.items()
+                key: "" if tried is None else f" ({', '.join(map(str, tried))})"
+                for key, tried in settings.items()
             }
             tried = ", ".join(f"`{key}`{value}" for key, value in values.items()) or "-"
             assert f"| {engine.full_title} | {form} | {tried} |" in text

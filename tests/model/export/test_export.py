@@ -37,7 +37,9 @@ MIXED = Layout(("GL", "LL", "LG", "GG"), 6)
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
 
 
-def write(layout: Layout | None, folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama") -> Path:
+def write(
+    layout: Layout | None, folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama"
+) -> Path:
     """Write a dense checkpoint, or a hybrid with ``layout``."""
     model = tiny_model(family, vocab_size=300)
     if layout is not None:
@@ -60,7 +62,9 @@ def test_a_hybrid_is_exported_with_its_layout(
         assert "over 70 tokens in a process of its own" in result.form
         assert (result.target, result.rejected) == ("native", {})
         assert torch.allclose(
-            logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tokens), expected, atol=1e-5
+            logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tokens),
+            expected,
+            atol=1e-5,
         )
     else:
         assert "loads with spkv_nas.load" in result.form
@@ -88,17 +92,23 @@ def test_sink_tokens_are_exported_and_restored(
     assert "sinks" not in without.config.spkv["layout"]
     export(None, tmp_path / "out", tmp_path / "again")
     assert checkpoint_layout(load(tmp_path / "again")[0]) == checkpoint_layout(restored)
-    with pytest.raises(UserError, match=r"(?s)sink tokens.*layout convert --sinks 0.*export to 'auto'"):
+    with pytest.raises(
+        UserError, match=r"(?s)sink tokens.*layout convert --sinks 0.*export to 'auto'"
+    ):
         export(layout, dense, tmp_path / "native", to="native")
     everything = Layout(("GG",) * 4, 6, sinks=2)  # no head is local
-    assert native.native_config(tiny_model().config, everything).layer_types == ["full_attention"] * 4
+    assert (
+        native.native_config(tiny_model().config, everything).layer_types == ["full_attention"] * 4
+    )
 
 
 def test_weights_trained_for_another_layout_are_refused(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     hybrid = write(MIXED, tmp_path / "hybrid", tiny_tokenizer)
-    with pytest.warns(UserWarning, match=f"trained for another layout \\(hash {MIXED.hash}\\) than the one given"):
+    with pytest.warns(
+        UserWarning, match=f"trained for another layout \\(hash {MIXED.hash}\\) than the one given"
+    ):
         export(Layout(("LG", "LL", "LG", "GG"), 6), hybrid, tmp_path / "other")
     export(Layout(MIXED.heads, MIXED.window, "renamed"), hybrid, tmp_path / "same")
     with pytest.warns(UserWarning, match="another layout"):
@@ -107,8 +117,12 @@ def test_weights_trained_for_another_layout_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["dense", "gates"])
-def test_a_checkpoint_without_a_layout(kind: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    save(tiny_model(vocab_size=300) if kind == "dense" else gated(), tiny_tokenizer, tmp_path / kind)
+def test_a_checkpoint_without_a_layout(
+    kind: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    save(
+        tiny_model(vocab_size=300) if kind == "dense" else gated(), tiny_tokenizer, tmp_path / kind
+    )
     with pytest.raises(UserError, match="has no layout to export\ngive a layout"):
         export(None, tmp_path / kind, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -118,7 +132,11 @@ def test_a_checkpoint_without_a_layout(kind: str, tmp_path: Path, tiny_tokenizer
 class TestFreshProcess:
     @pytest.mark.slow
     def test_logits_that_differ_are_refused(
-        self, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
+        self,
+        tokens: Tensor,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        tiny_tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         """Gemma 3 with other layer types has other positions, which only the comparison of logits finds."""
         dense = write(None, tmp_path / "dense", tiny_tokenizer, "gemma3_text")
@@ -130,7 +148,9 @@ class TestFreshProcess:
         assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "spkv"
         hybrid = tiny_model("gemma3_text", vocab_size=300)
         apply_layout(hybrid, layout)
-        assert equal_up_to_rounding(logits(load(tmp_path / "out")[0], tokens), logits(hybrid, tokens))
+        assert equal_up_to_rounding(
+            logits(load(tmp_path / "out")[0], tokens), logits(hybrid, tokens)
+        )
 
     @pytest.mark.parametrize(
         ("module", "name", "value", "message"),
@@ -141,7 +161,12 @@ class TestFreshProcess:
                 0.01,
                 r"was not compared with plain transformers within .* nothing was written",
             ),
-            ("verify_export.sys", "executable", "false", r"its process ended with 1 \(no message\)\nit needs memory"),
+            (
+                "verify_export.sys",
+                "executable",
+                "false",
+                r"its process ended with 1 \(no message\)\nit needs memory",
+            ),
             (
                 "verify_export.tempfile",
                 "tempdir",
@@ -168,8 +193,12 @@ class TestFreshProcess:
             export(LAYERWISE, dense, tmp_path / "out")
         assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
-    @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")])
-    def test_too_little_memory_is_raised(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        "error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")]
+    )
+    def test_too_little_memory_is_raised(
+        self, error: Exception, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def fail(**_: Any) -> None:
             raise error
 
@@ -193,7 +222,10 @@ class TestFreshProcess:
 
 
 def test_weights_keep_their_dtypes_and_bits(
-    tmp_path: Path, tokens: Tensor, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path,
+    tokens: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Logits are compared in float32, and weights are written unchanged, also with mixed dtypes."""
     model = tiny_model(vocab_size=300).to(torch.bfloat16)
@@ -209,9 +241,11 @@ def test_weights_keep_their_dtypes_and_bits(
         assert model.model.layers[1].mlp.down_proj.weight.dtype is torch.bfloat16  # between uses
     assert model.model.norm.weight.dtype is torch.float32
     assert model.lm_head.weight.dtype is torch.bfloat16
-    assert {parameter for part in verify_export.plain_logits.parts(model) for parameter in part.parameters()} == set(
-        model.parameters()
-    )
+    assert {
+        parameter
+        for part in verify_export.plain_logits.parts(model)
+        for parameter in part.parameters()
+    } == set(model.parameters())
     assert equal_up_to_rounding(result, logits(model.float(), tokens))
 
 
@@ -248,14 +282,18 @@ class TestOwnType:
 
     def test_the_auto_class_is_load(self, folder: Path, tokens: Tensor) -> None:
         expected = logits(load(folder)[0], tokens)
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=False, attn_implementation="sdpa"
+        )
         assert equal_up_to_rounding(logits(model, tokens), expected)
         built = AutoModelForCausalLM.from_config(model.config)
         built.load_state_dict(model.state_dict())
         assert equal_up_to_rounding(logits(built.eval(), tokens), expected)
         assert read_shape(folder) == read_shape(folder.parent / "dense")
         model.set_attn_implementation("sdpa")
-        with pytest.raises(UserError, match=r"attn_implementation 'sdpa' ignores gates and windows: call detach"):
+        with pytest.raises(
+            UserError, match=r"attn_implementation 'sdpa' ignores gates and windows: call detach"
+        ):
             logits(model, tokens)
 
     def test_is_kept_when_saved_again_and_removed_when_detached(
@@ -265,28 +303,38 @@ class TestOwnType:
         model.save_pretrained(tmp_path / "again")
         assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "spkv"
         assert equal_up_to_rounding(
-            logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), tokens), logits(model, tokens)
+            logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), tokens),
+            logits(model, tokens),
         )
         detach(model)
         model.save_pretrained(tmp_path / "plain")
         assert json.loads((tmp_path / "plain" / "config.json").read_text())["model_type"] == "llama"
         assert equal_up_to_rounding(
-            logits(LlamaForCausalLM.from_pretrained(tmp_path / "plain"), tokens), logits(model, tokens)
+            logits(LlamaForCausalLM.from_pretrained(tmp_path / "plain"), tokens),
+            logits(model, tokens),
         )
 
     def test_is_exported_again(self, folder: Path, tokens: Tensor, tmp_path: Path) -> None:
         result = export(None, folder, tmp_path / "again")
         assert "not exported as native and granite_swa: layers 0, 2 mix" in str(result)
         assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "spkv"
-        assert equal_up_to_rounding(logits(load(tmp_path / "again")[0], tokens), logits(load(folder)[0], tokens))
+        assert equal_up_to_rounding(
+            logits(load(tmp_path / "again")[0], tokens), logits(load(folder)[0], tokens)
+        )
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
             (lambda c: c.pop("spkv"), "lacks the original model type and number of layers"),
             (lambda c: c.update(spkv=[]), "lacks the original model type and number of layers"),
-            (lambda c: c["spkv"].pop("stock_type"), "lacks the original model type and number of layers"),
-            (lambda c: c["spkv"].update(stock_type="spkv"), "lacks the original model type and number of layers"),
+            (
+                lambda c: c["spkv"].pop("stock_type"),
+                "lacks the original model type and number of layers",
+            ),
+            (
+                lambda c: c["spkv"].update(stock_type="spkv"),
+                "lacks the original model type and number of layers",
+            ),
             (lambda c: c["spkv"].update(stock_type=["llama"]), "cannot load"),
             (lambda c: c["spkv"].update(stock_type="t5"), "not text-generating decoders"),
             (lambda c: c["spkv"].update(num_hidden_layers=10**9), "more than 1,000"),
@@ -315,7 +363,9 @@ def test_two_exports_to_one_folder(
         original(folder, *arguments, **options)
 
     monkeypatch.setattr(manifest, "write_manifest", write_both)
-    with pytest.raises(UserError, match="out was written by another process in the meantime, and is left as it is"):
+    with pytest.raises(
+        UserError, match="out was written by another process in the meantime, and is left as it is"
+    ):
         export(LAYERWISE, dense, out, to="spkv")
     assert Layout.read(out / "layout.yaml").heads == MIXED.heads
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "out"}

@@ -30,7 +30,12 @@ pytestmark = pytest.mark.slow
 WINDOW = 4  # the native window, where a model has one: layer_types has a single one for all layers
 FULL, SLIDING = "full_attention", "sliding_attention"
 BOTH = {"sliding_window": 4, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 CASES: dict[str, dict[str, Any]] = {
     **{family: {} for family in FAMILIES},
     "cohere2": BOTH,
@@ -40,19 +45,28 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 4},
     "granite_swa": {**BOTH, "layer_rope_theta": [1e4, 0, 5e5, 1e4], "attention_multiplier": 0.3},
     "llama-bias": {"attention_bias": True},
-    "olmo3-yarn": {**BOTH, "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}},
+    "olmo3-yarn": {
+        **BOTH,
+        "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+    },
     "mistral-window": {"sliding_window": 6},
     "llama-tied": {"tie_word_embeddings": True},
 }
 KINDS = {
-    **{one: one for one in ("qwen2", "qwen3", "smollm3", "ministral", "olmo3", "gpt_oss", "granite_swa")},
+    **{
+        one: one
+        for one in ("qwen2", "qwen3", "smollm3", "ministral", "olmo3", "gpt_oss", "granite_swa")
+    },
     **dict.fromkeys(("llama", "llama-tied", "mistral"), "ministral"),
     "olmo2": "olmo3",
     "granite": "granite_swa",
 }
 KINDS_IF_NATIVE = {
     "mistral-window": "ministral",  # any other layout has two windows
-    **{one: one.removesuffix("-yarn") for one in ("gemma3_text", "cohere2", "exaone4", "olmo3-yarn")},
+    **{
+        one: one.removesuffix("-yarn")
+        for one in ("gemma3_text", "cohere2", "exaone4", "olmo3-yarn")
+    },
 }
 CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -94,14 +108,18 @@ Key = tuple[str, str, str]
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase) -> dict[Key, Exported]:
+def exports(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase
+) -> dict[Key, Exported]:
     """All exports; each is checked later."""
     folder, result = tmp_path_factory.mktemp("exports"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify_export, "check", lambda *_: 0.0)
         for case in CASES:
             dense = folder / case / "dense"
-            model = sharpen_attention(tiny_model(case.partition("-")[0], vocab_size=300, **CASES[case]))
+            model = sharpen_attention(
+                tiny_model(case.partition("-")[0], vocab_size=300, **CASES[case])
+            )
             save_with_tokenizer(model, tiny_tokenizer, dense)
             for split in SPLITS:
                 for types in TYPES:
@@ -112,7 +130,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrained
                     full = verify_export.expected(model, WINDOW).logits
                     apply_layout(model, chosen)
                     hybrid = verify_export.expected(model, WINDOW)
-                    difference = float((full - hybrid.logits).abs().max() / hybrid.logits.abs().max())
+                    difference = float(
+                        (full - hybrid.logits).abs().max() / hybrid.logits.abs().max()
+                    )
                     result[case, split, types] = Exported(out, message, hybrid, difference)
     return result
 
@@ -128,11 +148,17 @@ def answers(exports: dict[Key, Exported]) -> dict[Key, torch.Tensor | str]:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("case", CASES)
 def test_plain_transformers_runs_the_hybrid(
-    case: str, split: str, types: str, exports: dict[Key, Exported], answers: dict[Key, torch.Tensor | str]
+    case: str,
+    split: str,
+    types: str,
+    exports: dict[Key, Exported],
+    answers: dict[Key, torch.Tensor | str],
 ) -> None:
     exported, answer = exports[case, split, types], answers[case, split, types]
     if case == "llama-bias" and split == "layers":  # here it is the check that refuses
-        with pytest.raises(TargetError, match=r"MinistralForCausalLM has unexpected keys, such as .*bias"):
+        with pytest.raises(
+            TargetError, match=r"MinistralForCausalLM has unexpected keys, such as .*bias"
+        ):
             verify_export.compare(answer, exported.hybrid)
         return
     kind = KINDS.get(case) or (KINDS_IF_NATIVE.get(case) if types == "native" else None)
@@ -144,14 +170,20 @@ def test_plain_transformers_runs_the_hybrid(
     assert verify_export.compare(answer, exported.hybrid) <= verify_export.TOLERANCE
     if split == "layers" and types == "native":
         return  # the dense model itself
-    assert exported.dense_difference > 100 * verify_export.TOLERANCE  # so that the comparison can fail
+    assert (
+        exported.dense_difference > 100 * verify_export.TOLERANCE
+    )  # so that the comparison can fail
 
 
-def test_custom_types_load_after_import_spkv_nas(exports: dict[Key, Exported], tmp_path: Path) -> None:
+def test_custom_types_load_after_import_spkv_nas(
+    exports: dict[Key, Exported], tmp_path: Path
+) -> None:
     """Transformers' Auto class loads them without code from the folder, with the same logits."""
     custom = [one for one in exports.values() if "with trust_remote_code=True" in one.message]
     assert len(custom) > 2 * len(CASES)
-    (tmp_path / "own.json").write_text(json.dumps([[str(one.folder), one.hybrid.tokens] for one in custom]))
+    (tmp_path / "own.json").write_text(
+        json.dumps([[str(one.folder), one.hybrid.tokens] for one in custom])
+    )
     program = """
 import json, sys, spkv_nas
 assert not {"torch", "transformers"} & set(sys.modules)
@@ -172,7 +204,9 @@ save_file(logits, "own.safetensors")
     result = load_file(tmp_path / "own.safetensors")
     for number, one in enumerate(custom):
         logits = result[str(number)][-len(one.hybrid.logits) :]
-        assert torch.allclose(logits, one.hybrid.logits, atol=1e-5 * float(one.hybrid.logits.abs().max())), one.folder
+        assert torch.allclose(
+            logits, one.hybrid.logits, atol=1e-5 * float(one.hybrid.logits.abs().max())
+        ), one.folder
 
 
 def test_native_exports_have_the_weights_of_the_dense_model(exports: dict[Key, Exported]) -> None:

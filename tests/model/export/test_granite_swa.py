@@ -19,7 +19,12 @@ from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import add_learned_sinks
 
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-bias": {"attention_bias": True, "mlp_bias": True},
@@ -28,7 +33,12 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 16, "sliding_window": None},
     "ministral": {"head_dim": 8, "sliding_window": 4, "layer_types": ["full_attention"] * 4},
     "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 1, 1, 0]},
-    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "rms_norm_eps": 1e-4},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "rms_norm_eps": 1e-4,
+    },
     "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
 }
 
@@ -48,7 +58,9 @@ def write(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBa
 
 
 @pytest.mark.slow
-def test_plain_transformers_computes_the_hybrid(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_plain_transformers_computes_the_hybrid(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """One fresh process answers for all families; whole passes and decoding."""
     hybrids: dict[Path, verify_export.ReferenceLogits] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -65,8 +77,13 @@ def test_plain_transformers_computes_the_hybrid(tmp_path: Path, tiny_tokenizer: 
         assert verify_export.compare(answer, hybrid) <= verify_export.TOLERANCE, folder
     # Learned sinks matter, so that the comparison can fail
     for case in CASES:
-        with_sinks, without = (hybrids[tmp_path / f"{case}-{learned}-out"].logits for learned in (True, False))
-        assert float((with_sinks - without).abs().max() / without.abs().max()) > 100 * verify_export.TOLERANCE
+        with_sinks, without = (
+            hybrids[tmp_path / f"{case}-{learned}-out"].logits for learned in (True, False)
+        )
+        assert (
+            float((with_sinks - without).abs().max() / without.abs().max())
+            > 100 * verify_export.TOLERANCE
+        )
 
 
 def test_learned_sinks_are_exported_by_default(
@@ -87,7 +104,12 @@ def test_learned_sinks_are_exported_by_default(
     assert sinks[1] == pytest.approx([1.3, 2.2, 3.1, 4.0])
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert "spkv" not in config
-    assert config["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    assert config["layer_types"] == [
+        "full_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+    ]
     assert (config["sliding_window"], config["use_cache"]) == (6, True)
     assert config["layer_rope_theta"] == [config["rope_parameters"]["rope_theta"]] * 4
     weights = load_file(tmp_path / "out/model.safetensors")
@@ -96,7 +118,9 @@ def test_learned_sinks_are_exported_by_default(
         assert "learned" in name or torch.equal(weights[name], tensor)
 
 
-def test_sinks_of_bfloat16_weights_are_rounded(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_sinks_of_bfloat16_weights_are_rounded(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """The file has one dtype, in which transformers loads it; the hybrid is compared with the rounded sinks."""
     model = hybrid_model("llama", learned=True)
     added = model.model.layers[1].self_attn.learned_sinks
@@ -122,7 +146,11 @@ def test_sinks_of_bfloat16_weights_are_rounded(tmp_path: Path, tiny_tokenizer: P
     ],
 )
 def test_what_it_cannot_express(
-    family: str, layout: Layout, message: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    family: str,
+    layout: Layout,
+    message: str,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     options = {"pad_token_id": 0} if family == "phi3" else {}
     dense = write(tiny_model(family, vocab_size=300, **options), tmp_path / "dense", tiny_tokenizer)

@@ -29,10 +29,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def layerwise(model: PreTrainedModel) -> Layout:
     """Return a layout with a global layer after every three local ones."""
     num_layers, num_heads = config_shape(model.config).grid
-    return Layout(tuple(("G" if layer % 4 == 3 else "L") * num_heads for layer in range(num_layers)), window=128)
+    return Layout(
+        tuple(("G" if layer % 4 == 3 else "L") * num_heads for layer in range(num_layers)),
+        window=128,
+    )
 
 
-@pytest.mark.parametrize("name", [slow(name) if name == "Llama-3-70B" else name for name in CLASSES])
+@pytest.mark.parametrize(
+    "name", [slow(name) if name == "Llama-3-70B" else name for name in CLASSES]
+)
 def test_a_native_config_is_complete(name: str, tmp_path: Path) -> None:
     """Kinds of layers, window, sizes and positions are as published, and tensors are those of the files."""
     model = on_meta(published(name))
@@ -44,14 +49,26 @@ def test_a_native_config_is_complete(name: str, tmp_path: Path) -> None:
 
     kind, architecture = CLASSES[name]
     assert (content["model_type"], content["architectures"]) == (kind, [architecture])
-    assert content["layer_types"] == [FULL if set(row) == {"G"} else SLIDING for row in chosen.heads]
+    assert content["layer_types"] == [
+        FULL if set(row) == {"G"} else SLIDING for row in chosen.heads
+    ]
     assert content["sliding_window"] == 128
     if kind == "qwen3":
         assert content["use_sliding_window"] is True
         assert content["max_window_layers"] == 0
-    sizes = original.keys() - {"model_type", "torch_dtype", "sliding_window", "use_sliding_window", "max_window_layers"}
-    assert {key: content[key] for key in sizes} == {key: original[key] for key in sizes}  # rope_theta among them
-    assert content["head_dim"] == original.get("head_dim", original["hidden_size"] // original["num_attention_heads"])
+    sizes = original.keys() - {
+        "model_type",
+        "torch_dtype",
+        "sliding_window",
+        "use_sliding_window",
+        "max_window_layers",
+    }
+    assert {key: content[key] for key in sizes} == {
+        key: original[key] for key in sizes
+    }  # rope_theta among them
+    assert content["head_dim"] == original.get(
+        "head_dim", original["hidden_size"] // original["num_attention_heads"]
+    )
     assert content["dtype"] == original["torch_dtype"]
     assert "spkv" not in content
 

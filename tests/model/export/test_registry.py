@@ -70,7 +70,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     information.mkdir(parents=True)
     (site / "grid_export.py").write_text(PACKAGE)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: grid-export\nVersion: 1\n")
-    (information / "entry_points.txt").write_text("[spkv_nas.export_targets]\ngrid = grid_export:GRID\n")
+    (information / "entry_points.txt").write_text(
+        "[spkv_nas.export_targets]\ngrid = grid_export:GRID\n"
+    )
     monkeypatch.syspath_prepend(site)
     TARGETS.__dict__.pop("entries", None)
     yield
@@ -78,7 +80,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_layouts_that_a_target_cannot_express(dense: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not exported as native: layers 0, 2 mix global and local heads.*\nexport to"):
+    with pytest.raises(
+        UserError,
+        match=r"not exported as native: layers 0, 2 mix global and local heads.*\nexport to",
+    ):
         export(MIXED, dense, tmp_path / "out", to="native")
     assert not (tmp_path / "out").exists()
 
@@ -92,9 +97,17 @@ def test_a_form_that_only_this_package_loads_can_be_chosen(dense: Path, tmp_path
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [
-        ("gguf", {}, f"unknown export target 'gguf'; expected one of auto, {', '.join(TARGETS.names)}$"),
+        (
+            "gguf",
+            {},
+            f"unknown export target 'gguf'; expected one of auto, {', '.join(TARGETS.names)}$",
+        ),
         ("native", {"bits": 4}, "an export to native has no option 'bits'"),
-        (AUTO, {"bits": 4}, f"an export to {' or '.join(one.name for one in FOR_ALL)} has no option 'bits'"),
+        (
+            AUTO,
+            {"bits": 4},
+            f"an export to {' or '.join(one.name for one in FOR_ALL)} has no option 'bits'",
+        ),
     ],
 )
 def test_choices_that_cannot_be(to: str, options: dict[str, object], message: str) -> None:
@@ -135,7 +148,9 @@ def test_two_targets_cannot_declare_an_option_differently(monkeypatch: pytest.Mo
     monkeypatch.setitem(TARGETS.entries, "bits", Bits())
     assert [*TARGETS.shared_options()["bits"].defaults] == ["bits"]
     monkeypatch.setitem(TARGETS.entries, "other", OtherBits())
-    with pytest.raises(UserError, match="export targets bits and other declare --bits with different flags"):
+    with pytest.raises(
+        UserError, match="export targets bits and other declare --bits with different flags"
+    ):
         TARGETS.shared_options()
     monkeypatch.setitem(TARGETS.entries, "other", MoreBits())
     assert TARGETS.shared_options()["bits"].default_text == "bits: 8; more-bits: 16"
@@ -143,7 +158,9 @@ def test_two_targets_cannot_declare_an_option_differently(monkeypatch: pytest.Mo
 
 def test_a_target_for_one_engine_is_taken_for_it_alone() -> None:
     assert chosen_targets(AUTO, {}) == FOR_ALL
-    assert [target.name for target in FOR_ALL if target.name in ("native", "granite_swa", "spkv", "mlx")] == [
+    assert [
+        target.name for target in FOR_ALL if target.name in ("native", "granite_swa", "spkv", "mlx")
+    ] == [
         "native",
         "granite_swa",
         "spkv",
@@ -154,16 +171,27 @@ def test_a_target_for_one_engine_is_taken_for_it_alone() -> None:
 
 @pytest.mark.usefixtures("package")
 class TestPackage:
-    def test_its_target_can_be_chosen(self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_its_target_can_be_chosen(
+        self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         LAYERWISE.write(tmp_path / "layout.yaml")
-        arguments = [str(tmp_path / "layout.yaml"), "--model", str(dense), "--out", str(tmp_path / "out")]
+        arguments = [
+            str(tmp_path / "layout.yaml"),
+            "--model",
+            str(dense),
+            "--out",
+            str(tmp_path / "out"),
+        ]
         main(["export", *arguments, "--to", "grid"])
         printed = capsys.readouterr().out
         assert f"{tmp_path / 'out'}: a grid; its grid is right; its weights were c" in printed
         assert "vLLM 0.32: not tried\n" in printed
         assert printed.endswith("target: grid\n")
         assert json.loads((tmp_path / "out" / "grid.json").read_text()) == list(LAYERWISE.heads)
-        assert "grid.json" in json.loads((tmp_path / "out" / "spkv-manifest.json").read_text())["sha256"]
+        assert (
+            "grid.json"
+            in json.loads((tmp_path / "out" / "spkv-manifest.json").read_text())["sha256"]
+        )
 
     def test_its_options_are_those_of_python(self, dense: Path, tmp_path: Path) -> None:
         assert export(LAYERWISE, dense, tmp_path / "out", to="grid", indent=4).target == "grid"

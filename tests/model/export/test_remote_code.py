@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, equal_up_to_rounding, save_with_tokenizer, sharpen_attention, tiny_model
+from helpers import (
+    FAMILIES,
+    equal_up_to_rounding,
+    save_with_tokenizer,
+    sharpen_attention,
+    tiny_model,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -95,7 +101,9 @@ CASES = {
     "gemma3-wide": Case("gemma3_text", Layout(HEADS.heads, 3, sinks=2), {"sliding_window": 9}),
     "mistral-sinks": Case("mistral", Layout(HEADS.heads, 3, sinks=2), {"sliding_window": 6}),
     "both-sinks": Case("qwen3", Layout(HEADS.heads, 4, sinks=1), learned_sinks=True),
-    "mqa": Case("llama", Layout(("L", "G", "L", "L"), 5), {"num_key_value_heads": 1, "attention_bias": True}),
+    "mqa": Case(
+        "llama", Layout(("L", "G", "L", "L"), 5), {"num_key_value_heads": 1, "attention_bias": True}
+    ),
     "gpt-oss": Case("gpt_oss", HEADS),
     "shared-keys": Case("gemma4_text", Layout(("GL",) * 4, 4, sinks=1), SHARED_KEYS),
     "state-spaces": Case("falcon_h1", HEADS, STATE_SPACES),
@@ -132,7 +140,9 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 @pytest.mark.usefixtures("fresh_process")
-def test_a_process_without_this_package_answers(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_process_without_this_package_answers(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Windows per head and learned sinks, compared in a real process when they are exported."""
     save_with_tokenizer(hybrid(CASES["learned"]), tiny_tokenizer, tmp_path / "hybrid")
     exported = export(None, tmp_path / "hybrid", tmp_path / "out", to="spkv")
@@ -152,8 +162,13 @@ def test_a_process_without_this_package_computes_the_hybrid(
         exported = export(None, tmp_path / f"{name}-hybrid", tmp_path / name, to="spkv")
         assert "plain transformers loads it with trust_remote_code=True: over " in exported.form
     # Run them without this package
-    request = {"folders": [str(tmp_path / name) for name in models], "again": str(tmp_path / "learned")}
-    run_plain(tmp_path, PROGRAM, request | {"prompts": PROMPTS, "tokens": tokens.tolist(), "new": NEW})
+    request = {
+        "folders": [str(tmp_path / name) for name in models],
+        "again": str(tmp_path / "learned"),
+    }
+    run_plain(
+        tmp_path, PROGRAM, request | {"prompts": PROMPTS, "tokens": tokens.tolist(), "new": NEW}
+    )
     # Compare
     prompts = torch.tensor(PROMPTS)
     for name, model in models.items():
@@ -163,11 +178,18 @@ def test_a_process_without_this_package_computes_the_hybrid(
         assert close(answer["logits"], output.logits, 1e-5), name
         for parameter_name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                assert close(answer[f"grad.{parameter_name}"], parameter.grad, 1e-4), (name, parameter_name)
+                assert close(answer[f"grad.{parameter_name}"], parameter.grad, 1e-4), (
+                    name,
+                    parameter_name,
+                )
         for kind, options in (("greedy", {}), ("beams", {"num_beams": 3})):
             model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
             generated = model.generate(
-                prompts, attention_mask=(prompts != 0).long(), max_new_tokens=NEW, do_sample=False, **options
+                prompts,
+                attention_mask=(prompts != 0).long(),
+                max_new_tokens=NEW,
+                do_sample=False,
+                **options,
             )
             assert torch.equal(answer[kind], generated), (name, kind)
     # With this package imported, its classes load both folders
@@ -185,7 +207,10 @@ def test_code_that_computes_something_else_is_left_out(
     save_with_tokenizer(hybrid(CASES["llama"]), tiny_tokenizer, tmp_path / "hybrid")
     monkeypatch.setattr(verify_export, "TOLERANCE", -1.0)
     exported = export(None, tmp_path / "hybrid", tmp_path / "out", to="spkv")
-    assert "plain transformers refuses it, because its code was left out: its logits in plain" in exported.form
+    assert (
+        "plain transformers refuses it, because its code was left out: its logits in plain"
+        in exported.form
+    )
     assert not (tmp_path / "out" / "modeling_spkv.py").exists()
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert exported.engines[ENGINES["transformers"].full_title] == "refused"
@@ -199,11 +224,25 @@ def test_lm_eval_runs_a_task(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizer
     pytest.importorskip("lm_eval")
     save_with_tokenizer(hybrid(CASES["llama"]), tiny_tokenizer, tmp_path / "hybrid")
     export(None, tmp_path / "hybrid", tmp_path / "out", to="spkv")
-    rows = [{"context": "def f(x):", "right": " return x", "wrong": f" {number}"} for number in range(8)]
+    rows = [
+        {"context": "def f(x):", "right": " return x", "wrong": f" {number}"} for number in range(8)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"task": "mine", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test"}
-    task |= {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}, "doc_to_text": "{{context}}"}
-    task |= {"doc_to_choice": "{{[right, wrong]}}", "doc_to_target": 0, "metric_list": [{"metric": "acc"}]}
+    task = {
+        "task": "mine",
+        "dataset_path": "json",
+        "output_type": "multiple_choice",
+        "test_split": "test",
+    }
+    task |= {
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "doc_to_text": "{{context}}",
+    }
+    task |= {
+        "doc_to_choice": "{{[right, wrong]}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    }
     (tmp_path / "mine.yaml").write_text(json.dumps(task))
     program = f"""
 import sys
@@ -216,5 +255,7 @@ print(simple_evaluate("hf", model, ["mine"], task_manager=tasks, device="cpu", b
 """
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, env={**os.environ, **offline}, capture_output=True, text=True, check=False
+    )
     assert "'acc,none': " in result.stdout, result.stderr

@@ -26,13 +26,24 @@ pytestmark = pytest.mark.slow
 
 WINDOW, PROMPT, NEW = 16, 60, 64
 FULL, SLIDING = "full_attention", "sliding_attention"
-SHAPE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_size": 300, "eos_token_id": 299}
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "head_dim": 32,
+    "vocab_size": 300,
+    "eos_token_id": 299,
+}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 GEMMA = {
     "num_hidden_layers": 6, "sliding_window": WINDOW, "layer_types": [SLIDING] * 5 + [FULL],
     "rope_parameters": {FULL: LINEAR, SLIDING: {"rope_type": "default", "rope_theta": 5e3}},
@@ -114,7 +125,9 @@ CASES = {
         "llama": Case("llama", engine="mlx"),
         "llama3-rope": Case("llama", {"rope_parameters": LLAMA3}, engine="mlx"),
         "yarn-rope": Case("llama", {"rope_parameters": YARN}, engine="mlx"),
-        "gemma3": Case("gemma3_text", GEMMA, engine="mlx", rows=("LL",) * 5 + ("GG",), tolerance=1e-3),
+        "gemma3": Case(
+            "gemma3_text", GEMMA, engine="mlx", rows=("LL",) * 5 + ("GG",), tolerance=1e-3
+        ),
         "olmo3-yarn": Case("olmo3", OLMO_YARN, engine="mlx"),
         "mistral": Case("mistral", engine="mlx"),
         "qwen2": Case("qwen2", engine="mlx"),
@@ -124,7 +137,9 @@ CASES = {
         "native-llama": Case("llama", refused="Model type ministral not supported"),
         "native-qwen2": Case("qwen2", refused="layer_types of qwen2 are ignored by mlx-lm"),
         "native-qwen3": Case("qwen3", refused="layer_types of qwen3 are ignored by mlx-lm"),
-        "per-head": Case("llama", rows=("GG", "GL", "LL", "GG"), refused="Model type spkv not supported"),
+        "per-head": Case(
+            "llama", rows=("GG", "GL", "LL", "GG"), refused="Model type spkv not supported"
+        ),
     },
     "vllm": {
         "llama": Case("llama", engine="vllm"),
@@ -136,7 +151,9 @@ CASES = {
         "learned-sinks": Case("llama", learned_sinks=True),
         "qwen2": Case("qwen2", target="granite_swa"),
         "qwen2-for-mlx": Case("qwen2", engine="mlx"),
-        "native-qwen3": Case("qwen3", refused="Sliding window for some but all layers is not supported"),
+        "native-qwen3": Case(
+            "qwen3", refused="Sliding window for some but all layers is not supported"
+        ),
     },
 }
 PROGRAMS = {"mlx": MLX_PROGRAM, "vllm": VLLM_PROGRAM}
@@ -167,9 +184,13 @@ def reference(model: PreTrainedModel, prompt: list[int]) -> tuple[list[float], l
     return [log_probs[i, token].item() for i, token in enumerate(prompt[1:])], tokens[len(prompt) :]
 
 
-def answers(python: str, engine: str, folders: list[Path], prompt: list[int]) -> list[dict[str, Any]]:
+def answers(
+    python: str, engine: str, folders: list[Path], prompt: list[int]
+) -> list[dict[str, Any]]:
     """Run the folders in an engine, in a process of its environment."""
-    request = json.dumps({"folders": [str(folder) for folder in folders], "prompt": prompt, "new": NEW})
+    request = json.dumps(
+        {"folders": [str(folder) for folder in folders], "prompt": prompt, "new": NEW}
+    )
     completed = subprocess.run(
         [python, "-c", PROGRAMS[engine], request],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -185,14 +206,19 @@ def answers(python: str, engine: str, folders: list[Path], prompt: list[int]) ->
 
 @pytest.mark.parametrize("engine", CASES)
 def test_engines_compute_the_hybrid_or_refuse(
-    engine: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    engine: str,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One process of the engine answers for all folders; the dense model fails the same comparison."""
     variable = f"SPKV_{engine.upper()}_PYTHON"
     python = os.environ.get(variable)
     if not python:
         pytest.skip(f"{variable} does not name the Python of an environment with the engine")
-    monkeypatch.setattr(verify_export, "check", lambda *_: 0.0)  # other tests compare with plain transformers
+    monkeypatch.setattr(
+        verify_export, "check", lambda *_: 0.0
+    )  # other tests compare with plain transformers
     prompt = torch.randint(3, 299, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     # Export every model, and compute what the hybrid and the dense model do
     expected, dense = {}, {}
@@ -218,4 +244,7 @@ def test_engines_compute_the_hybrid_or_refuse(
         assert answer["tokens"] == tokens, name
         assert answer["prompt"] == pytest.approx(log_probs, abs=case.tolerance), name
         difference = max(abs(a - b) for a, b in zip(answer["prompt"], dense[name][0], strict=True))
-        assert difference > 0.1 or case.options in (GEMMA, OLMO_YARN), (name, difference)  # the model's own windows
+        assert difference > 0.1 or case.options in (GEMMA, OLMO_YARN), (
+            name,
+            difference,
+        )  # the model's own windows

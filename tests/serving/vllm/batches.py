@@ -22,10 +22,17 @@ from vllm import LLM, SamplingParams
 
 def run(request: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Generate twice with one setting of the engine."""
-    options = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False}
+    options = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+    }
     model = LLM(request["folder"], **options, **settings)
     pool = model.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    sampling = SamplingParams(temperature=0, max_tokens=request["steps"], ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=request["steps"], ignore_eos=True, detokenize=False
+    )
     prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
     runs = []
     for _ in range(2):
@@ -34,7 +41,9 @@ def run(request: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any
             {
                 "tokens": [list(output.outputs[0].token_ids) for output in outputs],
                 "found": [output.num_cached_tokens for output in outputs],
-                "preempted": sum(m.value for m in model.get_metrics() if m.name == "vllm:num_preemptions"),
+                "preempted": sum(
+                    m.value for m in model.get_metrics() if m.name == "vllm:num_preemptions"
+                ),
                 "held": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             }
         )

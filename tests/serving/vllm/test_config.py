@@ -22,10 +22,17 @@ from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.serving.vllm import config as served
 from spkv_nas.serving.vllm.config import ServedLayer, prepare, served_layers
 
-assert (VLLM.max_sinks, VLLM.max_windows) == (served.MAX_SINKS, served.MAX_WINDOWS)  # the plug-in imports no plans
+assert (VLLM.max_sinks, VLLM.max_windows) == (
+    served.MAX_SINKS,
+    served.MAX_WINDOWS,
+)  # the plug-in imports no plans
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5)
 SEVERAL = {"heads": ("GN", "LM", "LG", "NN"), "window": 0, "windows": {"L": 3, "M": 5, "N": 9}}
-FOUR = {"heads": ("GO", "LM", "LG", "NN"), "window": 0, "windows": {"L": 3, "M": 5, "N": 9, "O": 16}}
+FOUR = {
+    "heads": ("GO", "LM", "LG", "NN"),
+    "window": 0,
+    "windows": {"L": 3, "M": 5, "N": 9, "O": 16},
+}
 HEAVY = ("pandas", "scipy", "typer", "rich", "pydantic", "transformers", "torch", "vllm", "numpy")
 
 
@@ -40,7 +47,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_model_type, "_prepare_for_engine", prepare)
 
 
-def saved(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama", **layout: Any) -> Path:
+def saved(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama", **layout: Any
+) -> Path:
     model = tiny_model(family, vocab_size=300)
     apply_layout(model, Layout(**{"heads": LAYOUT.heads, "window": LAYOUT.window, **layout}))
     save_with_tokenizer(model, tokenizer, folder)
@@ -77,13 +86,18 @@ def test_an_export_is_read_as_its_original_class(
         patch.setattr(custom_model_type, "_prepare_for_engine", None)
         states = layer_states(load(folder)[0])
     assert [layer.windows for layer in layers.values()] == [
-        tuple(None if window == GLOBAL_WINDOW else window for window in state.head_windows(gated=False))
+        tuple(
+            None if window == GLOBAL_WINDOW else window
+            for window in state.head_windows(gated=False)
+        )
         for state in states
     ]
 
 
 @pytest.mark.usefixtures("engine")
-def test_layers_with_a_native_window_keep_it(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_layers_with_a_native_window_keep_it(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Layers 0 and 2 of a Gemma see 4 keys, whatever the letters and the window of the layout."""
     config = AutoConfig.from_pretrained(saved(tmp_path / "hybrid", tiny_tokenizer, "gemma3_text"))
     windows = [layer.windows for layer in served_layers(config.spkv).values()]
@@ -91,7 +105,9 @@ def test_layers_with_a_native_window_keep_it(tmp_path: Path, tiny_tokenizer: Pre
 
 
 @pytest.mark.usefixtures("engine")
-def test_layers_are_ordered_by_number_not_by_name(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_layers_are_ordered_by_number_not_by_name(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """config.json sorts layer 10 before layer 2."""
     rows = ("GG", *["LL"] * 10, "GL")
     model = tiny_model("llama", vocab_size=300, num_hidden_layers=12)
@@ -99,7 +115,10 @@ def test_layers_are_ordered_by_number_not_by_name(tmp_path: Path, tiny_tokenizer
     save(model, tiny_tokenizer, tmp_path / "hybrid")
     config = AutoConfig.from_pretrained(tmp_path / "hybrid")
     windows = {"G": None, "L": 5}
-    expected = {index: ServedLayer(None, False, tuple(windows[head] for head in row)) for index, row in enumerate(rows)}
+    expected = {
+        index: ServedLayer(None, False, tuple(windows[head] for head in row))
+        for index, row in enumerate(rows)
+    }
     assert served_layers(config.spkv) == expected
 
 
@@ -110,11 +129,15 @@ def test_learned_sinks_are_read(tmp_path: Path, tiny_tokenizer: PreTrainedTokeni
     add_learned_sinks(model)
     save(model, tiny_tokenizer, tmp_path / "hybrid")
     layers = served_layers(AutoConfig.from_pretrained(tmp_path / "hybrid").spkv)
-    assert [layer.learned_sinks for layer in layers.values()] == ["L" in row for row in LAYOUT.heads]
+    assert [layer.learned_sinks for layer in layers.values()] == [
+        "L" in row for row in LAYOUT.heads
+    ]
 
 
 @pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize(("family", "expected"), [("llama", [1, 1, 1, 0]), ("gemma3_text", [0, 1, 0, 0])])
+@pytest.mark.parametrize(
+    ("family", "expected"), [("llama", [1, 1, 1, 0]), ("gemma3_text", [0, 1, 0, 0])]
+)
 def test_a_sink_token_is_read(
     family: str, expected: list[int], tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -131,7 +154,9 @@ def test_heads_with_the_native_window_of_all_layers_take_no_sinks() -> None:
     layers = list(served_layers(model.config.spkv).values())
     assert [layer.sinks for layer in layers] == [int("L" in row) for row in LAYOUT.heads]
     for layer, row in zip(layers, LAYOUT.heads, strict=True):
-        assert [layer.takes_sinks(window) for window in layer.windows] == [letter == "L" for letter in row]
+        assert [layer.takes_sinks(window) for window in layer.windows] == [
+            letter == "L" for letter in row
+        ]
 
 
 @pytest.mark.usefixtures("engine")
@@ -150,7 +175,9 @@ def test_what_vllm_does_not_keep_is_refused(
 
 
 @pytest.mark.usefixtures("engine")
-def test_a_sink_token_beside_learned_sinks_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_sink_token_beside_learned_sinks_is_refused(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     model = tiny_model("llama", vocab_size=300)
     apply_layout(model, Layout(LAYOUT.heads, LAYOUT.window, sinks=1))
     add_learned_sinks(model)
@@ -171,7 +198,10 @@ def test_gates_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBa
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0"])
 def test_versions_that_were_not_tested_are_refused(
-    version: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    version: str,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = saved(tmp_path / "hybrid", tiny_tokenizer)
     monkeypatch.setattr(served, "_vllm_version", lambda: version)
@@ -184,12 +214,24 @@ def test_versions_that_were_not_tested_are_refused(
     [
         ({}, "has no layout"),
         (
-            {"layout": {"heads": ["G"], "window": 4}, "layers": {"model.layers.0.a": {}, "model.layers.1.a": {}}},
+            {
+                "layout": {"heads": ["G"], "window": 4},
+                "layers": {"model.layers.0.a": {}, "model.layers.1.a": {}},
+            },
             "1 rows",
         ),
-        ({"layout": {"heads": ["G"], "window": 4}, "layers": {"model.attention": {}}}, "one number"),
-        ({"layout": {"heads": ["M"], "window": 4}, "layers": {"model.layers.0.a": {}}}, "no window for heads M"),
-        ({"layout": {"heads": ["G", "GL"], "window": 4}, "layers": {"model.layers.0.a": {}}}, "different numbers"),
+        (
+            {"layout": {"heads": ["G"], "window": 4}, "layers": {"model.attention": {}}},
+            "one number",
+        ),
+        (
+            {"layout": {"heads": ["M"], "window": 4}, "layers": {"model.layers.0.a": {}}},
+            "no window for heads M",
+        ),
+        (
+            {"layout": {"heads": ["G", "GL"], "window": 4}, "layers": {"model.layers.0.a": {}}},
+            "different numbers",
+        ),
     ],
 )
 def test_damaged_and_unequal_sections_are_refused(section: dict[str, Any], message: str) -> None:
@@ -213,12 +255,17 @@ def test_layers_that_keep_something_else_are_refused(
 ) -> None:
     """vLLM would run a Falcon-H1 without the states of its Mamba layers, in which one pass hardly differs."""
     config = AutoConfig.for_model(family, num_hidden_layers=2, **options)
-    config.spkv = {"layout": {"heads": ["G"], "window": 4}, "layers": {"model.layers.0.a": saved_layer}}
+    config.spkv = {
+        "layout": {"heads": ["G"], "window": 4},
+        "layers": {"model.layers.0.a": saved_layer},
+    }
     with pytest.raises(UserError, match=message):
         prepare(config)
 
 
-@pytest.mark.parametrize(("family", "backend"), [("olmo2", "Transformers"), ("qwen3_moe", "TransformersMoE")])
+@pytest.mark.parametrize(
+    ("family", "backend"), [("olmo2", "Transformers"), ("qwen3_moe", "TransformersMoE")]
+)
 def test_mixtures_of_experts_have_a_backend_of_their_own(family: str, backend: str) -> None:
     config = AutoConfig.for_model(family, num_hidden_layers=1)
     config.spkv = {"layout": {"heads": ["G"], "window": 4}, "layers": {"model.layers.0.a": {}}}
@@ -228,7 +275,9 @@ def test_mixtures_of_experts_have_a_backend_of_their_own(family: str, backend: s
 
 def test_the_entry_point_imports_nothing_heavy() -> None:
     program = "import sys, spkv_nas.serving.vllm.plugin; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert not {name.partition(".")[0] for name in run.stdout.split()} & set(HEAVY)
 
 
@@ -240,7 +289,9 @@ def test_reading_a_config_imports_no_model_code() -> None:
         "from spkv_nas.model.custom_model_type import read_for_engine\n"
         "print(*(name for name in sys.modules if name.startswith(('spkv_nas.', 'spkv_kernels.', 'pandas', 'typer'))))"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     names = set(run.stdout.split())
     assert names <= {
         "spkv_kernels.threads",

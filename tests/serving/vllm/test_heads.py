@@ -30,8 +30,17 @@ def test_heads_are_divided_by_kind() -> None:
 
 
 def test_heads_are_divided_into_units() -> None:
-    assert parts((32, None, 32, 32), 1) == [Part(None, (1,)), Part(32, (0,)), Part(32, (2,)), Part(32, (3,))]
-    assert parts((32,) * 4 + (None,) * 2, 2) == [Part(None, (4, 5)), Part(32, (0, 1)), Part(32, (2, 3))]
+    assert parts((32, None, 32, 32), 1) == [
+        Part(None, (1,)),
+        Part(32, (0,)),
+        Part(32, (2,)),
+        Part(32, (3,)),
+    ]
+    assert parts((32,) * 4 + (None,) * 2, 2) == [
+        Part(None, (4, 5)),
+        Part(32, (0, 1)),
+        Part(32, (2, 3)),
+    ]
 
 
 @pytest.mark.parametrize("unit", [0, 1])

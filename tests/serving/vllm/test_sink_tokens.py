@@ -27,13 +27,17 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     """Return the tokens that the model prefers after a prompt."""
     tokens = list(prompt)
     for _ in range(STEPS):
-        tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        tokens.append(
+            int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
+        )
     return tokens[len(prompt) :]
 
 
 @needs_vllm
 @pytest.mark.slow
-def test_requests_keep_their_own_first_token(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_requests_keep_their_own_first_token(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """First tokens differ, some prompts share a prefix, prompts are computed in chunks, and requests are preempted."""
     sizes = {"vocab_size": 300, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 256}
     model = tiny_model("llama", **sizes)
@@ -46,10 +50,16 @@ def test_requests_keep_their_own_first_token(tmp_path: Path, tiny_tokenizer: Pre
     # Prompts around the window and the block, and with a common prefix
     generator = torch.Generator().manual_seed(0)
     common, *prompts = (
-        torch.randint(300, (length,), generator=generator).tolist() for length in (100, 1, 15, 16, 17, 33, 90, 160)
+        torch.randint(300, (length,), generator=generator).tolist()
+        for length in (100, 1, 15, 16, 17, 33, 90, 160)
     )
     prompts += [common + prompts[4], common + prompts[5], common[:1] + prompts[5]]
-    request = {"folder": str(tmp_path / "out"), "prompts": prompts, "steps": STEPS, "settings": [CHUNKS, SMALL_POOL]}
+    request = {
+        "folder": str(tmp_path / "out"),
+        "prompts": prompts,
+        "steps": STEPS,
+        "settings": [CHUNKS, SMALL_POOL],
+    }
     result = subprocess.run(
         [PYTHON, str(Path(__file__).with_name("batches.py"))],
         input=json.dumps(request),

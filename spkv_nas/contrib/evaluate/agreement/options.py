@@ -32,7 +32,9 @@ class AgreementOptions(CheckpointOptions, SubjectOptions):
             return self.against
         if self.model.startswith(assets.EMBEDDED_PREFIX):
             return DENSE
-        raise errors.UserError("evaluate agreement needs --against: the dense model to compare with")
+        raise errors.UserError(
+            "evaluate agreement needs --against: the dense model to compare with"
+        )
 
 
 def check(options: AgreementOptions) -> None:

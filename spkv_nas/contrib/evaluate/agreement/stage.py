@@ -62,11 +62,15 @@ class Agreement:
         def column(name: str) -> arrays.Float:
             """Return [P, N] from a list per line, padded with NaN."""
             rows = [torch.tensor(line[name], dtype=torch.float64) for line in lines]
-            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=np.nan).numpy()
+            return torch.nn.utils.rnn.pad_sequence(
+                rows, batch_first=True, padding_value=np.nan
+            ).numpy()
 
         equal = column("equal")
         # Greedy drafts are accepted where the most probable tokens are equal
-        accepted, kept = (equal, equal) if temperature == 0 else (column("accepted"), column("kept"))
+        accepted, kept = (
+            (equal, equal) if temperature == 0 else (column("accepted"), column("kept"))
+        )
         document = np.array([line["document"] for line in lines], dtype=np.int64)
         return cls(temperature, document, equal, accepted, kept)
 
@@ -125,18 +129,28 @@ def compare(
     ``temperature`` is not 0 accepted and kept of ``Agreement``. Raises ``UserError`` if logits are not finite.
     """
 
-    def columns(tokens: torch.Tensor, logits: torch.Tensor, dense_logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    def columns(
+        tokens: torch.Tensor, logits: torch.Tensor, dense_logits: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         dense_logits = dense_logits.to(logits.device)
         equal = (logits.argmax(-1) == dense_logits.argmax(-1)).long().cpu()
         if temperature == 0:
             return {"equal": equal}
-        log_q, log_p = ((scores.float() / temperature).log_softmax(-1) for scores in (logits, dense_logits))
+        log_q, log_p = (
+            (scores.float() / temperature).log_softmax(-1) for scores in (logits, dense_logits)
+        )
         # Sum of min(p, q), as 1 - sum |p - q| / 2: exactly 1 for equal distributions
         accepted = 1.0 - (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
         log_ratio = (log_q - log_p).gather(-1, tokens[..., None].to(log_q.device))[..., 0]
-        return {"equal": equal, "accepted": accepted.cpu(), "kept": log_ratio.clamp(max=0.0).exp().cpu()}
+        return {
+            "equal": equal,
+            "accepted": accepted.cpu(),
+            "kept": log_ratio.clamp(max=0.0).exp().cpu(),
+        }
 
-    return continuations.by_continuation((model, dense), blocks, texts, new_tokens, columns, progress)
+    return continuations.by_continuation(
+        (model, dense), blocks, texts, new_tokens, columns, progress
+    )
 
 
 def agreement_table(results: Mapping[str, Agreement], draft_tokens: Sequence[int]) -> pd.DataFrame:
@@ -151,7 +165,9 @@ def agreement_table(results: Mapping[str, Agreement], draft_tokens: Sequence[int
         for number in draft_tokens:
             per_pass = result.ratio(tokens, expected_passes(result.kept, number))
             counts = (len(np.unique(result.document)), len(tokens), int(tokens.sum()))
-            rows.append((decoding, result.temperature, *counts, *agreement, *acceptance, number, *per_pass))
+            rows.append(
+                (decoding, result.temperature, *counts, *agreement, *acceptance, number, *per_pass)
+            )
     return pd.DataFrame(rows, columns=AGREEMENT.header)
 
 
@@ -162,7 +178,9 @@ class AgreementResult(samples.SampledTable):
     against: str
 
 
-def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
+def run(
+    options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
+) -> commands.Result:
     """Measure agreement and acceptance: ``reports/<name>/token-agreement.csv``, with tokens in ``runs/``."""
     subject = Subject.evaluated(options)
     check_pair(subject.source, options.dense)
@@ -171,7 +189,9 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
     length = measured.blocks.block_size
     new_tokens = options.new_tokens or length // 2
     if new_tokens >= length:
-        raise errors.UserError(f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer")
+        raise errors.UserError(
+            f"--new-tokens {new_tokens} leaves no prompt in a block of {length} tokens: give fewer"
+        )
     model = samples.Checkpoint(subject.source, measured.model, measured.tokenizer, options.tau)
     dense = samples.Checkpoint.load(options, options.dense, None, reporter)
     micro_batch.check_positions(dense.model, length, "--context")
@@ -190,17 +210,25 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
         drawn = f" seed {options.seed}" if temperature else ""
         written_by = dense.identity(f"{key} {new_tokens} temperature {temperature}{drawn}")
         with dense.hard(), reporter.bar(f"continuing, {decoding}") as bar:
-            write = partial(continuations.write_continuations, dense.model, dense.tokenizer, blocks, new_tokens)
+            write = partial(
+                continuations.write_continuations, dense.model, dense.tokenizer, blocks, new_tokens
+            )
             write = partial(write, temperature=temperature, seed=options.seed, progress=bar)
-            texts = samples.kept_samples(sample_folder, f"{decoding}-continuations", written_by, write)
+            texts = samples.kept_samples(
+                sample_folder, f"{decoding}-continuations", written_by, write
+            )
         # Compare the models on the continuations
         compared = model.identity(f"{model.origin['tau']} after {written_by}")
         with model.hard(), dense.hard(), reporter.bar(f"comparing, {decoding}") as bar:
             pair = partial(compare, model.model, dense.model, blocks, texts, new_tokens)
             pair = partial(pair, temperature=temperature, progress=bar)
-            return Agreement.of(samples.kept_samples(sample_folder, decoding, compared, pair), temperature)
+            return Agreement.of(
+                samples.kept_samples(sample_folder, decoding, compared, pair), temperature
+            )
 
-    results = {decoding: measure(decoding, temperature) for decoding, temperature in _TEMPERATURES.items()}
+    results = {
+        decoding: measure(decoding, temperature) for decoding, temperature in _TEMPERATURES.items()
+    }
     # Write the table
     rows = agreement_table(results, DRAFT_TOKENS)
     record = {
@@ -213,7 +241,9 @@ def run(options: AgreementOptions, reporter: progress.Reporter = progress.SILENT
     }
     folder = options.folders.report_dir(subject.name)
     distributed.on_main(lambda: AGREEMENT.write(folder, rows, record, reporter))
-    return commands.Result(AgreementResult(subject.name, rows, folder, sample_folder, options.dense), show)
+    return commands.Result(
+        AgreementResult(subject.name, rows, folder, sample_folder, options.dense), show
+    )
 
 
 def show(result: AgreementResult) -> None:
@@ -228,9 +258,14 @@ def show(result: AgreementResult) -> None:
     number = f"{sampled['num_tokens']:,} tokens sampled at temperature {sampled['temperature']:g}"
     console.out.print(f"acceptance as a draft model {acceptance} over {number}")
     # Print the tokens per pass, by number of drafted tokens
-    grid = console.Table("drafted tokens", *rows["decoding"].unique(), title=f"tokens per pass of {dense}")
+    grid = console.Table(
+        "drafted tokens", *rows["decoding"].unique(), title=f"tokens per pass of {dense}"
+    )
     for number, group in rows.groupby("draft_tokens"):
-        values = [f"{row.tokens_per_pass:.2f} ± {row.tokens_per_pass_standard_error:.2f}" for row in group.itertuples()]
+        values = [
+            f"{row.tokens_per_pass:.2f} ± {row.tokens_per_pass_standard_error:.2f}"
+            for row in group.itertuples()
+        ]
         grid.add_row(str(number), *values)
     console.out.print(grid)
     samples.say_sample_count(rows["num_documents"], "documents")

@@ -20,7 +20,10 @@ from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rul
 from spkv_nas.model.placement import input_device
 
 FUTURE = 512  # positions over which the rotation is averaged
-_CHECKED, _LARGEST_ERROR = 16, 0.1  # tokens; relative error of queries, which a wrong rotation exceeds by far
+_CHECKED, _LARGEST_ERROR = (
+    16,
+    0.1,
+)  # tokens; relative error of queries, which a wrong rotation exceeds by far
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,14 @@ class Rotation:
         positions = torch.arange(block_size + FUTURE, device=input_device(model))[None]
         # Compute cos and sin, also for the block alone, to detect frequencies that depend on the length
         try:
-            shorter, _ = rotary(torch.zeros(1, device=input_device(model)), positions[:, :block_size])  # type: ignore[misc]
+            shorter, _ = rotary(
+                torch.zeros(1, device=input_device(model)), positions[:, :block_size]
+            )  # type: ignore[misc]
             cos, sin = rotary(torch.zeros(1, device=input_device(model)), positions)  # type: ignore[misc]
-        except (TypeError, ValueError) as error:  # no rotary module, one with other arguments, or complex rotations
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # no rotary module, one with other arguments, or complex rotations
             raise refusal from error
         rotation = cls(cos[0].double(), sin[0].double())
         if not torch.equal(shorter[0], cos[0, :block_size]) or not rotation._fits(model):
@@ -66,14 +74,18 @@ class Rotation:
         # Read a constant sequence, whose queries are equal once RoPE is undone
         with reading(model) as reader:
             reader.rule = check_layer
-            model.get_decoder()(input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=input_device(model)))
+            model.get_decoder()(
+                input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=input_device(model))
+            )
         return all(layer_fits)
 
     def undo(self, q: torch.Tensor) -> torch.Tensor:
         """Return queries [..., T, D] of positions 0 to T - 1 before their rotation, float64."""
         cos, sin = (x[: q.shape[-2]].to(q.device) for x in (self.cos, self.sin))
         q = q.double()
-        return (q * cos - _rotate_half(q) * sin) / (cos**2 + sin**2)  # scaled cos and sin (YaRN) scale twice
+        return (q * cos - _rotate_half(q) * sin) / (
+            cos**2 + sin**2
+        )  # scaled cos and sin (YaRN) scale twice
 
     def ahead(self, start: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean rotation of the ``FUTURE`` positions from ``start`` on: cos and sin [D]."""
@@ -137,4 +149,6 @@ class ExpectedAttention:
 
 def expected_attention(protocol: Protocol, density: float, rotation: Rotation) -> Rule:
     """Return the rule that keeps a share ``density`` of the keys outside the window in every head."""
-    return lambda read: ranking(read, protocol, density, ExpectedAttention(read, rotation, protocol.sinks).scores)
+    return lambda read: ranking(
+        read, protocol, density, ExpectedAttention(read, rotation, protocol.sinks).scores
+    )

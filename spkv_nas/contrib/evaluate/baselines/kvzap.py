@@ -49,8 +49,12 @@ def kvzip_scores(read: rules.Read, output: Tensor, context: int) -> tuple[Tensor
     """
     batch, heads, length = read.keys_shape
     # Compute the norms |W_O v| [B, Hkv, G, context] and 1 / |h| [B, T]
-    parts = output.float().view(len(output), heads, read.q.shape[2], -1).permute(1, 2, 0, 3)  # [Hkv, G, C, Dv]
-    values = read.v[..., :context, : parts.shape[3]].float()  # without the channels that pad them to the size of keys
+    parts = (
+        output.float().view(len(output), heads, read.q.shape[2], -1).permute(1, 2, 0, 3)
+    )  # [Hkv, G, C, Dv]
+    values = read.v[
+        ..., :context, : parts.shape[3]
+    ].float()  # without the channels that pad them to the size of keys
     norms = ((values @ (parts.mT @ parts)) * values).sum(-1).clamp(min=0).sqrt()
     inverse_norms = 1.0 / read.hidden.float().norm(dim=-1)
     scores = torch.zeros(batch, heads, context, device=read.k.device)
@@ -96,7 +100,13 @@ class KVzap:
         return lambda read: rules.keeping(read, protocol, self.scores(read) >= threshold)
 
     def threshold(
-        self, model: PreTrainedModel, blocks: TokenBlocks, protocol: rules.Protocol, density: float, *, batch_size: int
+        self,
+        model: PreTrainedModel,
+        blocks: TokenBlocks,
+        protocol: rules.Protocol,
+        density: float,
+        *,
+        batch_size: int,
     ) -> float:
         """Find the threshold at which the model reads ``blocks`` with the target density.
 
@@ -144,16 +154,24 @@ def fit_kvzap(
     prompt = torch.tensor(tokenizer.encode(PROMPT, add_special_tokens=False))
     context = (blocks.block_size - len(prompt)) // 2
     if context < 1:
-        raise errors.UserError(f"kvzap needs blocks of at least {len(prompt) + 2} tokens; found {blocks.block_size}")
+        raise errors.UserError(
+            f"kvzap needs blocks of at least {len(prompt) + 2} tokens; found {blocks.block_size}"
+        )
     chosen = blocks.spread(-(-FIT_TOKENS // context))
     if chosen.num_blocks < 2:
-        raise errors.UserError("kvzap needs at least two blocks of training text: use more text, or smaller blocks")
+        raise errors.UserError(
+            "kvzap needs at least two blocks of training text: use more text, or smaller blocks"
+        )
     starts = range(0, chosen.num_blocks, batch_size)
     tokens = (
-        chosen.boundaries.inputs(block_tokens(chosen, start, batch_size, input_device(model))) for start in starts
+        chosen.boundaries.inputs(block_tokens(chosen, start, batch_size, input_device(model)))
+        for start in starts
     )
     batches = (inputs["input_ids"][:, :context] for inputs in tokens)
-    texts = (torch.cat([batch, prompt.to(batch.device).expand(len(batch), -1), batch], 1) for batch in batches)
+    texts = (
+        torch.cat([batch, prompt.to(batch.device).expand(len(batch), -1), batch], 1)
+        for batch in batches
+    )
     num_layers = int(model.config.get_text_config().num_hidden_layers)
 
     def step(done: int) -> None:
@@ -167,7 +185,9 @@ def fit_kvzap(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         while hidden:  # frees the training data of a layer once it is fitted
-            fits.append(_fit(torch.cat(hidden.pop(0)), torch.cat(target.pop(0)), input_device(model)))
+            fits.append(
+                _fit(torch.cat(hidden.pop(0)), torch.cat(target.pop(0)), input_device(model))
+            )
             step(len(starts) + len(fits))
     # Compute the explained variance on held-out contexts
     networks, errors_of_layers, variances = zip(*fits, strict=True)
@@ -175,7 +195,11 @@ def fit_kvzap(
 
 
 def _targets(
-    model: PreTrainedModel, texts: Iterable[Tensor], context: int, number: int, step: Callable[[int], None]
+    model: PreTrainedModel,
+    texts: Iterable[Tensor],
+    context: int,
+    number: int,
+    step: Callable[[int], None],
 ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Return (hidden states [B, context, C], log KVzip+ [B, context, Hkv]) of every layer, each as a list of batches.
 
@@ -184,11 +208,20 @@ def _targets(
     """
     with rules.reading(model) as reader, torch.inference_mode():
         # Check that the hidden states fit into memory
-        num_bytes = number * len(reader.layers) * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
+        num_bytes = (
+            number
+            * len(reader.layers)
+            * int(model.config.get_text_config().hidden_size)
+            * model.dtype.itemsize
+        )
         description = f"hidden states of {number:,} tokens in {len(reader.layers)} layers, on which kvzap is trained"
-        memory.require(num_bytes, description, "leave kvzap out of --methods, or use a smaller model")
+        memory.require(
+            num_bytes, description, "leave kvzap out of --methods, or use a smaller model"
+        )
         # Find the output projections W_O
-        outputs = [getattr(getattr(layer, "o_proj", None), "weight", None) for layer in reader.layers]
+        outputs = [
+            getattr(getattr(layer, "o_proj", None), "weight", None) for layer in reader.layers
+        ]
         if not all(isinstance(output, Tensor) for output in outputs):
             raise errors.UserError(
                 "kvzap needs attention layers with a linear layer 'o_proj', which this model does not have\n"
@@ -212,7 +245,9 @@ def _targets(
     return hidden, target
 
 
-def _fit(hidden: Tensor, target: Tensor, device: torch.device) -> tuple[nn.Sequential, float, float]:
+def _fit(
+    hidden: Tensor, target: Tensor, device: torch.device
+) -> tuple[nn.Sequential, float, float]:
     """Fit the network of one layer to hidden states [N, n, C] and targets [N, n, Hkv].
 
     Return it with its squared error on held-out contexts, and the sum of squares of their targets.
@@ -241,4 +276,8 @@ def _fit(hidden: Tensor, target: Tensor, device: torch.device) -> tuple[nn.Seque
         held_out = target[is_held_out].flatten(0, 1)
         predicted = network(hidden[is_held_out].flatten(0, 1).to(device).float()).cpu()
     network.requires_grad_(False)
-    return network, float((predicted - held_out).square().sum()), float((held_out - held_out.mean(0)).square().sum())
+    return (
+        network,
+        float((predicted - held_out).square().sum()),
+        float((held_out - held_out.mean(0)).square().sum()),
+    )

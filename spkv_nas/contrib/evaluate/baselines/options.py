@@ -8,7 +8,13 @@ from spkv_nas.base import errors, flag
 from spkv_nas.stages import commands, flags
 from spkv_nas.stages.options import CHECKPOINT_TAU, DENSE, SubjectOptions
 
-STREAMING, RANDOM, KVZAP, H2O, EXPECTED = "streaming", "random", "kvzap", "h2o", "expected-attention"
+STREAMING, RANDOM, KVZAP, H2O, EXPECTED = (
+    "streaming",
+    "random",
+    "kvzap",
+    "h2o",
+    "expected-attention",
+)
 METHODS = (STREAMING, RANDOM, KVZAP, H2O, EXPECTED)
 
 EXACT, KVPRESS = "exact", "kvpress"
@@ -17,13 +23,23 @@ PROTOCOLS = (EXACT, KVPRESS)
 TOKENS = 16_384  # of text to evaluate on by default
 
 Methods = Annotated[
-    str | None, flag.Flag("Comma-separated methods that choose the keys to keep.", metavar="NAMES", values=METHODS)
+    str | None,
+    flag.Flag(
+        "Comma-separated methods that choose the keys to keep.", metavar="NAMES", values=METHODS
+    ),
 ]
 Densities = Annotated[
-    str, flag.Flag("Comma-separated shares to keep of the keys outside the window.", ("--density",), "N%|LIST")
+    str,
+    flag.Flag(
+        "Comma-separated shares to keep of the keys outside the window.", ("--density",), "N%|LIST"
+    ),
 ]
 Sinks = Annotated[
-    str, flag.Flag("Comma-separated numbers of attention sinks: first keys of a block, always kept.", metavar="N|LIST")
+    str,
+    flag.Flag(
+        "Comma-separated numbers of attention sinks: first keys of a block, always kept.",
+        metavar="N|LIST",
+    ),
 ]
 ReadingProtocol = Annotated[
     str,
@@ -48,7 +64,9 @@ class BaselinesOptions(SubjectOptions):
     max_tokens: flags.OptionalMaxTokens = flag.default(None, f"{TOKENS:,}")
     methods: Methods = flag.default(None, "all")
     densities: Densities = "20%,15%"
-    window: flags.OptionalWindow = flag.default(None, "the window of --against, else 1/16 of a block, at most 128")
+    window: flags.OptionalWindow = flag.default(
+        None, "the window of --against, else 1/16 of a block, at most 128"
+    )
     sinks: Sinks = "0,4"
     protocol: ReadingProtocol = EXACT
     against: flags.Against = flag.default(note="Must be an SP-KV checkpoint (with gates).")
@@ -78,7 +96,9 @@ def parse_methods(text: str | None) -> list[str]:
     names = METHODS if text is None else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in METHODS]
     if unknown:
-        raise errors.UserError(f"unknown method '{unknown[0]}' in --methods; choose from {', '.join(METHODS)}")
+        raise errors.UserError(
+            f"unknown method '{unknown[0]}' in --methods; choose from {', '.join(METHODS)}"
+        )
     return [name for name in METHODS if name in names]
 
 
@@ -99,13 +119,17 @@ def _density(text: str) -> float:
     except ValueError:
         density = math.nan
     if not 0.0 < density <= 1.0:
-        raise errors.UserError(f"--density must lie in (0, 1]; found '{text}'; give for example 20% or 0.2")
+        raise errors.UserError(
+            f"--density must lie in (0, 1]; found '{text}'; give for example 20% or 0.2"
+        )
     return density
 
 
 def _sinks(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 9):
-        raise errors.UserError(f"--sinks must be whole numbers of tokens; found '{text}'; give for example 0,4")
+        raise errors.UserError(
+            f"--sinks must be whole numbers of tokens; found '{text}'; give for example 0,4"
+        )
     return int(text)
 
 

@@ -105,7 +105,9 @@ class Read(NamedTuple):
     k: Tensor  # [B, Hkv, n, T, D]
     v: Tensor  # [B, Hkv, n, T, D]
     scale: float
-    decided: Tensor | None = None  # ``Until`` of the layer whose keys this one reads; None: it decides on its own keys
+    decided: Tensor | None = (
+        None  # ``Until`` of the layer whose keys this one reads; None: it decides on its own keys
+    )
 
     @property
     def keys_shape(self) -> tuple[int, int, int]:
@@ -117,7 +119,9 @@ class Read(NamedTuple):
         for row, part in documents(starts == torch.arange(starts.shape[1], device=starts.device)):
             q, k, v = (x[row : row + 1, ..., part, :] for x in (self.q, self.k, self.v))
             hidden = self.hidden[row : row + 1, part]
-            yield self._replace(block=self.block + row, start=part.start, hidden=hidden, q=q, k=k, v=v)
+            yield self._replace(
+                block=self.block + row, start=part.start, hidden=hidden, q=q, k=k, v=v
+            )
 
 
 def documents(is_first: Tensor) -> Iterator[tuple[int, slice]]:
@@ -138,7 +142,9 @@ See = Callable[[Chunk, Tensor], None]
 Rule = Callable[[Read], tuple[Tensor, Until]]
 
 
-def chunked_attention(read: Read, protocol: Protocol, keep: Keep, see: See | None = None) -> tuple[Tensor, Until]:
+def chunked_attention(
+    read: Read, protocol: Protocol, keep: Keep, see: See | None = None
+) -> tuple[Tensor, Until]:
     """Compute attention [B, Hkv, G, T, D] chunk by chunk, evicting keys before every chunk.
 
     ``keep`` chooses the keys to keep before a chunk, unless that is decided, and ``see`` receives the attention weights
@@ -174,20 +180,33 @@ class LayerReader:
     reading: "Reading"
     index: int
     state: LayerState
-    decided: list[Until] = field(default_factory=list)  # in the current pass, by document; empty before the attention
+    decided: list[Until] = field(
+        default_factory=list
+    )  # in the current pass, by document; empty before the attention
     _hidden: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
 
     def see_hidden(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Keep the hidden states that enter the layer, before its attention is computed."""
-        self._hidden, self.decided = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], []
+        self._hidden, self.decided = (
+            kwargs["hidden_states"] if "hidden_states" in kwargs else args[0],
+            [],
+        )
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        sink_logits: Tensor | None,
+        starts: Tensor | None = None,
     ) -> Tensor | None:
         """Apply the rule in place of the attention of the layer, or of a later one that reads its keys."""
         learned_sinks.refuse_learned_sinks(sink_logits)
         if self.state.softcap is not None:
-            raise UserError("this model caps its attention scores ('softcap'), which these rules do not compute")
+            raise UserError(
+                "this model caps its attention scores ('softcap'), which these rules do not compute"
+            )
         if self.reading.rule is None:
             return None
         # Group the heads by KV head, and read each document alone
@@ -201,7 +220,9 @@ class LayerReader:
                     f"texts of {length} tokens are longer than the model's own sliding window of {native} keys, which "
                     "these rules do not apply\ngive a smaller --context"
                 )
-            out, until = self.reading.rule(part._replace(decided=decided[number].to(k.device) if decided else None))
+            out, until = self.reading.rule(
+                part._replace(decided=decided[number].to(k.device) if decided else None)
+            )
             outputs.append(out)
             if not decided:
                 self.decided.append(until)
@@ -234,13 +255,19 @@ def reading(model: PreTrainedModel) -> Iterator[Reading]:
     """Make the model read by the rule set on the yielded object; ``UserError`` if it cannot be hooked."""
     with windows.full_attention(model), ExitStack() as hooks:
         reading = Reading(
-            [layer for layer in attention_layers(model).values() if not layer_state(layer).is_always_local]
+            [
+                layer
+                for layer in attention_layers(model).values()
+                if not layer_state(layer).is_always_local
+            ]
         )
         for index, layer in enumerate(reading.layers):
             state = layer_state(layer)
             state.observer = reader = LayerReader(reading, index, state)
             reading.readers.append(reader)
-            hooks.callback(layer.register_forward_pre_hook(reader.see_hidden, with_kwargs=True).remove)
+            hooks.callback(
+                layer.register_forward_pre_hook(reader.see_hidden, with_kwargs=True).remove
+            )
         yield reading
 
 
@@ -289,7 +316,11 @@ def keeping(read: Read, protocol: Protocol, keep: Tensor) -> tuple[Tensor, Until
 
 
 def ranking(
-    read: Read, protocol: Protocol, density: float, scores: Callable[[Chunk, Tensor], Tensor], see: See | None = None
+    read: Read,
+    protocol: Protocol,
+    density: float,
+    scores: Callable[[Chunk, Tensor], Tensor],
+    see: See | None = None,
 ) -> tuple[Tensor, Until]:
     """Attend to the window and, in every head, to the share ``density`` of the other keys with the highest scores.
 
@@ -301,11 +332,15 @@ def ranking(
     def keep(chunk: Chunk) -> Tensor:
         # Keep the sinks and the keys of highest score among those not evicted yet
         still_held = held[..., : chunk.edge]
-        ranked = scores(chunk, held[..., : chunk.start])[..., : chunk.edge].masked_fill(~still_held, -torch.inf)
+        ranked = scores(chunk, held[..., : chunk.start])[..., : chunk.edge].masked_fill(
+            ~still_held, -torch.inf
+        )
         ranked[..., : protocol.sinks] = torch.inf
         num_kept = max(round(density * chunk.edge), min(protocol.sinks, chunk.edge))
         # ``still_held`` is a view of ``held``, so evicted keys stay evicted
-        still_held &= torch.zeros_like(still_held).scatter_(-1, ranked.topk(num_kept, -1).indices, True)
+        still_held &= torch.zeros_like(still_held).scatter_(
+            -1, ranked.topk(num_kept, -1).indices, True
+        )
         return still_held
 
     return chunked_attention(read, protocol, keep, see)
@@ -313,7 +348,9 @@ def ranking(
 
 def streaming(protocol: Protocol) -> Rule:
     """Return the rule of StreamingLLM (Xiao et al., arXiv 2309.17453): keep only sinks and the window."""
-    return lambda read: keeping(read, protocol, torch.zeros(read.keys_shape, dtype=torch.bool, device=read.k.device))
+    return lambda read: keeping(
+        read, protocol, torch.zeros(read.keys_shape, dtype=torch.bool, device=read.k.device)
+    )
 
 
 def random_keys(protocol: Protocol, density: float, *, seed: int) -> Rule:
@@ -328,7 +365,10 @@ def random_keys(protocol: Protocol, density: float, *, seed: int) -> Rule:
         outside = protocol.num_outside(length).double()
         num_others = float(outside[protocol.sinks :].sum())
         probability = 1.0 - min(1.0, (1.0 - density) * float(outside.sum()) / max(num_others, 1.0))
-        draws = [np.random.default_rng([seed, read.layer, read.block + row, read.start]) for row in range(batch)]
+        draws = [
+            np.random.default_rng([seed, read.layer, read.block + row, read.start])
+            for row in range(batch)
+        ]
         uniform = np.stack([draw.random((num_heads, length)) for draw in draws])
         return keeping(read, protocol, torch.from_numpy(uniform < probability).to(read.k.device))
 
@@ -352,7 +392,9 @@ def heavy_hitters(protocol: Protocol, density: float) -> Rule:
             sums[..., : chunk.stop] += weights.sum(3).mean(2)
 
         def scores(chunk: Chunk, _held: Tensor) -> Tensor:
-            num_queries = torch.arange(chunk.start, 0, -1, device=sums.device)  # queries so far that see each key
+            num_queries = torch.arange(
+                chunk.start, 0, -1, device=sums.device
+            )  # queries so far that see each key
             return sums[..., : chunk.start] / num_queries
 
         return ranking(read, protocol, density, scores, see)

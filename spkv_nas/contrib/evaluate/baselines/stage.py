@@ -25,7 +25,14 @@ from spkv_nas.contrib.evaluate.baselines import rules
 from spkv_nas.contrib.evaluate.baselines.expected_attention import Rotation, expected_attention
 from spkv_nas.contrib.evaluate.baselines.kvzap import fit_kvzap
 from spkv_nas.contrib.evaluate.baselines.options import BaselinesOptions
-from spkv_nas.contrib.evaluate.baselines.rules import Protocol, Rule, heavy_hitters, pruned_nll, random_keys, streaming
+from spkv_nas.contrib.evaluate.baselines.rules import (
+    Protocol,
+    Rule,
+    heavy_hitters,
+    pruned_nll,
+    random_keys,
+    streaming,
+)
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, thresholds
 from spkv_nas.evaluation.nll import document_nll
@@ -65,27 +72,48 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     gated = _load_gated(options, measured)
     gates = None if gated is None else config_section.gate_config(gated)
     # Fix the protocol
-    window = options.window or (suitable_window(measured.blocks.block_size) if gates is None else gates.window)
+    window = options.window or (
+        suitable_window(measured.blocks.block_size) if gates is None else gates.window
+    )
     chunk = min(_CHUNK, window)
-    protocols = [Protocol(window, sinks, chunk, options.protocol) for sinks in choices.parse_sinks(options.sinks)]
+    protocols = [
+        Protocol(window, sinks, chunk, options.protocol)
+        for sinks in choices.parse_sinks(options.sinks)
+    ]
     for protocol in protocols:
-        protocol.check(int(measured.blocks.boundaries.positions(measured.blocks.marked()).max()) + 1)
+        protocol.check(
+            int(measured.blocks.boundaries.positions(measured.blocks.marked()).max()) + 1
+        )
     # Measure the pruned model and the gated one
     methods, record = _methods(measured, choices.parse_methods(options.methods), SEED, reporter)
-    measurements = _measure(measured, methods, choices.parse_densities(options.densities), protocols, reporter)
+    measurements = _measure(
+        measured, methods, choices.parse_densities(options.densities), protocols, reporter
+    )
     if gates is not None:
         taus = [gates.tau] if options.taus is None else thresholds.parse_taus(options.taus)
         with reporter.bar("evaluating --against") as bar:
-            measurements += measure_sp_kv(gated, measured.blocks, taus, batch_size=measured.batch_size, progress=bar)
+            measurements += measure_sp_kv(
+                gated, measured.blocks, taus, batch_size=measured.batch_size, progress=bar
+            )
     # Write the table
     rows, nll = baselines_table(measurements), measurements[0].nll
-    settings = {"window": window, "chunk": chunk, "protocol": options.protocol, "seed": SEED, **record}
+    settings = {
+        "window": window,
+        "chunk": chunk,
+        "protocol": options.protocol,
+        "seed": SEED,
+        **record,
+    }
     if options.against is not None:
         settings["against"] = checkpoint.model_origin(options.against)
     folder = options.folders.report_dir(subject.name)
-    result_tables.BASELINES.write(folder, rows, {**measured_on(subject, measured, nll), **settings}, reporter)
+    result_tables.BASELINES.write(
+        folder, rows, {**measured_on(subject, measured, nll), **settings}, reporter
+    )
     plot.save_chart(folder, result_charts.baselines_chart(rows))
-    return commands.Result(NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents), show)
+    return commands.Result(
+        NLLTable(subject.name, rows, folder, nll.num_documents, nll.effective_documents), show
+    )
 
 
 def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int | None) -> None:
@@ -95,7 +123,9 @@ def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int 
             "the model has SP-KV gates, which prune keys already: give a dense model, and this one to --against"
         )
     if config_section.checkpoint_layout(model) is not None:
-        raise errors.UserError("the model is a hybrid, whose local heads see only their window: give a dense model")
+        raise errors.UserError(
+            "the model is a hybrid, whose local heads see only their window: give a dense model"
+        )
     if len(np.unique(blocks.document)) < 2:
         if max_tokens is None or blocks.tokens.size + blocks.block_size <= max_tokens:
             raise errors.UserError(
@@ -114,7 +144,9 @@ def _load_gated(options: BaselinesOptions, measured: Measured) -> PreTrainedMode
     model, _ = checkpoint.load_on(options.against, measured.model.device.type, options.dtype)
     gates = config_section.gate_config(model)
     if gates is None:
-        raise errors.UserError(f"--against {options.against} has no gates: give an SP-KV checkpoint")
+        raise errors.UserError(
+            f"--against {options.against} has no gates: give an SP-KV checkpoint"
+        )
     if options.window not in (None, gates.window):
         raise errors.UserError(
             f"--window {options.window} differs from the window of --against, {gates.window}: they must be equal"
@@ -122,7 +154,9 @@ def _load_gated(options: BaselinesOptions, measured: Measured) -> PreTrainedMode
     return model
 
 
-def _methods(measured: Measured, names: Sequence[str], seed: int, reporter: Reporter) -> tuple[Methods, dict[str, Any]]:
+def _methods(
+    measured: Measured, names: Sequence[str], seed: int, reporter: Reporter
+) -> tuple[Methods, dict[str, Any]]:
     """Return what makes the rule of each method, and the record of networks that were fitted for them."""
     model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
     methods: Methods = {
@@ -132,38 +166,71 @@ def _methods(measured: Measured, names: Sequence[str], seed: int, reporter: Repo
     }
     # Refuse models without a known rotation before hours of work
     if choices.EXPECTED in names:
-        methods[choices.EXPECTED] = partial(expected_attention, rotation=Rotation.of(model, blocks.block_size))
+        methods[choices.EXPECTED] = partial(
+            expected_attention, rotation=Rotation.of(model, blocks.block_size)
+        )
     record = {}
     if choices.KVZAP in names:
         # Fit KVzap's networks
         assert measured.train is not None
         with reporter.bar("fitting kvzap") as bar:
-            kvzap = fit_kvzap(model, measured.tokenizer, measured.train, seed=seed, batch_size=batch_size, progress=bar)
-        record = {"kvzap": {"tokens": kvzap.tokens, "explained_variance": float(f"{kvzap.explained:.4g}")}}
+            kvzap = fit_kvzap(
+                model,
+                measured.tokenizer,
+                measured.train,
+                seed=seed,
+                batch_size=batch_size,
+                progress=bar,
+            )
+        record = {
+            "kvzap": {"tokens": kvzap.tokens, "explained_variance": float(f"{kvzap.explained:.4g}")}
+        }
         sample = blocks.spread(max(1, _THRESHOLD_TOKENS // blocks.block_size))
 
         def rule(protocol: Protocol, density: float) -> Rule:
-            return kvzap.rule(protocol, kvzap.threshold(model, sample, protocol, density, batch_size=batch_size))
+            return kvzap.rule(
+                protocol, kvzap.threshold(model, sample, protocol, density, batch_size=batch_size)
+            )
 
         methods[choices.KVZAP] = rule
     return {name: methods[name] for name in names}, record
 
 
 def _measure(
-    measured: Measured, methods: Methods, densities: list[float], protocols: list[Protocol], reporter: Reporter
+    measured: Measured,
+    methods: Methods,
+    densities: list[float],
+    protocols: list[Protocol],
+    reporter: Reporter,
 ) -> list[Measurement]:
     """Measure the dense model, and then every method by protocol, and at every density if it has any."""
     model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
     rows: list[tuple[str, Protocol, float | None]] = []
-    rows += [(choices.STREAMING, protocol, None) for protocol in protocols if choices.STREAMING in methods]
+    rows += [
+        (choices.STREAMING, protocol, None)
+        for protocol in protocols
+        if choices.STREAMING in methods
+    ]
     others = [name for name in methods if name != choices.STREAMING]
-    rows += [(name, protocol, density) for density in densities for name in others for protocol in protocols]
+    rows += [
+        (name, protocol, density)
+        for density in densities
+        for name in others
+        for protocol in protocols
+    ]
     with reporter.bar("evaluating pruned") as bar:
-        dense = document_nll(model, blocks, batch_size=batch_size, progress=part_of(bar, 0, 1 + len(rows)))
+        dense = document_nll(
+            model, blocks, batch_size=batch_size, progress=part_of(bar, 0, 1 + len(rows))
+        )
         measurements = [Measurement(comparison.FULL_ATTENTION, None, None, 1.0, dense)]
         for number, (name, protocol, target) in enumerate(rows, 1):
-            rule, progress = methods[name](protocol, target or 0.0), part_of(bar, number, 1 + len(rows))
-            nll, density = pruned_nll(model, blocks, rule, protocol, batch_size=batch_size, progress=progress)
+            rule, progress = (
+                methods[name](protocol, target or 0.0),
+                part_of(bar, number, 1 + len(rows)),
+            )
+            nll, density = pruned_nll(
+                model, blocks, rule, protocol, batch_size=batch_size, progress=progress
+            )
             measurements.append(Measurement(name, protocol.sinks, target, density, nll))
     return measurements
 
@@ -190,10 +257,17 @@ def measure_sp_kv(
         # Count the kept pairs outside the window in a pass at each threshold
         num_pairs = torch.zeros(2, dtype=torch.int64)
 
-        def count(_: Any, _args: Any, kwargs: Any, logits: Any, tau: float = tau, total: Any = num_pairs) -> None:
+        def count(
+            _: Any, _args: Any, kwargs: Any, logits: Any, tau: float = tau, total: Any = num_pairs
+        ) -> None:
             starts, position = kwargs["starts"], torch.arange(logits.shape[2])[None]
             is_first = position == (0 if starts is None else starts.cpu())
-            outside = torch.cat([protocol.num_outside(part.stop - part.start) for _, part in rules.documents(is_first)])
+            outside = torch.cat(
+                [
+                    protocol.num_outside(part.stop - part.start)
+                    for _, part in rules.documents(is_first)
+                ]
+            )
             each = outside.view_as(is_first)[:, None].expand(logits.shape)
             total.add_(torch.stack([(keeps(logits.cpu(), tau) * each).sum(), each.sum()]))
 
@@ -225,7 +299,11 @@ def show(result: NLLTable) -> None:
     grid = console.Table("method", "sinks", "density %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
         method = f"{row.method}, tau {row.tau:g}" if row.tau == row.tau else row.method
-        difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
+        difference = (
+            printing.change(row.delta_nll_percent, row.delta_nll_standard_error)
+            if row.Index
+            else "-"
+        )
         sinks = "-" if row.sinks != row.sinks else f"{row.sinks:g}"
         grid.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
     console.out.print(grid)

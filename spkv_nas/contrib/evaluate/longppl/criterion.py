@@ -26,7 +26,9 @@ class KeyTokenNLL(criterion.Criterion):
         from spkv_nas.contrib.evaluate.longppl import reading
 
         key = reading.Criterion.of(setting.blocks.block_size, self.short_context)
-        return reading.KeyTokenRounds(setting.blocks, key, f"{setting.text_hash} {setting.identity} {key}")
+        return reading.KeyTokenRounds(
+            setting.blocks, key, f"{setting.text_hash} {setting.identity} {key}"
+        )
 
 
 LONGPPL = KeyTokenNLL()

@@ -11,9 +11,12 @@ from spkv_nas.stages.options import CheckpointOptions, SubjectOptions
 SHORT_CONTEXT = 4096  # tokens, as of the LongPPL authors
 MAX_LENGTH = 1 << 15  # tokens per text by default
 Evaluator = Annotated[
-    str | None, Flag("Checkpoint that selects the key tokens; its gates are all open.", metavar="CHECKPOINT")
+    str | None,
+    Flag("Checkpoint that selects the key tokens; its gates are all open.", metavar="CHECKPOINT"),
 ]
-ShortContext = Annotated[int | None, Flag("Length of the short context in tokens.", low=1, high=MAX_BLOCK_SIZE)]
+ShortContext = Annotated[
+    int | None, Flag("Length of the short context in tokens.", low=1, high=MAX_BLOCK_SIZE)
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,11 @@ class Reading:
 
 
 def stretches(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, length: int, short: int, most: int | None
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    short: int,
+    most: int | None,
 ) -> list[LongText]:
     """Cut the documents into texts of at most ``length`` tokens, leaving out those of at most ``short``.
 
@@ -108,7 +112,9 @@ def stretches(
             # Cut off the longest text that fits
             end, num_tokens = _longest(tokenizer, document.text, ends, start, limit)
             if num_tokens > short:
-                texts.append(LongText(number, document.domain, document.label, document.text[start:end]))
+                texts.append(
+                    LongText(number, document.domain, document.label, document.text[start:end])
+                )
                 num_seen += num_tokens
             start = end
     return texts
@@ -125,7 +131,9 @@ def _ends(tokenizer: PreTrainedTokenizerBase, text: str) -> Int:
     return np.array([[*stops[last], len(text)], [*last + 1, len(stops)]])
 
 
-def _longest(tokenizer: PreTrainedTokenizerBase, text: str, ends: Int, start: int, limit: int) -> tuple[int, int]:
+def _longest(
+    tokenizer: PreTrainedTokenizerBase, text: str, ends: Int, start: int, limit: int
+) -> tuple[int, int]:
     """Return the end of the longest text from ``start`` on of at most ``limit`` tokens, and its number of tokens.
 
     The number is 0 for a first character of more tokens, after which the text then ends.
@@ -145,7 +153,9 @@ def _longest(tokenizer: PreTrainedTokenizerBase, text: str, ends: Int, start: in
 
 
 @torch.inference_mode()
-def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, criterion: Criterion) -> Spans:
+def key_spans(
+    evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, criterion: Criterion
+) -> Spans:
     """Find the key tokens of a text as spans of characters, merging adjacent ones, with an evaluator of open gates."""
     ids, offsets = _encoded(tokenizer, text)
     is_key = key_mask(evaluator, ids, criterion, special_tokens.tokens_before(tokenizer))
@@ -160,7 +170,9 @@ def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
 
 
 @torch.inference_mode()
-def key_mask(evaluator: PreTrainedModel, ids: Int, criterion: Criterion, opening: tuple[int, ...]) -> Mask:
+def key_mask(
+    evaluator: PreTrainedModel, ids: Int, criterion: Criterion, opening: tuple[int, ...]
+) -> Mask:
     """Return which tokens of ``ids`` [T] are key tokens, bool [T], where every sequence begins with ``opening``."""
     is_key = np.zeros(len(ids), dtype=np.bool_)
     if len(ids) > criterion.short:
@@ -171,7 +183,9 @@ def key_mask(evaluator: PreTrainedModel, ids: Int, criterion: Criterion, opening
     return is_key
 
 
-def _short_losses(evaluator: PreTrainedModel, ids: Int, criterion: Criterion, opening: tuple[int, ...]) -> Float:
+def _short_losses(
+    evaluator: PreTrainedModel, ids: Int, criterion: Criterion, opening: tuple[int, ...]
+) -> Float:
     """Compute the NLL of the tokens from ``short`` on, each after ``short`` to ``short + stride`` tokens of context."""
     # Cut overlapping windows, of which the last may be shorter
     short, size = criterion.short, criterion.short + criterion.stride
@@ -181,7 +195,9 @@ def _short_losses(evaluator: PreTrainedModel, ids: Int, criterion: Criterion, op
 
     # Read the windows of full size in batches that fit in memory, and the last ones singly
     def run(part: range) -> list[Float]:
-        return list(sequence_nll(evaluator, np.stack(full_windows[part.start : part.stop]), opening))
+        return list(
+            sequence_nll(evaluator, np.stack(full_windows[part.start : part.stop]), opening)
+        )
 
     parts = memory.AdaptiveBatchSize(_TOGETHER // size).run_all(run, range(len(full_windows)))
     parts += [sequence_nll(evaluator, window[None], opening)[0] for window in last_windows]
@@ -189,7 +205,9 @@ def _short_losses(evaluator: PreTrainedModel, ids: Int, criterion: Criterion, op
 
 
 @torch.inference_mode()
-def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> Reading:
+def read(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans
+) -> Reading:
     """Evaluate a model, whose gates the caller sets, on a text and the spans of its key tokens."""
     ids, offsets = _encoded(tokenizer, text)
     # Compute the losses, counting kept keys if there are gates
@@ -200,7 +218,11 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, 
         head_densities = watch.stop(alone=True)
     # Select the key tokens
     key = key_tokens(offsets, spans)
-    density = density_tracker.layout_density(model) if head_densities is None else float(np.nanmean(head_densities))
+    density = (
+        density_tracker.layout_density(model)
+        if head_densities is None
+        else float(np.nanmean(head_densities))
+    )
     return Reading(float(losses.sum()), len(losses), float(losses[key].sum()), len(key), density)
 
 
@@ -221,7 +243,9 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Int, list[t
             f"LongPPL needs the position of each token in the text, which {type(tokenizer).__name__} does not provide\n"
             "use a model with a fast tokenizer"
         ) from error
-    return np.array(encoding["input_ids"], dtype=np.int64), [tuple(pair) for pair in encoding["offset_mapping"]]
+    return np.array(encoding["input_ids"], dtype=np.int64), [
+        tuple(pair) for pair in encoding["offset_mapping"]
+    ]
 
 
 @torch.inference_mode()
@@ -230,7 +254,10 @@ def sequence_nll(model: PreTrainedModel, ids: Int, opening: tuple[int, ...]) -> 
     begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
     model_shape.check_length(model, begun.shape[1], "give a smaller --context", warns=False)
     losses = (
-        loss.token_nll(model, torch.from_numpy(begun).to(input_device(model))).cpu().double().numpy()[:, len(opening) :]
+        loss.token_nll(model, torch.from_numpy(begun).to(input_device(model)))
+        .cpu()
+        .double()
+        .numpy()[:, len(opening) :]
     )
     if not np.isfinite(losses).all():
         raise errors.UserError(
@@ -259,24 +286,37 @@ class KeyTokenRounds(criterion.Rounds):
                 "use longer text, a larger --context, or a smaller short-context"
             )
         self._documents = [parts[document] for document in sorted(parts)]
-        self.num_samples = len(self._documents)  # including those that turn out to have no key tokens
+        self.num_samples = len(
+            self._documents
+        )  # including those that turn out to have no key tokens
 
     def prepare(self, index: int, dense: PreTrainedModel) -> dict[str, NDArray[Any]]:
         """Select the key tokens of a round with the dense model."""
         documents = self._documents[self.part(index)]
         with modes.evaluation_mode(dense):
-            masks = [key_mask(dense, ids, self._key, self._opening) for parts in documents for ids in parts]
+            masks = [
+                key_mask(dense, ids, self._key, self._opening)
+                for parts in documents
+                for ids in parts
+            ]
         return {"is_key": np.concatenate(masks).astype(np.int64)}
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
+    def measure(
+        self, index: int, model: PreTrainedModel, prepared: criterion.Prepared
+    ) -> criterion.Float:
         """Return the NLL sum of each document's key tokens; ``NO_SCORE`` without any."""
         documents = self._documents[self.part(index)]
         ends = np.cumsum([len(ids) for parts in documents for ids in parts])
         masks, sums = iter(np.split(prepared["is_key"] > 0, ends)), []
         with modes.evaluation_mode(model):
             for parts in documents:
-                keyed = [(ids, mask[1:]) for ids in parts if (mask := next(masks)).any()]  # a first token is none
-                nll = [float(sequence_nll(model, ids[None], self._opening)[0][mask].sum()) for ids, mask in keyed]
+                keyed = [
+                    (ids, mask[1:]) for ids in parts if (mask := next(masks)).any()
+                ]  # a first token is none
+                nll = [
+                    float(sequence_nll(model, ids[None], self._opening)[0][mask].sum())
+                    for ids, mask in keyed
+                ]
                 sums.append(sum(nll) if nll else criterion.NO_SCORE)
         return np.array(sums, dtype=np.float64)
 
@@ -285,9 +325,15 @@ def _parts(blocks: TokenBlocks) -> Iterator[tuple[int, Int]]:
     """Yield (document, its tokens) of each stretch of a document in a block, without opening tokens and filling."""
     first = len(blocks.opening)
     begins = blocks.begins_text()[:, first:]
-    for tokens, document, is_begun in zip(blocks.tokens[:, first:], blocks.document[:, first:], begins, strict=True):
+    for tokens, document, is_begun in zip(
+        blocks.tokens[:, first:], blocks.document[:, first:], begins, strict=True
+    ):
         starts = np.flatnonzero(np.diff(document)) + 1
-        parts = zip(*(np.split(array, starts) for array in (tokens, document, is_begun)), strict=True)
+        parts = zip(
+            *(np.split(array, starts) for array in (tokens, document, is_begun)), strict=True
+        )
         for ids, owner, is_begun_part in parts:
-            end = int(np.flatnonzero(~is_begun_part).max(initial=-1)) + 1  # of the text with what ends it
+            end = (
+                int(np.flatnonzero(~is_begun_part).max(initial=-1)) + 1
+            )  # of the text with what ends it
             yield int(owner[0]), ids[:end].astype(np.int64)

@@ -18,7 +18,14 @@ from spkv_nas.base import arrays, assets, console, distributed, errors, special_
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.contrib.evaluate import samples
 from spkv_nas.contrib.evaluate.longppl.options import MAX_LENGTH, LongPPLOptions
-from spkv_nas.contrib.evaluate.longppl.reading import Criterion, LongText, Spans, key_spans, read, stretches
+from spkv_nas.contrib.evaluate.longppl.reading import (
+    Criterion,
+    LongText,
+    Spans,
+    key_spans,
+    read,
+    stretches,
+)
 from spkv_nas.data.sources import Document, documents, heldout, only_texts
 from spkv_nas.data.splits import heldout_share
 from spkv_nas.data.tokenizer import piece_size
@@ -42,17 +49,28 @@ class LongPPLResult(samples.SampledTable):
 def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure LongPPL of a checkpoint: ``reports/<name>/longppl.csv``, with details by text in ``runs/``."""
     name = options.name or sized_model.result_name(options.model, options.folders)
-    folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
+    folder, sample_folder = (
+        options.folders.report_dir(name),
+        options.folders.run_dir(name) / "longppl",
+    )
     subject.check_pair(options.model, options.against)
     # Find the key tokens in texts of at most the length that every model was made for
     evaluator = options.evaluator or options.against or options.model
-    sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
+    sources = [
+        (options.model, options.tau),
+        *([(options.against, None)] if options.against else []),
+    ]
     length = options.block_size
     if length is None:
-        positions = (read_size(source).positions for source in [evaluator, *(source for source, _ in sources)])
+        positions = (
+            read_size(source).positions
+            for source in [evaluator, *(source for source, _ in sources)]
+        )
         length = min([MAX_LENGTH, *(number for number in positions if number is not None)])
     criterion = Criterion.of(length, options.short_context)
-    texts, spans, evaluator_record = _keys(options, evaluator, length, criterion, sample_folder, reporter)
+    texts, spans, evaluator_record = _keys(
+        options, evaluator, length, criterion, sample_folder, reporter
+    )
 
     def score(source: str, tau: float | None) -> tuple[pd.DataFrame, dict[str, Any]]:
         """Return (a checkpoint's readings of the texts, a row each; its origin); finished readings are reused."""
@@ -64,7 +82,9 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
         title = f"scoring with {sized_model.model_name(source)}"
         with modes.evaluation_mode(model), checkpoint.hard(), reporter.bar(title) as bar:
             read_text = partial(read, model, tokenizer)
-            compute = partial(_by_text, texts, lambda number, text: asdict(read_text(text, spans[number])), bar)
+            compute = partial(
+                _by_text, texts, lambda number, text: asdict(read_text(text, spans[number])), bar
+            )
             lines = samples.kept_samples(sample_folder, "nll", identity, compute)
         return pd.DataFrame(lines), origin
 
@@ -86,7 +106,12 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
 
 
 def _keys(
-    options: LongPPLOptions, source: str, length: int, criterion: Criterion, sample_folder: Path, reporter: Reporter
+    options: LongPPLOptions,
+    source: str,
+    length: int,
+    criterion: Criterion,
+    sample_folder: Path,
+    reporter: Reporter,
 ) -> tuple[list[LongText], list[Spans], dict[str, Any]]:
     """Return the texts, the spans of their key tokens, and the evaluator's origin; finished spans are reused."""
     # Load the evaluator and the texts
@@ -102,9 +127,19 @@ def _keys(
         return {"spans": spans, "keys": [text[start:end] for start, end in spans]}
 
     # Find the key tokens, with open gates
-    open_gates = nullcontext() if config_section.gate_config(model) is None else modes.gate_mode(model, "open")
-    with modes.evaluation_mode(model), open_gates, reporter.bar("finding key tokens", "texts") as progress:
-        lines = samples.kept_samples(sample_folder, "keys", identity, partial(_by_text, texts, find, progress))
+    open_gates = (
+        nullcontext()
+        if config_section.gate_config(model) is None
+        else modes.gate_mode(model, "open")
+    )
+    with (
+        modes.evaluation_mode(model),
+        open_gates,
+        reporter.bar("finding key tokens", "texts") as progress,
+    ):
+        lines = samples.kept_samples(
+            sample_folder, "keys", identity, partial(_by_text, texts, find, progress)
+        )
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**evaluator.origin, "tau": None}
 
@@ -120,7 +155,9 @@ def _by_text(
     return continuations.in_batches(run, len(texts), 1, progress)
 
 
-def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
+def _texts(
+    options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int
+) -> list[LongText]:
     """Read the texts. Raises ``UserError`` if none is long enough."""
     if options.max_tokens is not None and options.max_tokens <= short:
         raise errors.UserError(
@@ -149,7 +186,9 @@ def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
 
 def _depends_on(tokenizer: PreTrainedTokenizerBase, *values: object) -> str:
     """Return what identifies values by their ``repr``, and how sequences begin unless with the text."""
-    hashes = " ".join(sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()[:16] for value in values)
+    hashes = " ".join(
+        sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()[:16] for value in values
+    )
     opening = special_tokens.tokens_before(tokenizer)
     return f"{hashes} opening {opening}" if opening else hashes
 
@@ -159,13 +198,28 @@ def show(result: LongPPLResult) -> None:
     against = result.rows["against_ppl"].notna().any()
     pair_columns = ["against", "density %", "difference %"] if against else []
     title = console.escape(result.name)
-    grid = console.Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=title)
+    grid = console.Table(
+        "text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=title
+    )
     for row in result.rows.itertuples():
-        keys, longppl = f"{row.num_keys:,} of {row.num_tokens:,}", samples.with_error(row.longppl, row.standard_error)
-        cells = [console.escape(row.domain), keys, longppl, f"{row.ppl:.3f}", samples.percent(row.density)]
+        keys, longppl = (
+            f"{row.num_keys:,} of {row.num_tokens:,}",
+            samples.with_error(row.longppl, row.standard_error),
+        )
+        cells = [
+            console.escape(row.domain),
+            keys,
+            longppl,
+            f"{row.ppl:.3f}",
+            samples.percent(row.density),
+        ]
         if against:
             difference = printing.change(row.difference_percent, row.difference_standard_error)
-            cells += [samples.with_error(row.against), samples.percent(row.against_density), difference]
+            cells += [
+                samples.with_error(row.against),
+                samples.percent(row.against_density),
+                difference,
+            ]
         grid.add_row(*cells)
     console.out.print(grid)
     samples.say_sample_count(result.rows["num_documents"], "documents")
@@ -184,12 +238,22 @@ def longppl_table(
     ``difference_percent`` is the relative difference of LongPPL to that of the other checkpoint, with the error of the
     difference by document. Also returns the reasons why values are withheld, by domain.
     """
-    document, domain_of = np.array([text.document for text in texts]), np.array([text.domain for text in texts])
+    document, domain_of = (
+        np.array([text.document for text in texts]),
+        np.array([text.domain for text in texts]),
+    )
     domains = sorted(set(domain_of.tolist()))
     rows, withheld = [], {}
     for domain in [ALL, *(domains if len(domains) > 1 else [])]:
         chosen = (domain_of == domain) | (domain == ALL)
-        rows.append((domain, *_cells(document[chosen], readings[chosen], None if against is None else against[chosen])))
+        rows.append(
+            (
+                domain,
+                *_cells(
+                    document[chosen], readings[chosen], None if against is None else against[chosen]
+                ),
+            )
+        )
         # Withhold numbers from too few key tokens
         if (num_keys := readings["num_keys"][chosen].sum()) < MIN_KEYS:
             withheld[domain] = (
@@ -198,7 +262,9 @@ def longppl_table(
     return pd.DataFrame(rows, columns=LONGPPL.header), withheld
 
 
-def _cells(documents: arrays.Int, readings: pd.DataFrame, against: pd.DataFrame | None) -> tuple[int | float, ...]:
+def _cells(
+    documents: arrays.Int, readings: pd.DataFrame, against: pd.DataFrame | None
+) -> tuple[int | float, ...]:
     """Return the columns of ``LONGPPL`` after "domain"; ``documents`` [texts] are those of the readings."""
     keys_by_document = readings["num_keys"].groupby(documents).sum()
     num_keys, has_keys = int(keys_by_document.sum()), keys_by_document > 0

@@ -11,16 +11,24 @@ from spkv_nas.contrib.evaluate.ruler import options
 from spkv_nas.evaluation.verdict import criterion
 
 QUESTIONS = 2000  # default maximum number of questions
-_FIRST_SEED = 1 << 41  # other questions than those of ``evaluate ruler`` and of training, which may have chosen
+_FIRST_SEED = (
+    1 << 41
+)  # other questions than those of ``evaluate ruler`` and of training, which may have chosen
 
-MaxQuestions = Annotated[int, Flag("Maximum number of questions, over all tasks and lengths.", low=1, high=MAX_REPEATS)]
+MaxQuestions = Annotated[
+    int, Flag("Maximum number of questions, over all tasks and lengths.", low=1, high=MAX_REPEATS)
+]
 
 
 @dataclass(frozen=True)
 class RulerQuestions(criterion.Criterion):
     """Drop of the share of correct answers to RULER's questions."""
 
-    name, help, title = "ruler", "drop of RULER's share of correct answers, in percentage points", "RULER"
+    name, help, title = (
+        "ruler",
+        "drop of RULER's share of correct answers, in percentage points",
+        "RULER",
+    )
     noun, reads_text = "questions", False
     test = criterion.MeanDrop()
 

@@ -12,13 +12,21 @@ SAMPLES = 100  # per task and length by default
 _LENGTHS = flag.Flag("Comma-separated prompt lengths in tokens, such as 512,4k.", metavar="LENGTHS")
 Lengths = Annotated[str, _LENGTHS]
 OptionalLengths = Annotated[str | None, _LENGTHS]
-RulerTasks = Annotated[str | None, flag.Flag("Comma-separated RULER tasks, such as niah_single_1,vt.", metavar="NAMES")]
-Haystack = Annotated[list[str] | None, flag.Flag("Essays to hide needles in: files or folders; repeat for several.")]
+RulerTasks = Annotated[
+    str | None, flag.Flag("Comma-separated RULER tasks, such as niah_single_1,vt.", metavar="NAMES")
+]
+Haystack = Annotated[
+    list[str] | None, flag.Flag("Essays to hide needles in: files or folders; repeat for several.")
+]
 Questions = Annotated[
     list[str] | None,
-    flag.Flag("Question files of SQuAD (qa_1) or HotpotQA (qa_2); repeat for both.", metavar="FILE.json"),
+    flag.Flag(
+        "Question files of SQuAD (qa_1) or HotpotQA (qa_2); repeat for both.", metavar="FILE.json"
+    ),
 ]
-Samples = Annotated[int | None, flag.Flag("Samples per task and length.", low=1, high=limits.MAX_REPEATS)]
+Samples = Annotated[
+    int | None, flag.Flag("Samples per task and length.", low=1, high=limits.MAX_REPEATS)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +42,9 @@ class RulerOptions(CheckpointOptions):
     samples: Samples = flag.default(None, str(SAMPLES))
     haystack: Haystack = flag.default(None, "RULER's noise")
     qa: Questions = flag.default(None, "none; qa_1 and qa_2 are skipped")
-    window: flags.OptionalWindow = flag.default(None, "the checkpoint's", note="Applies to the floor.")
+    window: flags.OptionalWindow = flag.default(
+        None, "the checkpoint's", note="Applies to the floor."
+    )
     seed: flags.Seed = 0
 
 
@@ -43,7 +53,9 @@ def check(options: RulerOptions) -> None:
     check_questions(options.lengths, options.tasks, options.haystack, options.qa)
 
 
-def check_questions(lengths: str, tasks: str | None, haystack: Sequence[str] | None, qa: Sequence[str] | None) -> None:
+def check_questions(
+    lengths: str, tasks: str | None, haystack: Sequence[str] | None, qa: Sequence[str] | None
+) -> None:
     """Check the lengths, the tasks and the material of RULER's questions, as the options give them."""
     from pathlib import Path
 

@@ -50,11 +50,17 @@ class Questions:
 
     @classmethod
     def read(
-        cls, lengths: str, tasks: str | None, haystack: Sequence[str] | None, qa: Sequence[str] | None
+        cls,
+        lengths: str,
+        tasks: str | None,
+        haystack: Sequence[str] | None,
+        qa: Sequence[str] | None,
     ) -> "Questions":
         """Read the material, and parse lists by comma; by default all tasks that there is material for."""
         material = Material.read(haystack or [], qa or [])
-        names = available(material) if tasks is None else [name.strip() for name in tasks.split(",")]
+        names = (
+            available(material) if tasks is None else [name.strip() for name in tasks.split(",")]
+        )
         numbers = sorted({units.parse_context(text) for text in lengths.split(",")})
         return cls(list(dict.fromkeys(names)), numbers, material)
 
@@ -107,8 +113,12 @@ def answer(
         batch = [(index, sample) for index in part if (sample := make(index)) is not None]
         if not batch:
             return []
-        texts, new_tokens = zip(*((sample.text, sample.new_tokens) for _, sample in batch), strict=True)
-        continuations = generation.continue_greedily(model, tokenizer, list(texts), list(new_tokens))
+        texts, new_tokens = zip(
+            *((sample.text, sample.new_tokens) for _, sample in batch), strict=True
+        )
+        continuations = generation.continue_greedily(
+            model, tokenizer, list(texts), list(new_tokens)
+        )
         outputs = zip(batch, continuations.texts, continuations.densities, strict=True)
         return [
             {
@@ -127,7 +137,9 @@ def answer(
     return in_batches(run, number, _TOGETHER // first.num_tokens if first else 1, progress)
 
 
-def ruler_table(checkpoint: pd.DataFrame, floor: pd.DataFrame, against: pd.DataFrame | None = None) -> pd.DataFrame:
+def ruler_table(
+    checkpoint: pd.DataFrame, floor: pd.DataFrame, against: pd.DataFrame | None = None
+) -> pd.DataFrame:
     """Return one row per task and length, columns of ``RULER``, and after each length the average of its tasks.
 
     The answers of the checkpoint, of it with every head local, and of another one have columns length, task, index,
@@ -135,7 +147,9 @@ def ruler_table(checkpoint: pd.DataFrame, floor: pd.DataFrame, against: pd.DataF
     minus that of the other one, with the error of the difference by sample.
     """
     keys = ["length", "task", "index"]
-    answers = checkpoint.merge(floor, on=keys, suffixes=(None, "_floor")).rename(columns={"score_floor": "floor"})
+    answers = checkpoint.merge(floor, on=keys, suffixes=(None, "_floor")).rename(
+        columns={"score_floor": "floor"}
+    )
     if against is None:
         answers = answers.assign(against=np.nan, against_density=np.nan)
     else:
@@ -145,9 +159,15 @@ def ruler_table(checkpoint: pd.DataFrame, floor: pd.DataFrame, against: pd.DataF
     # Average the samples of each task at each length
     groups = answers.groupby(keys[:2], sort=False)
     columns = ["score", "floor", "density", "against", "against_density", "difference"]
-    rows = groups[columns].agg(lambda values: values.mean(skipna=False)).assign(num_samples=groups.size())
+    rows = (
+        groups[columns]
+        .agg(lambda values: values.mean(skipna=False))
+        .assign(num_samples=groups.size())
+    )
     for name, error in (("score", "standard_error"), ("difference", "difference_standard_error")):
-        rows[error] = groups[name].agg(lambda values: statistics.mean_and_error(values.to_numpy())[1])
+        rows[error] = groups[name].agg(
+            lambda values: statistics.mean_and_error(values.to_numpy())[1]
+        )
     # Average the tasks of each length
     lengths = rows.reset_index().groupby("length", sort=False)
     frames = [frame for _, of_length in lengths for frame in (of_length, _average(of_length))]
@@ -169,14 +189,20 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     questions = Questions.read(options.lengths, options.tasks, options.haystack, options.qa)
     lengths, number = questions.lengths, options.samples or SAMPLES
     name = options.name or sized_model.result_name(options.model, options.folders)
-    folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "ruler"
+    folder, sample_folder = (
+        options.folders.report_dir(name),
+        options.folders.run_dir(name) / "ruler",
+    )
     # Load the checkpoint, and check that each task's first sample fits
     subject.check_pair(options.model, options.against)
     checkpoint = samples.Checkpoint.load(options, options.model, options.tau, reporter)
     model = checkpoint.model
     check_positions(model, lengths[-1], "--lengths")
     make = questions.maker(options.seed, checkpoint.tokenizer)
-    window, sinks = options.window or default_window(model, lengths[0]), local_sinks(model)  # for the shortest prompts
+    window, sinks = (
+        options.window or default_window(model, lengths[0]),
+        local_sinks(model),
+    )  # for the shortest prompts
     origin = {
         **checkpoint.origin,
         "lengths": lengths,
@@ -192,13 +218,17 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
         "environment": {"wonderwords": version("wonderwords")},
     }
     # Answer: the checkpoint, itself with all heads local, the baseline
-    samples_identity = f"{options.seed} {number} {VERSION} {version('wonderwords')} {questions.material.identity}"
+    samples_identity = (
+        f"{options.seed} {number} {VERSION} {version('wonderwords')} {questions.material.identity}"
+    )
     baseline_answers = None
     with reporter.bar("answering") as bar:
         num_passes = 2 if options.against is None else 3
         take = partial(_take, questions.cells, make, number, sample_folder, samples_identity)
         with checkpoint.hard():
-            checkpoint_answers = take(checkpoint, checkpoint.origin["tau"], part_of(bar, 0, num_passes))
+            checkpoint_answers = take(
+                checkpoint, checkpoint.origin["tau"], part_of(bar, 0, num_passes)
+            )
         with every_head_local(model, window, sinks):
             mode = f"local {window} {sinks}".removesuffix(" 0")
             floor_answers = take(checkpoint, mode, part_of(bar, 1, num_passes))
@@ -206,12 +236,18 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
             baseline = samples.Checkpoint.load(options, options.against, None, reporter)
             check_positions(baseline.model, lengths[-1], "--lengths")
             with baseline.hard():
-                baseline_answers = take(baseline, baseline.origin["tau"], part_of(bar, 2, num_passes))
+                baseline_answers = take(
+                    baseline, baseline.origin["tau"], part_of(bar, 2, num_passes)
+                )
             origin["against"] = baseline.origin
     # Caution the user about samples that did not fit in their length
-    for (task, length), num_fitting in checkpoint_answers.groupby(["task", "length"], sort=False).size().items():
+    for (task, length), num_fitting in (
+        checkpoint_answers.groupby(["task", "length"], sort=False).size().items()
+    ):
         if num_fitting < number:
-            reporter.caution(f"{number - num_fitting} of {number} samples of {task} do not fit in {length} tokens")
+            reporter.caution(
+                f"{number - num_fitting} of {number} samples of {task} do not fit in {length} tokens"
+            )
     # Write the table
     rows = ruler_table(checkpoint_answers, floor_answers, baseline_answers)
     distributed.on_main(lambda: RULER.write(folder, rows, origin, reporter))
@@ -236,9 +272,18 @@ def _take(
     identity = f"{checkpoint.identity(mode)} {samples_identity}"
     for index, (task, length) in enumerate(cells):
         progress = part_of(bar, index, len(cells), task)
-        compute = partial(answer, checkpoint.model, checkpoint.tokenizer, partial(make, task, length), number, progress)
+        compute = partial(
+            answer,
+            checkpoint.model,
+            checkpoint.tokenizer,
+            partial(make, task, length),
+            number,
+            progress,
+        )
         lines = samples.kept_samples(folder, f"{task}-{length}", identity, compute)
-        frames.append(pd.DataFrame(lines)[["index", "score", "density"]].assign(task=task, length=length))
+        frames.append(
+            pd.DataFrame(lines)[["index", "score", "density"]].assign(task=task, length=length)
+        )
     return pd.concat(frames, ignore_index=True)
 
 
@@ -261,16 +306,28 @@ class QuestionRounds(criterion.Rounds):
         """Draw the (task, length) of all questions, with equal probability, and number the questions of each."""
         self._make, self._tokenizer, self.num_samples = make, tokenizer, number
         self.identity = f"{identity} {seed} {list(cells)}"
-        drawn = pd.Series(np.random.default_rng((seed, _STREAM)).integers(len(cells), size=self.num_rounds * self.size))
+        drawn = pd.Series(
+            np.random.default_rng((seed, _STREAM)).integers(
+                len(cells), size=self.num_rounds * self.size
+            )
+        )
         numbers = drawn.groupby(drawn).cumcount().tolist()
-        self._questions = [(*cells[cell], index) for cell, index in zip(drawn, numbers, strict=True)]
+        self._questions = [
+            (*cells[cell], index) for cell, index in zip(drawn, numbers, strict=True)
+        ]
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
+    def measure(
+        self, index: int, model: PreTrainedModel, prepared: criterion.Prepared
+    ) -> criterion.Float:
         """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""
         questions = self._questions[self.part(index)]
         # The longest question comes first, because the batch size is chosen by it
-        order = sorted(range(len(questions)), key=lambda number: (-questions[number][1], questions[number]))
-        lines = answer(model, self._tokenizer, lambda number: self._make(*questions[order[number]]), len(order))
+        order = sorted(
+            range(len(questions)), key=lambda number: (-questions[number][1], questions[number])
+        )
+        lines = answer(
+            model, self._tokenizer, lambda number: self._make(*questions[order[number]]), len(order)
+        )
         scores = np.full(len(questions), criterion.NO_SCORE)
         for line in lines:
             scores[order[line["index"]]] = line["score"]
@@ -280,14 +337,30 @@ class QuestionRounds(criterion.Rounds):
 def show(result: samples.SampledTable) -> None:
     """Print the scores by length and task, with the floor and, if there is one, the other checkpoint."""
     against = result.rows["against"].notna().any()
-    columns = ["length", "task", "score", "floor", "density %", *(["against", "difference"] if against else [])]
+    columns = [
+        "length",
+        "task",
+        "score",
+        "floor",
+        "density %",
+        *(["against", "difference"] if against else []),
+    ]
     title = f"{console.escape(result.name)}: share of correct answers; floor: every head local"
     grid = console.Table(*columns, title=title)
     for row in result.rows.itertuples():
         score = samples.with_error(row.score, row.standard_error)
-        cells = [str(row.length), row.task, score, samples.with_error(row.floor), samples.percent(row.density)]
+        cells = [
+            str(row.length),
+            row.task,
+            score,
+            samples.with_error(row.floor),
+            samples.percent(row.density),
+        ]
         if against:
-            cells += [samples.with_error(row.against), printing.change(row.difference, row.difference_standard_error)]
+            cells += [
+                samples.with_error(row.against),
+                printing.change(row.difference, row.difference_standard_error),
+            ]
         grid.add_row(*cells, end_section=row.task.startswith("average"))
     console.out.print(grid)
     single_tasks = result.rows[~result.rows["task"].str.startswith("average")]

@@ -8,14 +8,21 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.contrib.evaluate.tasks.options import AllowCode, DataSets, Include
 from spkv_nas.evaluation.verdict import criterion
 
-TaskNames = Annotated[str | None, Flag("Comma-separated lm-eval tasks, such as stdlib_completions, which is built in.")]
+TaskNames = Annotated[
+    str | None,
+    Flag("Comma-separated lm-eval tasks, such as stdlib_completions, which is built in."),
+]
 
 
 @dataclass(frozen=True)
 class TaskSamples(criterion.Criterion):
     """Drop of the mean score over tasks."""
 
-    name, help, title = "tasks", "drop of the mean score of lm-eval's tasks, in percentage points", "Downstream tasks"
+    name, help, title = (
+        "tasks",
+        "drop of the mean score of lm-eval's tasks, in percentage points",
+        "Downstream tasks",
+    )
     noun, reads_text = "samples", False
     test = criterion.MeanDrop()
 
@@ -43,8 +50,12 @@ class TaskSamples(criterion.Criterion):
         setting.reporter.announce("loading tasks and their data")
         folders = self.include or [], self.data_sets or []
         caution = setting.reporter.caution
-        groups = suite.load_suite(str(self.names), *folders, allow_code=self.allow_code, caution=caution)
-        return stage.TaskRounds(groups, setting.tokenizer, seed=setting.seed, allow_code=self.allow_code)
+        groups = suite.load_suite(
+            str(self.names), *folders, allow_code=self.allow_code, caution=caution
+        )
+        return stage.TaskRounds(
+            groups, setting.tokenizer, seed=setting.seed, allow_code=self.allow_code
+        )
 
 
 TASKS = TaskSamples()

@@ -24,8 +24,13 @@ def by_article(rows: datasets.Dataset) -> datasets.Dataset:
     """Reshape RACE for lm-eval: one row per article, with ``problems`` as the text of its list of questions."""
     articles: dict[str, dict[str, Any]] = {}
     for row in rows:
-        article = articles.setdefault(row["example_id"], {"article": row["article"], "problems": []})
+        article = articles.setdefault(
+            row["example_id"], {"article": row["article"], "problems": []}
+        )
         article["problems"].append({name: row[name] for name in ("question", "options", "answer")})
     return datasets.Dataset.from_list(
-        [{"article": article["article"], "problems": repr(article["problems"])} for article in articles.values()]
+        [
+            {"article": article["article"], "problems": repr(article["problems"])}
+            for article in articles.values()
+        ]
     )

@@ -29,7 +29,9 @@ from spkv_nas.model import config_section, density_tracker, generation
 BATCH_SIZE = 16  # texts per batch, fewer if memory is too small
 _SHOWN = 40  # characters of an answer in an error
 
-Request = tuple[Any, list[int], list[int]]  # lm-eval's key, tokens of the context, tokens of the continuation
+Request = tuple[
+    Any, list[int], list[int]
+]  # lm-eval's key, tokens of the context, tokens of the continuation
 Answer = tuple[float, bool]  # log-probability of the continuation, and whether it is the greedy one
 Text = tuple[int, ...]  # tokens
 Tell = Callable[[Tensor], None]
@@ -41,7 +43,11 @@ class CheckpointLM(HFLM):
     """A checkpoint as a model for ``lm_eval.evaluator.evaluate``; ``progress`` receives (requests answered, in all)."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = BATCH_SIZE
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int = BATCH_SIZE,
     ) -> None:
         """Wrap a model and its tokenizer, which needs an end-of-text token; at most ``batch_size`` texts per batch."""
         if tokenizer.eos_token_id is None:
@@ -49,7 +55,9 @@ class CheckpointLM(HFLM):
                 "tasks need a tokenizer with an end-of-text token, which ends answers and is an empty context\n"
                 "set eos_token in tokenizer_config.json"
             )
-        super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+        super().__init__(
+            pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size
+        )
         self.progress: progress.Progress = lambda done, total: None
         self._micro_batch = memory.AdaptiveBatchSize(batch_size)
         self._watch = density_tracker.DensityTracker(model)  # which only counts if there are gates
@@ -73,7 +81,9 @@ class CheckpointLM(HFLM):
             raise _bad_length("answer ''", 0, self.max_length)
         return list(super().loglikelihood(requests, disable_tqdm=True))
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[float]:
         """Answer rolling log-likelihood requests as lm-eval does, without its progress bars."""
         return list(super().loglikelihood_rolling(requests, disable_tqdm=True))
 
@@ -86,17 +96,24 @@ class CheckpointLM(HFLM):
         requests_of: dict[Text, list[int]] = {}
         for number, (strings, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
-                raise _bad_length(f"answer {strings[1][:_SHOWN]!r}", len(continuation), self.max_length)
-            requests_of.setdefault(tuple((context + continuation)[-self.max_length - 1 : -1]), []).append(number)
+                raise _bad_length(
+                    f"answer {strings[1][:_SHOWN]!r}", len(continuation), self.max_length
+                )
+            requests_of.setdefault(
+                tuple((context + continuation)[-self.max_length - 1 : -1]), []
+            ).append(number)
         self._warn_of_truncation(
-            len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests
+            len(context) + len(continuation) > self.max_length + 1
+            for _, context, continuation in requests
         )
         # Read the texts, each rank its share
         texts = sorted(requests_of, key=lambda text: (-len(text), text))
         answers_of: dict[int, Answer] = {}
 
         def read(rank_texts: Sequence[Text]) -> list[dict[int, Answer]]:
-            return self._in_batches(rank_texts, lambda batch: [self._read(batch, requests_of, requests)])
+            return self._in_batches(
+                rank_texts, lambda batch: [self._read(batch, requests_of, requests)]
+            )
 
         for answers in self._shared(texts, read):
             answers_of |= answers
@@ -114,7 +131,11 @@ class CheckpointLM(HFLM):
             tokens[row, : len(text)] = torch.tensor(text)
             real[row, : len(text)] = True
         # Compute only the last logits that some continuation needs
-        num_logits = max(longest - len(text) + len(requests[index][2]) for text in texts for index in requests_of[text])
+        num_logits = max(
+            longest - len(text) + len(requests[index][2])
+            for text in texts
+            for index in requests_of[text]
+        )
         options = {"logits_to_keep": num_logits} if self._keeps_some else {}
         self._watch.only(real)
         logits = self.model(input_ids=tokens.to(self.device), use_cache=False, **options).logits
@@ -134,7 +155,10 @@ class CheckpointLM(HFLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Generate as lm-eval does, by ``_model_generate``; warn if prompts had to be truncated."""
         # Check that prompts and answers fit into the context
-        new_tokens = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
+        new_tokens = [
+            normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
+            for request in requests
+        ]
         if (max_new := max(new_tokens, default=0)) >= self.max_length:
             raise errors.UserError(
                 f"task {requests[0].task_name} generates up to {max_new} tokens, but the model's context of "
@@ -145,7 +169,8 @@ class CheckpointLM(HFLM):
         if 0 in lengths:
             raise _bad_length("prompt ''", 0, self.max_length)
         self._warn_of_truncation(
-            length > self.max_length - num_new for length, num_new in zip(lengths, new_tokens, strict=True)
+            length > self.max_length - num_new
+            for length, num_new in zip(lengths, new_tokens, strict=True)
         )
         # Generate, each rank its share
         generate = super().generate_until
@@ -156,11 +181,19 @@ class CheckpointLM(HFLM):
         return self._shared(requests, generate_share)
 
     def _model_generate(
-        self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **options: Any
+        self,
+        context: Tensor,
+        max_length: int,
+        stop: list[str],
+        *,
+        attention_mask: Tensor,
+        **options: Any,
     ) -> Tensor:
         """Return ``context`` [B, T], padded on the left, with its continuation: int64 [B, at most ``max_length``]."""
         # Apply the task's options
-        config = generation.generation_config(self.model, self.tokenizer, max_length - context.shape[1])
+        config = generation.generation_config(
+            self.model, self.tokenizer, max_length - context.shape[1]
+        )
         if not options.get("do_sample"):
             options.pop("temperature", None)
         unknown = config.update(**options)
@@ -172,9 +205,13 @@ class CheckpointLM(HFLM):
         # Generate in batches, and pad the rows to one length
         rows = list(zip(context, attention_mask, strict=True))
         generated = self._in_batches(rows, partial(self._generate, config=config, stops=stop))
-        return torch.nn.utils.rnn.pad_sequence(generated, batch_first=True, padding_value=config.pad_token_id)
+        return torch.nn.utils.rnn.pad_sequence(
+            generated, batch_first=True, padding_value=config.pad_token_id
+        )
 
-    def _generate(self, rows: Sequence[tuple[Tensor, Tensor]], *, config: Any, stops: list[str]) -> list[Tensor]:
+    def _generate(
+        self, rows: Sequence[tuple[Tensor, Tensor]], *, config: Any, stops: list[str]
+    ) -> list[Tensor]:
         """Generate for one batch of (prompt, mask), both [T]; return prompts with continuations."""
         tokens, mask = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
         self._watch.only(mask.bool())
@@ -200,7 +237,9 @@ class CheckpointLM(HFLM):
                 stacklevel=2,
             )
 
-    def _shared(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
+    def _shared(
+        self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]
+    ) -> list[Result]:
         """Apply ``work`` to each process's share of ``items``, and gather the results; must be called on all ranks."""
         share = distributed.own_share(len(items))
         if share.start:  # processes with the same seed would draw the same samples
@@ -209,7 +248,9 @@ class CheckpointLM(HFLM):
         results = work(items[share.start : share.stop])
         return [result for part in distributed.gathered(results) for result in part]
 
-    def _in_batches(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
+    def _in_batches(
+        self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]
+    ) -> list[Result]:
         """Apply ``work`` to as many items at once as fit in memory, retrying with fewer where they do not."""
         first = self._done
 
@@ -228,10 +269,20 @@ class _Ends(StoppingCriteria):
     """Stopping criterion by row: at the end-of-text token, or once a stop string was generated."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stops: list[str], eos: Any, prompts: Tensor, tell: Tell
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: list[str],
+        eos: Any,
+        prompts: Tensor,
+        tell: Tell,
     ) -> None:
         """Stop at tokens ``eos`` or a stop string after ``prompts`` [B, T], and ``tell`` which next tokens are real."""
-        self._tokenizer, self._stops, self._start, self._tell = tokenizer, stops, prompts.shape[1], tell
+        self._tokenizer, self._stops, self._start, self._tell = (
+            tokenizer,
+            stops,
+            prompts.shape[1],
+            tell,
+        )
         self._eos = torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=torch.long)
         # Maximum number of tokens that a stop string spans
         self._most = 2 + max((len(stop.encode()) for stop in stops), default=0)

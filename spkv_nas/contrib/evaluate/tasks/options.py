@@ -17,16 +17,25 @@ Names = Annotated[
 ]  # fmt: skip
 DataSets = Annotated[
     list[str] | None,
-    Flag("Folder with local copies of data sets, named by their Hub IDs; repeat for several.", metavar="FOLDER"),
+    Flag(
+        "Folder with local copies of data sets, named by their Hub IDs; repeat for several.",
+        metavar="FOLDER",
+    ),
 ]
 Include = Annotated[
     list[str] | None,
-    Flag("Folder with YAML task definitions, whose Python code is run; repeat for several.", metavar="FOLDER"),
+    Flag(
+        "Folder with YAML task definitions, whose Python code is run; repeat for several.",
+        metavar="FOLDER",
+    ),
 ]
 AllowCode = Annotated[
-    bool, Flag("Allow tasks such as mbpp to run model-written code on this machine.", ("--allow-code",))
+    bool,
+    Flag("Allow tasks such as mbpp to run model-written code on this machine.", ("--allow-code",)),
 ]
-Limit = Annotated[int | None, Flag("Evaluate only the first N samples of each task.", low=1, high=MAX_WHOLE)]
+Limit = Annotated[
+    int | None, Flag("Evaluate only the first N samples of each task.", low=1, high=MAX_WHOLE)
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,13 @@ class TaskResult:
 
 
 def run_task(
-    lm: CheckpointLM, task: Task, folder: Path, identity: str, *, limit: int | None = None, allow_code: bool = False
+    lm: CheckpointLM,
+    task: Task,
+    folder: Path,
+    identity: str,
+    *,
+    limit: int | None = None,
+    allow_code: bool = False,
 ) -> TaskResult:
     """Run the first ``limit`` samples of a task, or read its cached answers; must be called on all ranks."""
     was_kept, name = True, task.task_name
@@ -73,7 +79,9 @@ def run_task(
     # Build the requests, which the file name depends on, and answer them unless an earlier run has
     with _requests_built(task, limit=limit):
         content = _content(task, identity)
-        header, *rows = samples.kept_samples(folder, name, content, answer, utils.handle_non_serializable)
+        header, *rows = samples.kept_samples(
+            folder, name, content, answer, utils.handle_non_serializable
+        )
     # Collect the values of every metric, by filter if there are several
     has_filters = len({sample["filter"] for sample in rows}) > 1
     values: dict[str, list[Any]] = {}
@@ -105,8 +113,12 @@ def score_documents(
     first, metric = rows[0]["filter"], rows[0]["metrics"][0]
     scores = {sample["doc_id"]: sample[metric] for sample in rows if sample["filter"] == first}
     # Check that a mean of these scores is what the task reports
-    is_mean = task.aggregation().get(metric, mean) is mean and task.higher_is_better().get(metric, True)
-    if not is_mean or not all(isinstance(score, int | float) and 0.0 <= score <= 1.0 for score in scores.values()):
+    is_mean = task.aggregation().get(metric, mean) is mean and task.higher_is_better().get(
+        metric, True
+    )
+    if not is_mean or not all(
+        isinstance(score, int | float) and 0.0 <= score <= 1.0 for score in scores.values()
+    ):
         raise errors.UserError(
             f"task {name}: its first metric, {metric}, is no mean of scores from 0 to 1 by sample, so it allows no "
             "verdict\nleave the task out, or choose another metric in your own YAML file of the task"
@@ -116,7 +128,10 @@ def score_documents(
 
 def _ask(lm: CheckpointLM, task: Task, allow_code: bool, **selection: Any) -> dict[str, Any]:
     """Return lm-eval's results of a task, whose requests have been built; ``selection`` is that of its samples."""
-    tasks, options = {"tasks": {task.task_name: task}}, {"confirm_run_unsafe_code": allow_code, **selection}
+    tasks, options = (
+        {"tasks": {task.task_name: task}},
+        {"confirm_run_unsafe_code": allow_code, **selection},
+    )
     results: dict[str, Any] = evaluator.evaluate(lm, tasks, bootstrap_iters=0, **options)
     return results
 
@@ -132,7 +147,9 @@ def _content(task: Task, identity: str) -> str:
     """Return a text of everything that the answers to a task, and their scores, depend on."""
     config = {key: value for key, value in task.dump_config().items() if key not in _OF_PLACES}
     requests = [[instance.request_type, instance.args] for instance in task.instances]
-    return json.dumps([identity, config, requests, defaults.DEFAULT_OTHER_SEED], sort_keys=True, default=_named)
+    return json.dumps(
+        [identity, config, requests, defaults.DEFAULT_OTHER_SEED], sort_keys=True, default=_named
+    )
 
 
 def _named(value: Any) -> str:
@@ -198,7 +215,14 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
         if cells[0][0] not in result.results[0].wholes:
             firsts.append(cells[0][1])
     if len(firsts) > 1:
-        rows.append((f"average of {len(firsts)}", "first metric of each", np.nan, *_mean(firsts, by_size=False)))
+        rows.append(
+            (
+                f"average of {len(firsts)}",
+                "first metric of each",
+                np.nan,
+                *_mean(firsts, by_size=False),
+            )
+        )
     return pd.DataFrame(rows, columns=TASKS.header)
 
 
@@ -208,10 +232,17 @@ def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> Cell:
     if against is None:
         return *cell, *(np.nan,) * 4
     others = against.values[metric]
-    return *cell, _spread(aggregate, others)[0], against.density, *_spread(aggregate, values, others)
+    return (
+        *cell,
+        _spread(aggregate, others)[0],
+        against.density,
+        *_spread(aggregate, values, others),
+    )
 
 
-def _spread(metric_function: Callable[[list[Any]], float] | None, *models: list[Any]) -> tuple[float, float]:
+def _spread(
+    metric_function: Callable[[list[Any]], float] | None, *models: list[Any]
+) -> tuple[float, float]:
     """Compute the value of the first model, or its difference to the second, and its standard error.
 
     ``metric_function`` aggregates values by sample; None is the mean. The error of a metric that is not a mean is from
@@ -238,7 +269,11 @@ def _mean(cells: Sequence[Cell], *, by_size: bool) -> Cell:
     sizes, *columns = np.array(cells).T
     weights = sizes / sizes.sum() if by_size else np.full(len(cells), 1.0 / len(cells))
     means = [
-        float(np.sqrt(((weights * column) ** 2).sum()) if name.endswith("error") else (weights * column).sum())
+        float(
+            np.sqrt(((weights * column) ** 2).sum())
+            if name.endswith("error")
+            else (weights * column).sum()
+        )
         for name, column in zip(TASKS.header[-len(columns) :], columns, strict=True)
     ]
     return int(sizes.sum()), *means
@@ -249,7 +284,10 @@ def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) ->
     if not reporter.verbose:
         suite.quiet_libraries()
     name = options.name or sized_model.result_name(options.model, options.folders)
-    folder, sample_folder = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
+    folder, sample_folder = (
+        options.folders.report_dir(name),
+        options.folders.run_dir(name) / "tasks",
+    )
 
     def answer(source: str, tau: float | None) -> tuple[list[list[TaskResult]], dict[str, Any]]:
         """Run every task on a checkpoint, reusing finished ones; return results by requested name, and the origin."""
@@ -271,12 +309,19 @@ def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) ->
     reporter.announce("loading tasks and their data")
     with suite.code_allowed(options.allow_code):
         names, folders = ",".join(options.names), (options.include or [], options.data_sets or [])
-        groups = suite.load_suite(names, *folders, allow_code=options.allow_code, caution=reporter.caution)
-        sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
+        groups = suite.load_suite(
+            names, *folders, allow_code=options.allow_code, caution=reporter.caution
+        )
+        sources = [
+            (options.model, options.tau),
+            *([(options.against, None)] if options.against else []),
+        ]
         by_checkpoint = [answer(*source) for source in sources]
     results, origins = zip(*by_checkpoint, strict=True)
     # Write the table with its origin
-    rows = tasks_table([Results(group, *by_model) for group, *by_model in zip(groups, *results, strict=True)])
+    rows = tasks_table(
+        [Results(group, *by_model) for group, *by_model in zip(groups, *results, strict=True)]
+    )
     record = {
         **origins[0],
         "against": origins[1] if options.against else None,
@@ -296,7 +341,12 @@ class TaskRounds(criterion.Rounds):
     """
 
     def __init__(
-        self, groups: Sequence[suite.SelectedTasks], tokenizer: PreTrainedTokenizerBase, *, seed: int, allow_code: bool
+        self,
+        groups: Sequence[suite.SelectedTasks],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        allow_code: bool,
     ) -> None:
         """Draw the order of all samples; ``seed`` is that of the order and of few-shot examples."""
         self._tokenizer, self._seed, self._allow_code = tokenizer, seed, allow_code
@@ -306,7 +356,9 @@ class TaskRounds(criterion.Rounds):
         key = "\0".join([version("lm-eval"), str(seed), *(group.name for group in groups), *tasks])
         self.identity = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def measure(self, index: int, model: PreTrainedModel, prepared: criterion.Prepared) -> criterion.Float:
+    def measure(
+        self, index: int, model: PreTrainedModel, prepared: criterion.Prepared
+    ) -> criterion.Float:
         """Return the score in [0, 1] of each sample of a round."""
         chosen = self._samples[self.part(index)]
         lm, scores = CheckpointLM(model, self._tokenizer), np.empty(len(chosen))
@@ -316,14 +368,19 @@ class TaskRounds(criterion.Rounds):
                 documents = [chosen[place][1] for place in places]
                 # Few-shot examples must not depend on the rounds before, which may come from files
                 seed = self._seed + index
-                scores[places] = score_documents(lm, task, documents, seed=seed, allow_code=self._allow_code)
+                scores[places] = score_documents(
+                    lm, task, documents, seed=seed, allow_code=self._allow_code
+                )
         return scores
 
 
 def _in_random_order(groups: Sequence[suite.SelectedTasks], seed: int) -> list[tuple[Any, int]]:
     """Return (task, index of its document), each of a random name of the suite, until one of them has no more."""
     random = np.random.default_rng((seed, _STREAM))
-    by_name = [[(task, number) for task in group.tasks for number in range(len(task.eval_docs))] for group in groups]
+    by_name = [
+        [(task, number) for task in group.tasks for number in range(len(task.eval_docs))]
+        for group in groups
+    ]
     orders = [iter(random.permutation(len(of_name)).tolist()) for of_name in by_name]
     chosen: list[tuple[Any, int]] = []
     while True:
@@ -339,14 +396,26 @@ def show(result: samples.SampledTable) -> None:
     against = result.rows["against"].notna().any()
     pair_columns = ["against", "density %", "difference"] if against else []
     title = console.escape(result.name)
-    grid = console.Table("task", "metric", "shots", "value", "density %", *pair_columns, title=title)
+    grid = console.Table(
+        "task", "metric", "shots", "value", "density %", *pair_columns, title=title
+    )
     for row in result.rows.itertuples():
         shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
         value = samples.with_error(row.value, row.standard_error)
-        cells = [console.escape(row.task), console.escape(row.metric), shots, value, samples.percent(row.density)]
+        cells = [
+            console.escape(row.task),
+            console.escape(row.metric),
+            shots,
+            value,
+            samples.percent(row.density),
+        ]
         if against:
             difference = printing.change(row.difference, row.difference_standard_error)
-            cells += [samples.with_error(row.against), samples.percent(row.against_density), difference]
+            cells += [
+                samples.with_error(row.against),
+                samples.percent(row.against_density),
+                difference,
+            ]
         grid.add_row(*cells)
     console.out.print(grid)
     samples.say_sample_count(result.rows["num_samples"], "samples per task")

@@ -71,7 +71,12 @@ class SelectedTasks:
 
 
 def load_suite(
-    names: str, include: Sequence[str], data: Sequence[str], *, allow_code: bool, caution: Announce = silent
+    names: str,
+    include: Sequence[str],
+    data: Sequence[str],
+    *,
+    allow_code: bool,
+    caution: Announce = silent,
 ) -> list[SelectedTasks]:
     """Load tasks, groups and tags by comma, or those of "paper", with their data.
 
@@ -86,18 +91,30 @@ def load_suite(
     task_options: dict[str, dict[str, Any]] = {}
     # Look up the names
     for name in (name.strip() for name in names.split(",")):
-        task_options |= {key: {"num_fewshot": shots} for key, shots in _SHOTS.items()} if name == PAPER else {name: {}}
+        task_options |= (
+            {key: {"num_fewshot": shots} for key, shots in _SHOTS.items()}
+            if name == PAPER
+            else {name: {}}
+        )
     index = _index(task_options, include)
     # Leave out or refuse tasks that run code
-    unsafe = [name for name in task_options if any(entry.get("unsafe_code") for entry in _configs(index, name))]
+    unsafe = [
+        name
+        for name in task_options
+        if any(entry.get("unsafe_code") for entry in _configs(index, name))
+    ]
     if unsafe and not allow_code:
         if set(unsafe) - (_SHOTS.keys() if PAPER in names else set()):
             raise UserError(
                 f"{', '.join(unsafe)}: these tasks execute code that the model generates\n"
                 "leave them out, or give --allow-code in a sandbox"
             )
-        caution(f"left out {', '.join(unsafe)}: they execute code that the model generates (--allow-code)")
-        task_options = {name: options for name, options in task_options.items() if name not in unsafe}
+        caution(
+            f"left out {', '.join(unsafe)}: they execute code that the model generates (--allow-code)"
+        )
+        task_options = {
+            name: options for name, options in task_options.items() if name not in unsafe
+        }
     # Load tasks with their data, and report everything that is missing at once
     suite: list[SelectedTasks] = []
     missing = {}
@@ -130,7 +147,9 @@ def quiet_libraries() -> None:
 
 def code_allowed(allowed: bool) -> AbstractContextManager[None]:
     """Let the library ``evaluate`` run code that a model writes while open, if ``allowed``."""
-    context: AbstractContextManager[None] = patch_environment(**({_ALLOW_CODE: 1} if allowed else {}))
+    context: AbstractContextManager[None] = patch_environment(
+        **({_ALLOW_CODE: 1} if allowed else {})
+    )
     return context
 
 
@@ -142,13 +161,18 @@ def _known() -> Index:
 
 def _index(names: Iterable[str], include: Sequence[str]) -> Index:
     """Return an index that has all names, or ``UserError``; this package's and the user's tasks override lm-eval's."""
-    index: Index = TaskManager(include_path=[str(ASSETS), *include], include_defaults=False).task_index
+    index: Index = TaskManager(
+        include_path=[str(ASSETS), *include], include_defaults=False
+    ).task_index
     if not all(_is_whole(index, name) for name in names):
         index = {**_known(), **index}
     for name in names:
         if name not in index:
             similar = difflib.get_close_matches(name, [PAPER, *index], 3)
-            raise UserError(f"unknown task '{name}'" + (f"; similar names: {', '.join(similar)}" if similar else ""))
+            raise UserError(
+                f"unknown task '{name}'"
+                + (f"; similar names: {', '.join(similar)}" if similar else "")
+            )
     return index
 
 
@@ -159,7 +183,10 @@ def _members(entry: Any) -> list[str]:
     members = (entry.cfg or {}).get("task")
     if not isinstance(members, list):
         return []
-    return [member if isinstance(member, str) else member.get("group") or member["task"] for member in members]
+    return [
+        member if isinstance(member, str) else member.get("group") or member["task"]
+        for member in members
+    ]
 
 
 def _is_whole(index: Index, name: str) -> bool:

@@ -18,14 +18,23 @@ class Row(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    variant: Literal["sp-kv", "full-attention"] = Field("sp-kv", description="sp-kv or full-attention")
-    layout: str | None = Field(None, description="a layout file, from the folder of the ablations: a hybrid")
-    trained: bool = Field(True, description="false: the dense checkpoint as it is, with the row's layout if it has one")
+    variant: Literal["sp-kv", "full-attention"] = Field(
+        "sp-kv", description="sp-kv or full-attention"
+    )
+    layout: str | None = Field(
+        None, description="a layout file, from the folder of the ablations: a hybrid"
+    )
+    trained: bool = Field(
+        True,
+        description="false: the dense checkpoint as it is, with the row's layout if it has one",
+    )
 
     @model_validator(mode="after")
     def _has_trained_gates(self) -> "Row":
         if not self.trained and self.layout is None and self.variant == SP_KV:
-            raise ValueError("gates are trained: trained: false needs variant: full-attention, or a layout")
+            raise ValueError(
+                "gates are trained: trained: false needs variant: full-attention, or a layout"
+            )
         return self
 
     def read_variant(self, folder: Path) -> Variant:
@@ -43,7 +52,9 @@ class Ablations(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=names.MAX_CHARACTERS)
-    recipe: dict[str, Any] | str = Field(description="the base recipe, or its file from the folder of the ablations")
+    recipe: dict[str, Any] | str = Field(
+        description="the base recipe, or its file from the folder of the ablations"
+    )
     rows: dict[str, Row] = Field(min_length=1, description="by name; the first is the baseline")
 
 
@@ -71,7 +82,9 @@ class AblationPlan:
         # Recipe of each row
         recipes = {
             name: Recipe.parse(
-                schema.merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'"
+                schema.merged(common, row.model_extra or {}),
+                base,
+                f"ablations {path}, row '{name}'",
             ).with_precision(dtype)
             for name, row in file.rows.items()
         }

@@ -8,7 +8,9 @@ from spkv_nas.base import assets, flag
 from spkv_nas.stages.options import InPrecision, Trains
 
 EMBEDDED_FILE = assets.EMBEDDED / "ablations.yaml"
-AblationsFile = Annotated[Path | None, flag.Flag("Ablation file (YAML): name, recipe and rows.", argument=True)]
+AblationsFile = Annotated[
+    Path | None, flag.Flag("Ablation file (YAML): name, recipe and rows.", argument=True)
+]
 
 
 @dataclass(frozen=True, kw_only=True)

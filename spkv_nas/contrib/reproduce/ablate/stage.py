@@ -61,7 +61,9 @@ def run(options: AblateOptions, reporter: progress.Reporter) -> commands.Result:
     finished: dict[str, branches.Branch] = {}
     num_reused = 0
     for number, (name, recipe) in enumerate(recipes.items(), 1):
-        context = branches.BranchContext.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
+        context = branches.BranchContext.prepare(
+            recipe, plan.base, runs, device=device, reporter=reporter
+        )
         recipes[name] = context.recipe
         if name in plan.untrained:
             # Measure the dense checkpoint as it is, with the row's layout if it has one
@@ -82,7 +84,9 @@ def run(options: AblateOptions, reporter: progress.Reporter) -> commands.Result:
     return commands.Result(AblationResult(plan.name, rows, folder), show)
 
 
-def _table(finished: Mapping[str, branches.Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:
+def _table(
+    finished: Mapping[str, branches.Branch], variants: Mapping[str, Variant]
+) -> pd.DataFrame:
     """Tabulate the finished rows and their changes from the first."""
     rows: list[tuple[Any, ...]] = []
     first_name, first = next(iter(finished.items()))
@@ -112,9 +116,19 @@ def show(result: AblationResult) -> None:
     title = f"{escape(result.name)}: Δ relative to the first row"
     grid = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
-        nll_change = printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
+        nll_change = (
+            printing.change(row.delta_nll_percent, row.delta_nll_standard_error)
+            if row.Index
+            else "-"
+        )
         density_change = f"{row.delta_density_percent:+.1f}" if row.Index else "-"
-        grid.add_row(escape(row.name), f"{row.density_percent:.1f}", density_change, f"{row.nll:.4f}", nll_change)
+        grid.add_row(
+            escape(row.name),
+            f"{row.density_percent:.1f}",
+            density_change,
+            f"{row.nll:.4f}",
+            nll_change,
+        )
     console.out.print(grid)
     console.print_path("table", result.folder / "ablations.csv")
 
@@ -123,11 +137,16 @@ def plan(options: AblateOptions, reporter: progress.Reporter) -> run_plan.Plan:
     """Plan every row of the ablations file."""
     ablations = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
     runs, first = options.folders.run_dir(ablations.name), next(iter(ablations.recipes.values()))
-    planner, plans = run_plan.Planner(first, ablations.base, runs, **dry_run.planner_options(options, reporter)), []
+    planner, plans = (
+        run_plan.Planner(first, ablations.base, runs, **dry_run.planner_options(options, reporter)),
+        [],
+    )
     trained: set[Path] = set()
     for name, recipe in ablations.recipes.items():
         planner = planner.with_recipe(recipe)
-        dense = [] if planner.dense_path in trained else planner.dense()  # a dense model that rows share counts once
+        dense = (
+            [] if planner.dense_path in trained else planner.dense()
+        )  # a dense model that rows share counts once
         trained.add(planner.dense_path)
         measure = planner.heldout_pass if name in ablations.untrained else planner.branch
         plans.append(planner.plan([*dense, measure(name, ablations.variants[name])]))

@@ -17,14 +17,26 @@ from typing import Any
 
 import pandas as pd
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from spkv_nas.artifacts import comparison, gate_config, layout
 from spkv_nas.base import console, files, manifest, records, replace, tables, version
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.reproduce.palindrome.options import BATCH_SIZE, NAME, STEPS, PalindromeOptions
-from spkv_nas.contrib.reproduce.palindrome.task import VOCABULARY, Measures, Palindromes, take_measures
+from spkv_nas.contrib.reproduce.palindrome.task import (
+    VOCABULARY,
+    Measures,
+    Palindromes,
+    take_measures,
+)
 from spkv_nas.model import attach, attention, checkpoint, windows
 from spkv_nas.report import chart, plot
 from spkv_nas.stages.commands import Result
@@ -45,7 +57,11 @@ _CURVE = (
 _FILES = ("run.json", "curve.csv")
 CURVE_COLUMNS = tuple(column.name for column in _CURVE)
 COLUMNS = ("variant", "nll", "hard_nll", "mean_utility", "density", "steps", "seconds")
-_STYLES: tuple[tuple[chart.Tone, chart.Dash], ...] = (("ink", "solid"), ("second", "dashed"), ("accent", "dashdot"))
+_STYLES: tuple[tuple[chart.Tone, chart.Dash], ...] = (
+    ("ink", "solid"),
+    ("second", "dashed"),
+    ("accent", "dashdot"),
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,9 @@ def run(options: PalindromeOptions, reporter: Reporter = SILENT) -> Result:
     """Train every variant on the same sequences in the same order, reusing finished ones, to ``reports/<name>/``."""
     options.folders.check_writable()
     overrides = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
-    settings = PalindromeSettings(**{key: value for key, value in overrides.items() if value is not None})
+    settings = PalindromeSettings(
+        **{key: value for key, value in overrides.items() if value is not None}
+    )
     name, device = options.name or NAME, choose_device(options.device)
     # Train the three models
     runs = options.folders.run_dir(name)
@@ -135,18 +153,35 @@ def run(options: PalindromeOptions, reporter: Reporter = SILENT) -> Result:
 def show(result: PalindromeResult) -> None:
     """Print NLL, utility, density and training time of each kind of attention."""
     grid = console.Table(
-        "attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token"
+        "attention",
+        "NLL",
+        "hard NLL",
+        "mean utility",
+        "density %",
+        "seconds",
+        title="nats per output token",
     )
     for row in result.rows.itertuples():
         has_gates = row.hard_nll == row.hard_nll  # not NaN
         gate_cells = (f"{row.hard_nll:.4f}", f"{row.mean_utility:.3f}") if has_gates else ("-", "-")
-        grid.add_row(row.variant, f"{row.nll:.4f}", *gate_cells, f"{100 * row.density:.1f}", f"{row.seconds:.0f}")
+        grid.add_row(
+            row.variant,
+            f"{row.nll:.4f}",
+            *gate_cells,
+            f"{100 * row.density:.1f}",
+            f"{row.seconds:.0f}",
+        )
     console.out.print(grid)
     console.print_path("figure", result.folder / "palindrome.png")
 
 
 def train_variant(
-    settings: PalindromeSettings, variant: str, folder: Path, *, device: str = "cpu", reporter: Reporter = SILENT
+    settings: PalindromeSettings,
+    variant: str,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    reporter: Reporter = SILENT,
 ) -> PalindromeRun:
     """Train and evaluate one of ``VARIANTS``; an interrupted run resumes, a finished one is read."""
     if not is_finished(folder):
@@ -162,7 +197,9 @@ def is_finished(folder: Path) -> bool:
     return manifest.is_complete(folder / "final", _FILES)
 
 
-def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str, reporter: Reporter) -> None:
+def _train(
+    settings: PalindromeSettings, variant: str, folder: Path, device: str, reporter: Reporter
+) -> None:
     """Train and evaluate a variant, and write the subfolder ``final`` of ``folder``."""
     # Train
     model = new_model(settings, variant)
@@ -172,9 +209,15 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
         model=model,
         args=_arguments(settings, folder, device),
         train_dataset=sequences,
-        schedule=LearningRateSchedule(settings.steps, settings.warmup_steps, decay_steps, settings.final_learning_rate),
-        gates=GateSchedule(settings.steps, soft_fraction=1.0) if variant == comparison.SP_KV else None,
-        gate_options=GatesConfig(tau=settings.tau, learning_rate_multiplier=settings.learning_rate_multiplier),
+        schedule=LearningRateSchedule(
+            settings.steps, settings.warmup_steps, decay_steps, settings.final_learning_rate
+        ),
+        gates=GateSchedule(settings.steps, soft_fraction=1.0)
+        if variant == comparison.SP_KV
+        else None,
+        gate_options=GatesConfig(
+            tau=settings.tau, learning_rate_multiplier=settings.learning_rate_multiplier
+        ),
         title=variant,
         reporter=reporter,
         callbacks=[UtilityCallback()],
@@ -186,7 +229,9 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
     record = {
         "variant": variant,
         **asdict(take_measures(model, heldout, settings.tau)),
-        "seconds": sequences.length * len(sequences) * float((1.0 / curve["tokens_per_second"]).mean()),
+        "seconds": sequences.length
+        * len(sequences)
+        * float((1.0 / curve["tokens_per_second"]).mean()),
         "num_parameters": model.num_parameters(),
         "hardware": f"CPU ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"
         if device == "cpu"
@@ -196,7 +241,9 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
     }
     # Write results and model
     with replace.new_folder(folder / "final") as new:
-        tables.write_csv(new / "curve.csv", curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS)))
+        tables.write_csv(
+            new / "curve.csv", curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS))
+        )
         files.write_json(new / "run.json", record)
         checkpoint.save(model, None, new)
 
@@ -237,13 +284,16 @@ class UtilityCallback(TrainerCallback):
         """Keep the mean utility of each layer in its latest pass."""
         means = self._means = dict[int, torch.Tensor]()
         self._watch = attention.watch_logits(
-            kwargs["model"], lambda layer, logits, _: means.update({layer: logits.detach().sigmoid().mean()})
+            kwargs["model"],
+            lambda layer, logits, _: means.update({layer: logits.detach().sigmoid().mean()}),
         )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the mean utility to the last log entry."""
         if self._means:
-            state.log_history[-1]["mean_utility"] = float(torch.stack([*self._means.values()]).mean())
+            state.log_history[-1]["mean_utility"] = float(
+                torch.stack([*self._means.values()]).mean()
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach from the model."""
@@ -303,16 +353,27 @@ def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> chart.Panels:
     steps = chart.round_axis("Step", 0, float(curves["step"].max()), exact=True)
 
     def line(
-        rows: pd.DataFrame, column: str, label: str, tone: chart.Tone = "accent", dash: chart.Dash = "solid"
+        rows: pd.DataFrame,
+        column: str,
+        label: str,
+        tone: chart.Tone = "accent",
+        dash: chart.Dash = "solid",
     ) -> chart.Line:
-        return chart.Line(chart.numbers(rows["step"]), chart.numbers(rows[column]), label, tone, dash, 2.2)
+        return chart.Line(
+            chart.numbers(rows["step"]), chart.numbers(rows[column]), label, tone, dash, 2.2
+        )
 
     # Loss of each variant, and gates
-    chance = chart.Rule(chance_nll, f"chance {chance_nll:.2f}", vertical=False, tone="muted", dash="dotted")
+    chance = chart.Rule(
+        chance_nll, f"chance {chance_nll:.2f}", vertical=False, tone="muted", dash="dotted"
+    )
     by_variant = zip(curves.groupby("variant", sort=False), _STYLES, strict=False)
     losses = (line(curve, "loss", str(variant), *style) for (variant, curve), style in by_variant)
     gated = curves.dropna(subset=["mean_utility"])
-    gates = line(gated, "mean_utility", "mean utility"), line(gated, "density", "density", "muted", "dotted")
+    gates = (
+        line(gated, "mean_utility", "mean utility"),
+        line(gated, "density", "density", "muted", "dotted"),
+    )
     charts: tuple[tuple[str, str, float, tuple[chart.Mark, ...]], ...] = (
         ("loss", "Training loss, nats per output token", 2 * chance_nll, (chance, *losses)),
         ("gates", "SP-KV gates, mean over heads and tokens", 1.0, gates),

@@ -28,7 +28,12 @@ INSTRUCTION = (
 )
 NUM_VALUES = 100
 WHITESPACE, START = " ", "<s>"
-VOCABULARY = (*(f"{value:02d}" for value in range(NUM_VALUES)), WHITESPACE, START, *sorted(set(INSTRUCTION.split())))
+VOCABULARY = (
+    *(f"{value:02d}" for value in range(NUM_VALUES)),
+    WHITESPACE,
+    START,
+    *sorted(set(INSTRUCTION.split())),
+)
 KINDS = ("start", "number", "whitespace", "instruction", "output")
 
 _ID = {token: index for index, token in enumerate(VOCABULARY)}
@@ -52,9 +57,13 @@ class Palindromes(Dataset[dict[str, torch.Tensor]]):
         """Return ``input_ids`` and ``labels``, int64 [T]; labels are -100 outside the output."""
         if not 0 <= index < self.num_sequences:
             raise IndexError(index)
-        values = np.random.default_rng([self.seed, self.heldout, index]).integers(NUM_VALUES, size=self.num_numbers)
+        values = np.random.default_rng([self.seed, self.heldout, index]).integers(
+            NUM_VALUES, size=self.num_numbers
+        )
         tokens = torch.from_numpy(
-            np.concatenate([[_ID[START]], _spaced(values), _INSTRUCTION, _spaced(values[::-1])]).astype(np.int64)
+            np.concatenate(
+                [[_ID[START]], _spaced(values), _INSTRUCTION, _spaced(values[::-1])]
+            ).astype(np.int64)
         )
         labels = tokens.clone()
         labels[: -self.num_outputs] = -100
@@ -79,7 +88,12 @@ class Palindromes(Dataset[dict[str, torch.Tensor]]):
     def kinds(self) -> list[str]:
         """Return the kind of token at each of the T positions, from ``KINDS``."""
         listed = ["number", "whitespace"] * self.num_numbers
-        return ["start", *listed[:-1], *["instruction"] * len(_INSTRUCTION), *["output"] * self.num_outputs]
+        return [
+            "start",
+            *listed[:-1],
+            *["instruction"] * len(_INSTRUCTION),
+            *["output"] * self.num_outputs,
+        ]
 
 
 def _spaced(values: np.ndarray) -> np.ndarray:
@@ -114,7 +128,10 @@ def take_measures(
     # Hard gates
     with watched_gates(model, tau) as hard, modes.gate_mode(model, "hard", tau):
         hard_nll = output_nll(model, sequences, batch_size)
-    density, kinds = torch.cat(hard, 1)[1].mean(0).cpu().numpy(), np.array(sequences.kinds)  # by position
+    density, kinds = (
+        torch.cat(hard, 1)[1].mean(0).cpu().numpy(),
+        np.array(sequences.kinds),
+    )  # by position
     kept = {kind: float(density[kinds == kind].mean()) for kind in KINDS}
     return Measures(nll, hard_nll, float(torch.cat(soft, 1)[0].mean()), float(density.mean()), kept)
 
@@ -137,7 +154,9 @@ def watched_gates(model: torch.nn.Module, tau: float) -> Iterator[list[torch.Ten
 
     def add(_layer: int, logits: torch.Tensor, _is_text: torch.Tensor) -> None:
         """Add the utility logits [B, H, T] of one layer."""
-        collected.append(torch.stack([logits.sigmoid(), gates.keeps(logits, tau)]).flatten(1, 2).double())
+        collected.append(
+            torch.stack([logits.sigmoid(), gates.keeps(logits, tau)]).flatten(1, 2).double()
+        )
 
     with attention.watch_logits(model, add):
         yield collected

@@ -34,7 +34,9 @@ _RUNS = (
 )
 MIN_RUNS = 4
 CONFIDENCE = 0.95
-_EXPONENTS = np.geomspace(1e-3, 3.0, 60)  # outside, the law is indistinguishable from a logarithm or a step
+_EXPONENTS = np.geomspace(
+    1e-3, 3.0, 60
+)  # outside, the law is indistinguishable from a logarithm or a step
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,17 @@ class ScalingLaw:
     def predict(self, compute: ArrayLike) -> Interval:
         """Predict the NLL of one more run at ``compute`` FLOPs, with an interval that includes the runs' scatter."""
         x = self._x(compute)
-        return self._interval(_law(x, *self.parameters), _jacobian(x, *self.parameters), self.residual)
+        return self._interval(
+            _law(x, *self.parameters), _jacobian(x, *self.parameters), self.residual
+        )
 
     def _of_sum(self, weights: ArrayLike) -> Interval:
         """Return the interval of a sum of the parameters with ``weights`` [3]."""
         return self._interval(np.dot(weights, self.parameters), np.asarray(weights))
 
-    def _interval(self, value: arrays.Float, gradient: arrays.Float, scatter: float = 0.0) -> Interval:
+    def _interval(
+        self, value: arrays.Float, gradient: arrays.Float, scatter: float = 0.0
+    ) -> Interval:
         """Return the interval of a value by its ``gradient`` [..., 3]; the deviation ``scatter`` adds to the fit's."""
         deviation = np.sqrt(((gradient @ self.covariance) * gradient).sum(-1) + scatter**2)
         half_width = scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, self.num_runs - 3) * deviation
@@ -110,7 +116,9 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     """
     flops, loss = np.asarray(compute, dtype=np.float64), np.asarray(nll, dtype=np.float64)
     if (number := len(np.unique(flops))) < MIN_RUNS:
-        raise UserError(f"{number} different amounts of compute; a law of three parameters needs at least {MIN_RUNS}")
+        raise UserError(
+            f"{number} different amounts of compute; a law of three parameters needs at least {MIN_RUNS}"
+        )
     # Fit from the initial parameters
     reference = float(np.exp(np.log(flops).mean()))
     x = np.log(flops / reference)
@@ -118,7 +126,10 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     parameters, covariance = scipy.optimize.curve_fit(_law, x, loss, _start(x, loss), **options)
     # Describe how well it fits
     errors = float(((_law(x, *parameters) - loss) ** 2).sum())
-    residual, r_squared = (errors / (len(flops) - 3)) ** 0.5, 1.0 - errors / float(((loss - loss.mean()) ** 2).sum())
+    residual, r_squared = (
+        (errors / (len(flops) - 3)) ** 0.5,
+        1.0 - errors / float(((loss - loss.mean()) ** 2).sum()),
+    )
     return ScalingLaw(parameters, covariance, reference, residual, r_squared, num_runs=len(flops))
 
 
@@ -157,7 +168,9 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
         parameters = {"L_inf": law.irreducible, "A": law.amplitude, "alpha": law.exponent}
         rows = runs.loc[runs["variant"] == variant, ["name", "held_out", "train_flops", "nll"]]
         predicted = law.predict(rows["train_flops"])
-        numbers = rows[["train_flops", "nll"]].assign(predicted=predicted.value, low=predicted.low, high=predicted.high)
+        numbers = rows[["train_flops", "nll"]].assign(
+            predicted=predicted.value, low=predicted.low, high=predicted.high
+        )
         errors = (100.0 * (predicted.value / rows["nll"] - 1.0)).map(partial(_plain, digits=3))
         described.append(
             {
@@ -165,7 +178,10 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
                 "law": "L(C) = L_inf + A C^-alpha",
                 "num_runs": law.num_runs,
                 "confidence": CONFIDENCE,
-                "parameters": {name: [_plain(end) for end in astuple(each)] for name, each in parameters.items()},
+                "parameters": {
+                    name: [_plain(end) for end in astuple(each)]
+                    for name, each in parameters.items()
+                },
                 "r_squared": _plain(law.r_squared, 8),
                 "residual": _plain(law.residual),
                 "runs": rows.assign(**numbers.map(_plain), error_percent=errors).to_dict("records"),
@@ -174,12 +190,16 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
     return described
 
 
-def _law(x: arrays.Float, irreducible: float, log_amplitude: float, exponent: float) -> arrays.Float:
+def _law(
+    x: arrays.Float, irreducible: float, log_amplitude: float, exponent: float
+) -> arrays.Float:
     """Evaluate the law at ``x`` = log(compute / reference), of any shape."""
     return np.asarray(irreducible + np.exp(log_amplitude - exponent * x))
 
 
-def _jacobian(x: arrays.Float, _irreducible: float, log_amplitude: float, exponent: float) -> arrays.Float:
+def _jacobian(
+    x: arrays.Float, _irreducible: float, log_amplitude: float, exponent: float
+) -> arrays.Float:
     """Return the derivatives of ``_law`` by its parameters, [..., 3]."""
     reducible = np.exp(log_amplitude - exponent * x)
     return np.stack([np.ones_like(x), reducible, -x * reducible], -1)
@@ -188,7 +208,9 @@ def _jacobian(x: arrays.Float, _irreducible: float, log_amplitude: float, expone
 def _start(x: arrays.Float, loss: arrays.Float) -> arrays.Float:
     """Return initial parameters of the fit: the best exponent of a grid, and the other two, linear given it."""
     # Solve for the linear parameters at each exponent
-    bases = np.stack([np.ones((len(_EXPONENTS), len(x))), np.exp(-_EXPONENTS[:, None] * x)], -1)  # [exponents, n, 2]
+    bases = np.stack(
+        [np.ones((len(_EXPONENTS), len(x))), np.exp(-_EXPONENTS[:, None] * x)], -1
+    )  # [exponents, n, 2]
     linear = np.linalg.pinv(bases) @ loss
     best = int(((bases @ linear[..., None] - loss[:, None]) ** 2).sum((1, 2)).argmin())
     irreducible, amplitude = linear[best]
@@ -226,7 +248,11 @@ def scaling(workspace: Workspace, name: str, file: Path | None) -> ScalingResult
     described = describe_laws(runs, laws)
     workspace.check_writable()
     folder = workspace.report_dir(name)
-    record = {"source": name if file is None else str(file), "fits": described, "environment": version.environment()}
+    record = {
+        "source": name if file is None else str(file),
+        "fits": described,
+        "environment": version.environment(),
+    }
     with replace.replacing(folder) as new:
         records.write_record(new / "scaling.yaml", record)
     figure = result_charts.save_figure(folder, scaling_chart(runs, laws))
@@ -271,23 +297,33 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> chart.Char
     for number, (variant, law) in enumerate(laws.items()):
         tone, dash = chart.SERIES[number % len(chart.SERIES)]
         interval = law.predict(flops)
-        low, high = (chart.numbers(np.clip(end, floor, ceiling)) for end in (interval.low, interval.high))
+        low, high = (
+            chart.numbers(np.clip(end, floor, ceiling)) for end in (interval.low, interval.high)
+        )
         label = "" if number else f"{CONFIDENCE:.0%} interval of one run"
         marks += [
             chart.Band(compute_grid, low, high, label, tone, 0.15),
-            chart.Line(compute_grid, chart.numbers(law(flops)), _formula(variant, law), tone, dash, 1.8),
+            chart.Line(
+                compute_grid, chart.numbers(law(flops)), _formula(variant, law), tone, dash, 1.8
+            ),
         ]
         # Fitted and held-out runs of the variant
         for hollow, rows in runs[runs["variant"] == variant].groupby("held_out"):
             run_names = tuple(rows["name"].astype(str)) if len(laws) == 1 else ()
             xy = chart.numbers(rows["train_flops"]), chart.numbers(rows["nll"])
-            points.append(chart.Points(*xy, names=run_names, tone=tone, size=3.8, hollow=bool(hollow)))
+            points.append(
+                chart.Points(*xy, names=run_names, tone=tone, size=3.8, hollow=bool(hollow))
+            )
     if runs["held_out"].any():
-        points.append(chart.Points((), (), label="held out of the fit", tone="muted", size=3.8, hollow=True))
+        points.append(
+            chart.Points((), (), label="held out of the fit", tone="muted", size=3.8, hollow=True)
+        )
     return chart.Chart(
         "scaling",
         "NLL by training compute",
-        chart.decades_axis("Training compute, FLOPs", compute_grid[0], compute_grid[-1], powers=True),
+        chart.decades_axis(
+            "Training compute, FLOPs", compute_grid[0], compute_grid[-1], powers=True
+        ),
         chart.log_axis("NLL, nats per token", floor, ceiling),
         (*marks, *points),
     )

@@ -45,22 +45,36 @@ def attention_mass(
 
         # Observe the attention of each layer during a forward pass
         def run(_start: int, tokens: Tensor) -> list[Tensor]:
-            masses: list[list[Tensor]] = [[] for _ in states]  # [B, Hkv, T - w] of each layer and its readers
+            masses: list[list[Tensor]] = [
+                [] for _ in states
+            ]  # [B, Hkv, T - w] of each layer and its readers
             for state, layer_masses in zip(states, masses, strict=True):
                 state.observer = _observer(layer_masses, state, window, sinks)
             model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
-            return [torch.stack([mass.to(input_device(model)) for mass in parts]).mean(0) for parts in masses]
+            return [
+                torch.stack([mass.to(input_device(model)) for mass in parts]).mean(0)
+                for parts in masses
+            ]
 
         # Add the masses to the sums of their documents
         def add(start: int, masses: list[Tensor]) -> None:
-            position = blocks.boundaries.positions(blocks.marked(slice(start, start + len(masses[0]))))
+            position = blocks.boundaries.positions(
+                blocks.marked(slice(start, start + len(masses[0])))
+            )
             collected.add(start, masses, slice(window, None), position[:, window:] >= window)
 
         run_own_batches(run, add, blocks, batch_size, input_device(model), progress)
     collected.add_up()
-    facts: Any = {"passes": 1.0, "tokens": blocks.tokens.size, "heads_per_layer": heads, "name": name}
+    facts: Any = {
+        "passes": 1.0,
+        "tokens": blocks.tokens.size,
+        "heads_per_layer": heads,
+        "name": name,
+    }
     facts["metadata"] = {**(metadata or {}), "sinks": sinks}
-    return signal_table("attention-mass", collected.means(), window, unit=kinds.ATTENTION_UNIT, **facts)
+    return signal_table(
+        "attention-mass", collected.means(), window, unit=kinds.ATTENTION_UNIT, **facts
+    )
 
 
 def _observer(masses: list[Tensor], state: attention.LayerState, window: int, sinks: int) -> Any:
@@ -68,14 +82,23 @@ def _observer(masses: list[Tensor], state: attention.LayerState, window: int, si
     local_window = local_layers.layout_window(state, window, is_global=False)
 
     def observe(
-        q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+        q: Tensor,
+        k: Tensor,
+        _v: Tensor,
+        scale: float,
+        sink_logits: Tensor | None,
+        starts: Tensor | None = None,
     ) -> None:
         parts = []
         shown: Any = {"sink_logits": sink_logits, "starts": starts, "softcap": state.softcap}
-        for query, weights in attention_weights(q, k, scale, window=state.checkpoint_window, start=window, **shown):
+        for query, weights in attention_weights(
+            q, k, scale, window=state.checkpoint_window, start=window, **shown
+        ):
             # Sum the weights of keys outside the window, sinks left out
             key = torch.arange(weights.shape[-1], device=q.device)
-            first = 0 if starts is None else starts[:, query][:, None, None, :, None]  # of the query's document
+            first = (
+                0 if starts is None else starts[:, query][:, None, None, :, None]
+            )  # of the query's document
             far = (query[:, None] - key >= local_window) & (key - first >= sinks)
             by_query_head = (weights * far).sum(-1).flatten(1, 2)  # [B, Hq, c]
             parts.append(torch.stack(by_query_head.chunk(state.num_kv_heads, 1), 1).mean(2))

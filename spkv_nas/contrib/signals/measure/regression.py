@@ -64,7 +64,12 @@ def regression(
     num_global = parse_budget(budget, int(all_local.is_head[layers].sum()))
     layouts = _layouts(all_local, layers, num_global, num_layouts, seed)
     work = Work()
-    scoring: Any = {"batch_size": batch_size, "cache": cache, "reporter": Reporter.of(progress), "work": work}
+    scoring: Any = {
+        "batch_size": batch_size,
+        "cache": cache,
+        "reporter": Reporter.of(progress),
+        "work": work,
+    }
     scores = zero_shot(model, layouts, blocks, **scoring)
     totals, counts = np.stack([score.total for score in scores]), scores[0].num_tokens
     # Regress the NLL per token on the layouts' global-head masks
@@ -78,22 +83,39 @@ def regression(
         )
 
     # Build the table
-    options: dict[str, Any] = {"budget": num_global, "layouts": len(layouts), "reused_scores": work.reused}
-    options |= {"penalty": float(f"{fit.penalty:.4g}"), "explained": round(fit.explained, 4), "seed": seed}
+    options: dict[str, Any] = {
+        "budget": num_global,
+        "layouts": len(layouts),
+        "reused_scores": work.reused,
+    }
+    options |= {
+        "penalty": float(f"{fit.penalty:.4g}"),
+        "explained": round(fit.explained, 4),
+        "seed": seed,
+    }
     gains = _gains(fit, totals, counts, blocks, all_local, layers)
     facts: Any = {"passes": work.passes, "tokens": blocks.tokens.size, "name": name}
-    facts |= {"metadata": {**(metadata or {}), **options}, "heads_per_layer": all_local.heads_per_layer}
+    facts |= {
+        "metadata": {**(metadata or {}), **options},
+        "heads_per_layer": all_local.heads_per_layer,
+    }
     return signal_table("regression", gains, window, kind=kinds.GAIN, unit=kinds.NATS, **facts)
 
 
-def _layouts(like: Layout, layers: list[int], num_global: int, number: int, seed: int) -> list[Layout]:
+def _layouts(
+    like: Layout, layers: list[int], num_global: int, number: int, seed: int
+) -> list[Layout]:
     """Draw distinct random layouts ``like`` one, with ``num_global`` of the heads of ``layers`` global."""
     can_be_global = like.is_head & np.isin(np.arange(like.num_layers), layers)[:, None]
     number_of_heads = int(can_be_global.sum())
     order = np.random.default_rng(seed).random((number, number_of_heads)).argsort(1)
     masks = np.zeros((number, *like.grid), dtype=np.bool_)
     masks[:, can_be_global] = order < num_global
-    facts: Any = {"window": like.window, "sinks": like.sinks, "heads_per_layer": like.heads_per_layer}
+    facts: Any = {
+        "window": like.window,
+        "sinks": like.sinks,
+        "heads_per_layer": like.heads_per_layer,
+    }
     layouts = list(dict.fromkeys(Layout.from_mask(mask, **facts) for mask in masks))
     if len(layouts) < _MIN_LAYOUTS:
         raise UserError(
@@ -117,7 +139,9 @@ def _gains(
     means = []
     for part in domain_means(blocks, sums, counts):
         assert part.standard_error is not None
-        fit_error = fit.error(totals[:, domain_of == part.domain].sum(1) / part.num_tokens).reshape(grid)
+        fit_error = fit.error(totals[:, domain_of == part.domain].sum(1) / part.num_tokens).reshape(
+            grid
+        )
         means.append(replace(part, standard_error=np.hypot(part.standard_error, fit_error)))
     return means
 
@@ -160,7 +184,8 @@ class Ridge:
             variance=(right**2).T @ (1 / (square + penalties[best])),
             freedom=number - 1 - float(shrunk[best].sum()),
             penalty=float(penalties[best]),
-            explained=1 - float(errors[best] / max(np.square(centred * number / (number - 1)).sum(), 1e-300)),
+            explained=1
+            - float(errors[best] / max(np.square(centred * number / (number - 1)).sum(), 1e-300)),
         )
 
     def error(self, responses: Float) -> Float:

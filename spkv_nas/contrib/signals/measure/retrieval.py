@@ -59,23 +59,35 @@ def retrieval(
     # Insert a needle into every block
     hidden = needles(blocks, window, needle_length, seed, sinks)
     blocks = hidden.blocks
-    queries = slice(blocks.block_size - needle_length, blocks.block_size - 1)  # the last token has no next one to copy
+    queries = slice(
+        blocks.block_size - needle_length, blocks.block_size - 1
+    )  # the last token has no next one to copy
     num_correct = np.zeros(1, dtype=np.int64)
     # Measure attention on the needles
     with windows.full_attention(model) as states:
-        num_heads = model_shape.config_shape(model.config).num_heads * (1 + max(state.num_readers for state in states))
+        num_heads = model_shape.config_shape(model.config).num_heads * (
+            1 + max(state.num_readers for state in states)
+        )
         collected = HeadSums(blocks, len(states), num_heads, input_device(model))
 
         def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
             """Return (scores [B, G Hkv, m - 1] by layer, number of needle tokens predicted) of blocks."""
-            tokens, depth = (torch.from_numpy(x).to(input_device(model)) for x in hidden.rows(start, len(text)))
+            tokens, depth = (
+                torch.from_numpy(x).to(input_device(model)) for x in hidden.rows(start, len(text))
+            )
             scores: list[list[Tensor]] = [[] for _ in states]  # of each layer and its readers
             for state, layer_scores in zip(states, scores, strict=True):
                 state.observer = _observer(layer_scores, state, depth, queries)
             decoded = model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
-            predicted = model.get_output_embeddings()(decoded.last_hidden_state[:, queries]).argmax(-1)
-            num_predicted = int((predicted.to(tokens.device) == tokens[:, queries.start + 1 :]).sum())
-            return [torch.cat([part.to(input_device(model)) for part in parts], 1) for parts in scores], num_predicted
+            predicted = model.get_output_embeddings()(decoded.last_hidden_state[:, queries]).argmax(
+                -1
+            )
+            num_predicted = int(
+                (predicted.to(tokens.device) == tokens[:, queries.start + 1 :]).sum()
+            )
+            return [
+                torch.cat([part.to(input_device(model)) for part in parts], 1) for parts in scores
+            ], num_predicted
 
         def add(start: int, result: tuple[list[Tensor], int]) -> None:
             collected.add(start, result[0], queries)
@@ -85,7 +97,9 @@ def retrieval(
     collected.add_up()
     # Build the table
     heads = attention.heads_per_layer(states)
-    accuracy = float(distributed.sum_over_processes(num_correct)[0]) / (blocks.num_blocks * (needle_length - 1))
+    accuracy = float(distributed.sum_over_processes(num_correct)[0]) / (
+        blocks.num_blocks * (needle_length - 1)
+    )
     if accuracy < _MIN_ACCURACY:
         warnings.warn(
             f"the model predicts only {accuracy:.1%} of the needle tokens: it hardly copies, so its retrieval scores "
@@ -95,7 +109,12 @@ def retrieval(
     scores = collected.means(_best_of_group(collected.sums.cpu().numpy(), heads))
     settings: dict[str, Any] = {**(metadata or {}), "needle_length": needle_length, "seed": seed}
     settings["copy_accuracy"] = round(accuracy, 4)
-    facts: Any = {"unit": kinds.ATTENTION_UNIT, "passes": 1.0, "tokens": blocks.tokens.size, "heads_per_layer": heads}
+    facts: Any = {
+        "unit": kinds.ATTENTION_UNIT,
+        "passes": 1.0,
+        "tokens": blocks.tokens.size,
+        "heads_per_layer": heads,
+    }
     return signal_table("retrieval", scores, window, name=name, metadata=settings, **facts)
 
 
@@ -116,12 +135,16 @@ class Needles:
         text_length = self.blocks.block_size - 2 * self.tokens.shape[1]
         rows = [
             np.concatenate([text[:at], needle, text[at:text_length], needle]).astype(np.int64)
-            for text, needle, at in zip(self.blocks.marked(part), self.tokens[part], self.depth[part], strict=True)
+            for text, needle, at in zip(
+                self.blocks.marked(part), self.tokens[part], self.depth[part], strict=True
+            )
         ]
         return np.stack(rows), self.depth[part]
 
 
-def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sinks: int = 0) -> Needles:
+def needles(
+    blocks: TokenBlocks, window: int, needle_length: int, seed: int, sinks: int = 0
+) -> Needles:
     """Draw a needle for each block of text, at a random depth, after the tokens that begin every text and ``sinks``.
 
     Its tokens are drawn from the other tokens of the text, without repetition. Needle and copy are in one document:
@@ -129,7 +152,10 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
     left out. Raises ``UserError`` if all are.
     """
     # Collect the distinct tokens of the text, without loading memory-mapped blocks all at once
-    parts = (blocks.tokens[start : start + _READ_BLOCKS] for start in range(0, blocks.num_blocks, _READ_BLOCKS))
+    parts = (
+        blocks.tokens[start : start + _READ_BLOCKS]
+        for start in range(0, blocks.num_blocks, _READ_BLOCKS)
+    )
     special = (*blocks.opening, *blocks.boundaries.separator)
     vocabulary = np.setdiff1d(reduce(np.union1d, parts, np.empty(0, dtype=np.int32)), special)
     # Keep the blocks into which a needle and its copy fit
@@ -140,14 +166,21 @@ def needles(blocks: TokenBlocks, window: int, needle_length: int, seed: int, sin
         blocks, start = _longest_last(blocks)
         fits = start + first <= deepest
         blocks, first = blocks.part(np.flatnonzero(fits)), (start + first)[fits]
-    if needle_length < 2 or not blocks.num_blocks or np.min(first) > deepest or len(vocabulary) < needle_length:
+    if (
+        needle_length < 2
+        or not blocks.num_blocks
+        or np.min(first) > deepest
+        or len(vocabulary) < needle_length
+    ):
         raise errors.UserError(
             f"blocks of {length} tokens with {len(vocabulary)} distinct tokens cannot hold a needle of {needle_length} "
             f"tokens and its copy more than a window of {window} keys later\n"
             "give a smaller --window, or a larger --context"
         )
     depth = rng.integers(first, deepest + 1, size=blocks.num_blocks)
-    tokens = [rng.choice(vocabulary, needle_length, replace=False) for _ in range(blocks.num_blocks)]
+    tokens = [
+        rng.choice(vocabulary, needle_length, replace=False) for _ in range(blocks.num_blocks)
+    ]
     return Needles(blocks, np.stack(tokens).astype(np.int64), depth)
 
 
@@ -163,7 +196,9 @@ def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
     columns = np.arange(blocks.block_size)
     is_longest = (columns < end[:, None]) & (columns >= (end - longest)[:, None])
     order = np.argsort(is_longest, axis=1, kind="stable")
-    tokens, document = (np.take_along_axis(array, order, 1) for array in (blocks.tokens, blocks.document))
+    tokens, document = (
+        np.take_along_axis(array, order, 1) for array in (blocks.tokens, blocks.document)
+    )
     begins = None if blocks.begins is None else np.take_along_axis(blocks.begins, order, 1)
     start = blocks.block_size - longest
     # Separate it from what now comes before it
@@ -178,23 +213,40 @@ def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
     return replace(blocks, tokens=tokens, document=document, begins=begins), start
 
 
-def _observer(scores: list[Tensor], state: attention.LayerState, source: Tensor, query_positions: slice) -> Any:
+def _observer(
+    scores: list[Tensor], state: attention.LayerState, source: Tensor, query_positions: slice
+) -> Any:
     """Return an observer that appends scores [B, G Hkv, m - 1] of a layer; needles begin at ``source``, int64 [B]."""
 
     def observe(
-        q: Tensor, k: Tensor, _v: Tensor, scale: float, sink_logits: Tensor | None, starts: Tensor | None = None
+        q: Tensor,
+        k: Tensor,
+        _v: Tensor,
+        scale: float,
+        sink_logits: Tensor | None,
+        starts: Tensor | None = None,
     ) -> None:
         # Compute the attention of the queries in the copy
-        shown: Any = {"window": state.checkpoint_window, "start": query_positions.start, "sink_logits": sink_logits}
+        shown: Any = {
+            "window": state.checkpoint_window,
+            "start": query_positions.start,
+            "sink_logits": sink_logits,
+        }
         shown |= {"starts": starts, "softcap": state.softcap}
         parts = [weights for _, weights in attention_weights(q, k, scale, **shown)]
-        rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)
+        rows = torch.cat(
+            [torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2
+        )
         rows = rows.flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
         # Attention weight on the token after the current one's first occurrence
         copied = source.to(q.device)[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)
         index = copied[:, None, :, None].expand(-1, rows.shape[1], -1, -1)
         weights = rows.gather(-1, index)[..., 0]
-        weights = weights.view(len(weights), state.num_kv_heads, -1, weights.shape[2]).transpose(1, 2).flatten(1, 2)
+        weights = (
+            weights.view(len(weights), state.num_kv_heads, -1, weights.shape[2])
+            .transpose(1, 2)
+            .flatten(1, 2)
+        )
         scores.append(torch.zeros_like(weights) if state.is_always_local else weights)
 
     observe.knows_documents = observe.sees_readers = True  # type: ignore[attr-defined]

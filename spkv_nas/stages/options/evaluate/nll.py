@@ -29,5 +29,7 @@ def check(options: NLLOptions) -> None:
     if options.taus is not None:
         parse_taus(options.taus)
         if options.tau is not None or options.against is not None:
-            raise errors.UserError("--taus compares thresholds of one checkpoint: remove --tau and --against")
+            raise errors.UserError(
+                "--taus compares thresholds of one checkpoint: remove --tau and --against"
+            )
     subject.check()
